@@ -126,7 +126,8 @@ def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
 
 def _machine() -> Iterator[str]:
     yield f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}"
-    yield f"torch           {torch.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    yield f"torch           {torch.__version__}, {threads} thread{'s' * (threads > 1)}"
     yield f"Python          {platform.python_version()}, {platform.platform()}"
     devices = ["CPU", *(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))]
     devices += ["MPS"] if torch.backends.mps.is_available() else []

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import autograd_hacks
 from autograd_hacks.__main__ import main
@@ -134,6 +135,7 @@ def test_the_doctor_has_a_model_of_its_own(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     for word in ("torch ", "Python ", "devices ", "CPU", "opacus", "of 6 parameters equal autograd's"):
         assert word in out
+    assert f"{torch.get_num_threads()} threads"[: None if torch.get_num_threads() > 1 else -1] + "\n" in out
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("good", 2), ("two", 2), ("keywords", 2), ("dictionary", 2)])

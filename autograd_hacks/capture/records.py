@@ -148,6 +148,15 @@ class Segment:
             sizes: dict[str, int] = {}
             for teller, size in told:
                 sizes.setdefault(teller.what, size)
+            uses = [teller for teller, _ in told if isinstance(teller, Use)]
+            counts = {size for teller, size in told if isinstance(teller, Use)}
+            if len(counts) == 1 and all(use.documents is not None and not use.documents.is_of_tokens for use in uses):
+                count = counts.pop()
+                raise BatchSizeError(
+                    f"backward was given {next(size for _, size in told if size != count)} losses, but the batch packs "
+                    f"{count} documents; expected {count} losses, one for each document (segments=...), in the batch's "
+                    "order." + ON_SEGMENTS
+                )
             raise disagreement(sizes)
         return told[0][1]
 
@@ -253,9 +262,14 @@ class Record:
         """How the losses of all passes were reduced.  Raises ValueError if they differ.  loss_type: what the reader said"""
         found = {recorded.reduction(loss_type) for recorded in self.passes}
         if len(found) > 1:
-            raise ValueError(
-                "some accumulated losses are means and some are sums. Reduce all losses in the same way." + ON_REDUCTION
-            )
+            wrong = "some accumulated losses are means and some are sums. Reduce all losses in the same way."
+            if not all(recorded.losses for recorded in self.passes):
+                wrong = (
+                    "no loss_type was given, so 'mean' was assumed for the passes of loss.backward(), but backward(losses) "
+                    "has used 'sum'. If all losses are sums, pass loss_type='sum'. For derivatives of rows run the first "
+                    "pass by torch.autograd.grad(loss, parameters, create_graph=True): its rows are not added to the others."
+                )
+            raise ValueError(wrong + ON_REDUCTION)
         return found.pop()
 
     def is_parameter(self, x: Tensor) -> bool:

@@ -99,6 +99,8 @@ def compute_hess_over(
     """`compute_hess` for all batches of a loader, as if they were one.  Every sample has the same weight, however large its
     batch.
 
+    The model stays in its mode.  Call ``model.eval()`` first: in training mode dropout draws other masks in each call.
+
     loader: batches
     forward: ``forward(model, batch)`` returns the output for `backprop_hess`. By default it is ``model(batch)``, or
     ``model(batch[0])`` for a tuple or list

@@ -184,8 +184,9 @@ class PrivacyEngine(_PrivacyEngine):
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(
                 f"PrivacyEngine.make_private was given clipping={clipping!r}; only flat clipping is supported here. Use "
-                "autograd_hacks.PrivateTraining(clip=...), whose clip may be 'per_parameter', 'automatic', 'psac' or a "
-                "QuantileClip, or Opacus' own engine." + ON_OPACUS
+                "autograd_hacks.PrivateTraining: max_norm={pattern: bound} clips layer by layer, for example {'0.*': 0.5, "
+                "'2.*': 1.0}, and clip= may be 'per_parameter', 'automatic', 'psac' or a QuantileClip. Or use Opacus' own "
+                "engine." + ON_OPACUS
             )
         self._module = module
         _, private, loader = super().make_private(

@@ -1,7 +1,8 @@
 """The common part of trainers' callbacks: reads a step's per-sample gradients, of all micro-batches, before the step."""
 
 from collections.abc import Iterable, Sequence
-from math import inf, isfinite
+from inspect import signature
+from math import isfinite
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.arguments import check_count
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -36,6 +38,7 @@ class Steps:
     every: measure one step out of this many; the others run without hooks, at the cost of plain steps
     only: as in `add_hooks`. 'norms' measures only norm layers and biases, which is cheap and predicts the noise scale
 
+    Raises ValueError for numbers out of range and for arguments that don't go together, TypeError for other arguments.
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
     """
 
@@ -49,19 +52,26 @@ class Steps:
         batch_dim: BatchDim = 0,
         every: int = 1,
         only: str | Iterable[str] | None = None,
+        **others: object,
     ) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"Steps was given max_norm={max_norm}; expected a number larger than 0, or None" + ON_STEPS)
+        if others:  # Python's own message would name Steps, which the user of a callback doesn't know
+            own = (*signature(type(self)).parameters.values(), *signature(Steps).parameters.values())
+            known = dict.fromkeys(one.name for one in own if one.kind is not one.VAR_KEYWORD)
+            raise TypeError(
+                f"{type(self).__name__} has no argument {next(iter(others))!r}; expected {', '.join(known)}" + ON_STEPS
+            )
+        if max_norm is not None and (not is_number(max_norm) or not max_norm > 0):
+            raise ValueError(f"max_norm={max_norm!r} was given; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)
-        check_count("Steps: every", every, "steps", ON_STEPS)
+        check_count("every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
             raise ValueError(
-                f"Steps was given every={every} and max_norm={max_norm}, but steps that aren't measured can't be clipped. "
+                f"every={every} and max_norm={max_norm} were given, but steps that aren't measured can't be clipped. "
                 "Leave every out to clip, or max_norm out to measure." + ON_STEPS
             )
         if only is not None and max_norm is not None:
             raise ValueError(
-                f"Steps was given only={only!r} and max_norm={max_norm}, but other parameters would not be clipped. Leave "
+                f"only={only!r} and max_norm={max_norm} were given, but other parameters would not be clipped. Leave "
                 "only out to clip, or max_norm out to measure." + ON_STEPS
             )
         self.every, self.only, self._count = every, only, 0
@@ -179,7 +189,7 @@ class Steps:
         means = {"noise_scale": self._scales.noise_scale()}
         if self.per_parameter:
             means |= {f"noise_scale/{name}": own for name, own in self._scales.noise_scale("parameter").items()}
-        return measures | {name: own.scale.item() if own.signal > 0 else inf for name, own in means.items()}
+        return measures | {name: own.scale.item() for name, own in means.items()}
 
 
 def _parts(model: nn.Module, scale: float) -> PerSampleGrads:

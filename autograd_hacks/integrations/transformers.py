@@ -34,7 +34,8 @@ class GradsCallback(Steps, TrainerCallback):
     """A callback for ``Trainer``: norms, the noise scale and clipping of each step, over all its micro-batches.
 
     It takes the arguments of `Steps`.  The results go into ``history``, step by step, and their means into the trainer's
-    logs.  Callbacks after it see them, too: ``trainer.callback_handler.callbacks.insert(0, callback)``.
+    logs.  Callbacks after it see them, too.  The loggers of ``report_to`` come first, unless this callback is added by
+    ``trainer.callback_handler.callbacks.insert(0, callback)``.
 
     Raises ValueError when training begins if ``max_norm`` is given and the trainer itself clips to a smaller norm; use
     ``TrainingArguments(max_grad_norm=0)``.

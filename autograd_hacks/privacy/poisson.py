@@ -35,6 +35,15 @@ class Mark(NamedTuple):
         """Booleans, False for padding."""
         return torch.arange(self.size, device="cpu") < self.samples
 
+    def check(self, losses: int) -> None:
+        """Raises ValueError unless each sample has a loss.  losses: 0 if nothing was recorded, which isn't refused here"""
+        if losses not in (0, self.size):
+            raise ValueError(
+                f"step(): {self.size} samples were drawn, but {losses} have losses; expected one loss for each. For K views "
+                "of a sample give the model its N samples with their views, (N, K, ...), and take the mean of the K losses. "
+                "To split a batch use loader(micro_batch_size=...)." + ON_PRIVATE
+            )
+
 
 class Marked(NamedTuple):
     """A micro-batch with its mark."""

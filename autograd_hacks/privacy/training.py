@@ -281,6 +281,7 @@ class PrivateTraining:
             )
         _check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
+        mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
         for p, own in self._sums:

@@ -140,10 +140,11 @@ class Algebra(Matrix):
                 "per_sample_grads(model) after its backward pass." + ON_VERBS
             )
         if self._model != other._model or self.keys() != other.keys():
+            is_other = self._model != other._model
+            wrong = "belong to another model" if is_other else f"are {arguments.differing(list(other), list(self))}"
             raise ValueError(
-                "gram: the other gradients belong to another model, or to other parameters; expected two batches of one "
-                "model. Take both by per_sample_grads(model), with the same trainable parameters and the same only=."
-                + ON_VERBS
+                f"gram: the other gradients {wrong}; expected two batches of one model. Take both by "
+                "per_sample_grads(model), with the same trainable parameters and the same only=." + ON_VERBS
             )
         if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
             raise ValueError(
@@ -352,7 +353,7 @@ class Algebra(Matrix):
         number.
 
         index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
-        Raises IndexError for a mask of another length, or for numbers out of range.
+        Raises IndexError for a mask of another length, or for numbers out of range; TypeError for any other index.
         """
         chosen = arguments.chosen_samples(index, self.samples)
         rows = self._rows_of(chosen, self.samples)

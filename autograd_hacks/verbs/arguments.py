@@ -45,14 +45,14 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
     missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {_some(missing)}; expected one for each of the {len(shapes)} trainable "
+            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(shapes)} trainable "
             "parameters, by the names of model.named_parameters(). Give zeros for a parameter that should not move."
             + ON_VERBS
         )
     if extra:
         raise ValueError(
-            f"dot: the direction has an entry for {_some(extra)}, which is not a trainable parameter; expected entries for "
-            f"{_some(list(shapes))}. Leave the others out." + ON_VERBS
+            f"dot: the direction has an entry for {some(extra)}, which is not a trainable parameter; expected entries for "
+            f"{some(list(shapes))}. Leave the others out." + ON_VERBS
         )
     for name, shape in shapes.items():
         x = v[name]
@@ -150,6 +150,18 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
         raise TypeError(
             f"select: the index is {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of sample numbers. "
             "For one sample n write select(torch.tensor([n]))." + ON_VERBS
+        )
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8:  # torch takes uint8 for a mask
+        raise TypeError(f"select: the index is {kind_of(index)}; expected booleans or integers: index.long()." + ON_VERBS)
+    if index.dtype == torch.bool and len(index) != samples:
+        raise IndexError(
+            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample. After group or select "
+            "these are the groups, or the selected samples." + ON_VERBS
+        )
+    if index.dtype != torch.bool and len(index) and not -samples <= int(index.min()) <= int(index.max()) < samples:
+        raise IndexError(
+            f"select: the sample numbers go from {int(index.min())} to {int(index.max())}; expected [{-samples}, {samples}) "
+            "for these rows; negative numbers count from the end." + ON_VERBS
         )
     return torch.arange(samples, device="cpu")[index.cpu()]
 
@@ -267,11 +279,11 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
     if none:
         raise ValueError(
-            f"{who}: {_some(none)} matches no trainable parameter; expected names or patterns of {_some(names)}." + ON_VERBS
+            f"{who}: {some(none)} matches no trainable parameter; expected names or patterns of {some(names)}." + ON_VERBS
         )
     if twice:
         raise ValueError(
-            f"{who}: several patterns match {_some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
+            f"{who}: several patterns match {some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
         )
     return parts
 
@@ -281,9 +293,16 @@ def kind_of(value: object) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first five names and the number of others."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def differing(given: Collection[str], expected: Collection[str]) -> str:
+    """What is wrong with some names, for messages: "without 'a', and with 'b' too many"."""
+    missing, extra = [n for n in expected if n not in given], [n for n in given if n not in expected]
+    parts = [f"without {some(missing)}"] * bool(missing) + [f"with {some(extra)} too many"] * bool(extra)
+    return ", and ".join(parts)
 
 
 def unwrapped(name: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION
+from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded
 from autograd_hacks.reading.outside import check_losses, read_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
@@ -23,9 +23,9 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     loss_type: 'mean' or 'sum', the reduction whose gradient ``param.grad`` gets
     retain_graph: as in ``torch.Tensor.backward``
 
-    Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector; SamplesMixed if a sample's loss depends
-    on another sample's outputs; BatchSizeError if there are more or fewer losses than the hooked layers had samples. After a
-    BatchSizeError the record is empty and ``param.grad`` is filled.
+    Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector; NothingRecorded if it has no graph;
+    SamplesMixed if a sample's loss depends on another sample's outputs; BatchSizeError if there are more or fewer losses
+    than the hooked layers had samples. After a BatchSizeError the record is empty and ``param.grad`` is filled.
     """
     backward_to(losses, None, loss_type, retain_graph)
 
@@ -44,6 +44,12 @@ def backward_to(
     if losses.ndim != 1:
         raise ValueError(f"backward was given losses of shape {tuple(losses.shape)}; expected {A_LOSS_EACH}" + ON_REDUCTION)
     check_loss_type(loss_type)
+    if not losses.requires_grad:
+        raise NothingRecorded(
+            "backward was given losses without a graph: they are detached, or were computed under torch.no_grad, or from "
+            "rows of a pass without create_graph=True. For losses made of rows run the first pass by "
+            "torch.autograd.grad(loss, parameters, create_graph=True)."
+        )
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     check_losses(losses)
     read_losses(losses)

@@ -126,7 +126,9 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
         Raises TypeError for other optimizers, and for complex parameters, because optimizers scale real and imaginary parts
         separately; NothingRecorded if no parameter has a state yet.
-        Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's.
+        Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's. LESS' own Γ is not linear in g: it adds g
+        to the momentum and g² to v, and divides the one by the root of the other. That is left out here; compare
+        docs/examples/less.py, which has Γ by the paper's formula.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
         scaling = next((of for names, of in SCALINGS.items() if is_one_of(inner, names)), None)
@@ -156,7 +158,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
                     }, group)  # fmt: skip
         unstepped = [by for by in maps.values() if isinstance(by, _Unstepped)]
         if unstepped and len(unstepped) == len(maps):
-            raise unstepped[0].error()
+            raise unstepped[0].error(where="")
         return cls(maps)
 
     @classmethod
@@ -281,8 +283,8 @@ class _Unstepped(Sides):
 
     of: str = ""  # the optimizer that has no state for it, for the message
 
-    def error(self) -> NothingRecorded:
-        return NothingRecorded(f"{self.of} has no state. Take a step first, or load_state_dict of a checkpoint.")
+    def error(self, where: str = " for a parameter whose rows are not zero") -> NothingRecorded:
+        return NothingRecorded(f"{self.of} has no state{where}. Take a step first, or load_state_dict of a checkpoint.")
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
         raise self.error()

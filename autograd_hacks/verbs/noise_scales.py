@@ -91,7 +91,7 @@ class NoiseScales(Shown):
     @overload
     def noise_scale(self, per: Literal["layer", "parameter"]) -> dict[str, NoiseScale]: ...
     def noise_scale(self, per: Literal["model", "layer", "parameter"] = "model") -> NoiseScale | dict[str, NoiseScale]:
-        """The means of noise and signal, with their ratio as ``.scale``.
+        """The means of noise and signal, with their ratio as ``.scale``, infinite while the mean signal is not above 0.
 
         per: 'layer' returns {path of a layer: for its parameters together}, 'parameter' returns {name: for this parameter}
         Raises ValueError before the first `update`, and for another ``per``.

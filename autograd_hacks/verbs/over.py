@@ -67,7 +67,8 @@ def over(
 ) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
-    ``.grad`` doesn't change.
+    ``.grad`` doesn't change.  The model stays in its mode.  Call ``model.eval()`` first: in training mode dropout draws
+    other masks in each call.
 
     loader: the batches, D samples in all. Rows come in this order; there is a warning for a DataLoader that shuffles
     loss: ``loss(model, batch)`` returns N losses, one for each sample of the batch

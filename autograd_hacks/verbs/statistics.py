@@ -31,8 +31,11 @@ class NoiseScale(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """tr Σ / ‖G‖², a number of samples.  Much smaller batches are mostly noise; much larger ones gain little."""
-        return self.noise / self.signal
+        """tr Σ / ‖G‖², a number of samples.  Much smaller batches are mostly noise; much larger ones gain little.
+
+        It is infinite where the estimated signal is not above 0.
+        """
+        return torch.where(self.signal <= 0, torch.inf, self.noise / self.signal)
 
 
 def means(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:

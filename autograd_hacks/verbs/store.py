@@ -18,7 +18,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.row_files import RowFile, digest_of, names_in
-from autograd_hacks.verbs.arguments import check_count, kind_of
+from autograd_hacks.verbs.arguments import check_count, differing, kind_of, some
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""
@@ -226,8 +226,10 @@ class Store(Shown):
                 both = x._asdict() if isinstance(x, LowRank) else None
                 given |= {name: x} if both is None else {f"{name}.{field}": part for field, part in both.items()}
         if given.keys() != self._rows.keys():
-            what = "one tensor" if self._is_one else f"{{name: tensor}} for {', '.join(map(repr, list(self._rows)[:5]))}"
-            names = kind_of(queries) if "" in given else f"tensors named {', '.join(map(repr, list(given)[:5]))}"
+            what = "one tensor" if self._is_one else f"{{name: tensor}} for {some(list(self._rows))}"
+            names = kind_of(queries) if "" in given else f"tensors named {some(list(given))}"
+            if not self._is_one and "" not in given:
+                names, what = "queries " + differing(given, self._rows), f"one for each of its {len(self._rows)} names"
             raise ValueError(f"search was given {names}; {self.path} expects {what}" + ON_STORES)
         for name, x in given.items():
             rows = self._rows[name]

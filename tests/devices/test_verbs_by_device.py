@@ -180,7 +180,7 @@ def scales(model: nn.Module, x: Tensor, path: Path) -> Any:
     for _ in range(2):
         model.zero_grad()
         kept.update(back(model, x))
-    return kept.noise_scale().scale
+    return torch.stack(kept.noise_scale())  # the ratio may be infinite, which compares nothing
 
 
 def accumulated(model: nn.Module, x: Tensor, path: Path) -> Any:
@@ -234,7 +234,7 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "weighted_sum": read(lambda g: g.weighted_sum(g.norms())),
     "cosine": directed(lambda g, v: g.cosine(v)),
     "second_moment": read(lambda g: (g.second_moment(), g.variance(), g.snr())),
-    "noise_scale": read(lambda g: g.noise_scale().scale),
+    "noise_scale": read(lambda g: torch.stack(g.noise_scale())),
     "project": read(lambda g: (g.project(5), g.project(rank=2, per_parameter=True))),
     "sjlt": read(lambda g: g.project(16, kind="sjlt", entries=2)),
     "reduce": read(lambda g: g.reduce(torch.tanh)),

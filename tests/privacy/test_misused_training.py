@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
+import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.privacy.accounting import spent
@@ -81,6 +82,40 @@ def test_a_rate_that_changes_amid_a_pass_is_refused() -> None:
             private.backward(losses(model, x, y))
             with pytest.raises(RuntimeError, match=r"drawn at a rate of 0\.2"):
                 private.step()
+            break
+
+
+@pytest.mark.parametrize("how", ["views", "accumulated", "cut"])
+def test_another_number_of_losses_than_samples_is_refused(how: str) -> None:
+    private, model = training(), net()
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*numbers())):
+            with autograd_hacks.accumulate(model) if how == "accumulated" else nullcontext():
+                for _ in range(1 + (how == "accumulated")):
+                    x, y = (x[:1], y[:1]) if how == "cut" else (x, y)
+                    x, y = (x.repeat(2, 1), y.repeat(2)) if how == "views" else (x, y)
+                    private.backward(losses(model, x, y))
+            with pytest.raises(ValueError, match=r"\d samples were drawn, but \d+ have losses; expected one loss for each"):
+                private.step()
+            break
+
+
+def test_views_of_a_sample_are_one_sample() -> None:
+    class OfViews(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    private, model = training(), OfViews()
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*numbers())):
+            logits = model(torch.stack([x, x + 0.1, x - 0.1], 1))
+            each = nn.functional.cross_entropy(logits.mT, y[:, None].expand(-1, 3), reduction="none")
+            private.backward(each.mean(1))
+            assert private.step().norms.shape == y.shape
             break
 
 

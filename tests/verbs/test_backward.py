@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import (
     BatchSizeError,
+    NothingRecorded,
     SamplesMixed,
 )
 
@@ -29,6 +30,23 @@ def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
         masked(model(x), mask).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, one_backward_per_sample(model, masked, x, mask))
+
+
+def test_the_reduction_of_two_kinds_of_passes() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(5, 3)
+    autograd_hacks.add_hooks(model)
+    with autograd_hacks.accumulate(model):
+        model(x).square().sum().backward()
+        autograd_hacks.backward(model(x).square().sum(1), "sum")
+    with pytest.raises(ValueError, match=r"no loss_type was given, so 'mean' was assumed.*pass loss_type='sum'"):
+        autograd_hacks.per_sample_grads(model)
+    assert autograd_hacks.per_sample_grads(model, "sum").samples == 10
+    model.zero_grad()
+    with autograd_hacks.accumulate(model):
+        for loss_type in ("sum", "mean"):
+            autograd_hacks.backward(model(x).square().sum(1), loss_type)
+    with pytest.raises(ValueError, match="some accumulated losses are means and some are sums"):
+        autograd_hacks.per_sample_grads(model)
 
 
 def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
@@ -106,8 +124,12 @@ def test_losses_that_are_no_tensor(model: nn.Module) -> None:
 
 
 def test_losses_without_a_graph(model: nn.Module) -> None:
-    with raises(model, RuntimeError, "does not require grad"):
-        autograd_hacks.backward(torch.ones(5))
+    squares(model(batch()[0]), batch()[1]).sum().backward()
+    v = {name: p.detach() for name, p in model.named_parameters()}
+    for losses in (torch.ones(5), autograd_hacks.per_sample_grads(model, "sum").dot(v)):  # a pass without create_graph=True
+        model.zero_grad()
+        with raises(model, NothingRecorded, "losses without a graph", "create_graph=True"):
+            autograd_hacks.backward(losses)
 
 
 def contrastive(out: Tensor) -> Tensor:

@@ -53,6 +53,14 @@ def test_a_loss_on_padding_is_refused() -> None:
         autograd_hacks.per_sample_grads(model)
 
 
+def test_a_loss_for_each_sample_in_place_of_each_document_is_refused() -> None:
+    model = hooked("position_ids")
+    for given in (lambda each: each.sum(1), lambda each: each.flatten()):  # of samples, of tokens
+        own = given(losses(model, *batch(2, [3, 2, 4])))
+        with pytest.raises(BatchSizeError, match=rf"given {len(own)} losses, but the batch packs 6 documents; expected 6"):
+            autograd_hacks.backward(own, "sum")
+
+
 def test_ids_may_be_large_and_in_any_order() -> None:
     class Told(Packed):
         def forward(self, ids: Tensor, document_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:

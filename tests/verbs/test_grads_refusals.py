@@ -67,6 +67,11 @@ def test_gradients_of_two_models() -> None:
     one, other = (stepped(perceptron(), torch.randn(6, 4)) for _ in range(2))
     with pytest.raises(ValueError, match="another model"):
         one.gram(other)
+    model, x = perceptron(), torch.randn(6, 4)
+    whole = stepped(model, x)
+    model(x).square().sum(1).mean().backward()
+    with pytest.raises(ValueError, match=r"the other gradients are without '0\.weight', '0\.bias'; expected two batches"):
+        whole.gram(autograd_hacks.per_sample_grads(model, only="2.*"))
     with pytest.raises(TypeError, match="expected the PerSampleGrads"):
         one.gram(one.dense())
 
@@ -87,10 +92,14 @@ def test_ids_and_samples_that_are_none() -> None:
         grads.group(torch.ones(5, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\[0, 2\)"):
         grads.group(torch.arange(6), 2)
-    with pytest.raises(IndexError):
-        grads.select(torch.tensor([6]))
-    with pytest.raises(IndexError):
+    for numbers in ([0, 6], [-7, 2]):
+        with pytest.raises(IndexError, match=rf"go from {min(numbers)} to {max(numbers)}; expected \[-6, 6\)"):
+            grads.select(torch.tensor(numbers))
+    with pytest.raises(IndexError, match="the mask has 5 entries; expected 6, one for each sample"):
         grads.select(torch.ones(5, dtype=torch.bool))
+    for wrong in (torch.ones(6, dtype=torch.uint8), torch.zeros(2), torch.zeros(0)):  # the first may be a mask, or numbers
+        with pytest.raises(TypeError, match="expected booleans or integers"):
+            grads.select(wrong)
     with pytest.raises(ValueError, match="dim=0"):
         grads.project(0)
     with pytest.raises(ValueError, match="needs two samples"):

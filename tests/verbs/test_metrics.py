@@ -414,7 +414,7 @@ def test_parameters_that_no_step_has_changed() -> None:
     assert not found["unused.weight"].any()
     optimizer.zero_grad()
     F.cross_entropy(model(x, uses=True), y, reduction="sum").backward()
-    with pytest.raises(NothingRecorded, match="has no state"):
+    with pytest.raises(NothingRecorded, match="has no state for a parameter whose rows are not zero"):
         autograd_hacks.per_sample_grads(model, "sum").preconditioned(Metric.from_optimizer(optimizer))
     with pytest.raises(NothingRecorded, match="has no state"):  # which has one from the beginning
         Metric.from_optimizer(torch.optim.Adagrad(model.parameters()))

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import NoiseScales
+from autograd_hacks.verbs.statistics import NoiseScale
 
 BETA = 0.9
 Rows = dict[str, Tensor]
@@ -64,7 +65,7 @@ def test_means_of_noise_and_signal_are_those_by_hand() -> None:
         assert f"\n{line} " in repr(scales)
 
 
-def test_a_signal_below_zero_is_no_scale_of_the_table() -> None:
+def test_a_signal_below_zero_has_an_infinite_scale() -> None:
     scales = NoiseScales(BETA)
     scales._take({"0.weight": (4.0, -0.5), "2.weight": (1.0, 0.1), "4.weight": (0.0, 0.0)})
     table = str(scales)
@@ -73,7 +74,11 @@ def test_a_signal_below_zero_is_no_scale_of_the_table() -> None:
     assert lines["all"].rstrip().endswith("signal not seen yet")
     assert lines["2"].rstrip().endswith(" 10")
     assert "not seen" not in lines["4"]
-    assert scales.noise_scale("layer")["0"].scale == -8  # as it is for who asks
+    found = scales.noise_scale("layer")
+    assert found["0"].scale == found["4"].scale == torch.inf
+    assert found["0"].signal == -0.5
+    unknown = torch.tensor(torch.nan)
+    assert NoiseScale(unknown, unknown).scale.isnan()
 
 
 def test_one_step_is_that_steps_own_whatever_the_smoothing() -> None:

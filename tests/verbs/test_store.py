@@ -219,6 +219,24 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
         store.search(torch.randn(2, 4), 1)
 
 
+def test_the_name_that_queries_lack_is_named(tmp_path: Path) -> None:
+    """Also among many names, of which a message lists five."""
+    rows = {f"{n}.weight": torch.randn(4, 3) for n in range(9)}
+    model, data = net(), [batches(1)[0]]
+    over(
+        model,
+        data,
+        loss,
+        lambda grads: {name: x[:1].expand(grads.samples, 3) for name, x in rows.items()},
+        out=tmp_path / "r",
+    )
+    store = Store(tmp_path / "r")
+    with pytest.raises(ValueError, match=r"given queries without '8\.weight'; .* expects one for each of its 9 names"):
+        store.search({name: x for name, x in rows.items() if name != "8.weight"}, 1)
+    with pytest.raises(ValueError, match=r"queries without '8\.weight', and with 'more' too many; "):
+        store.search({"more" if name == "8.weight" else name: x for name, x in rows.items()}, 1)
+
+
 def test_an_unfinished_store_warns(tmp_path: Path) -> None:
     model, data, path = net(), batches(2, 2), tmp_path / "rows.npy"
 
