@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
 from autograd_hacks.probe.routes import Routes
 from autograd_hacks.rules.views import STEPS
 from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Taker, Value, dtype_of, inputs_of, made, shape_of
-from autograd_hacks.support.internals import SAVED, sequence_number, tree_leaves
+from autograd_hacks.support.internals import SAVED, tree_leaves
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
@@ -111,13 +110,6 @@ class Ran:
         """Whether layers with rules cover all parameters."""
         covered_names = {edge.name for noted in self.noted for edge in noted.call.edges.values()}
         return covered_names >= self.parameters.keys()
-
-    @property
-    def spans(self) -> tuple[int, ...]:
-        """How many nodes lie between one layer call and the next, and each output.  Other numbers mean another graph."""
-        ends = [node for noted in self.noted for node, _ in noted.hooks] + [x.grad_fn for x in self.outputs]
-        numbers = [sequence_number(node) for node in ends if node is not None and type(node) is not Leaf]
-        return tuple([other - number for number, other in pairwise(numbers)])
 
     def value(self, slot: int) -> Value:
         """An output, as a value of the graph."""

@@ -288,9 +288,8 @@ class Recorder:
     def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
         """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
         routes = None
-        moves_nothing = not any(plan.places_left) and not plan.names and ran.spans == plan.spans  # known without a walk
-        is_same = not moves_nothing and recall(ran, plan, samples or 0)
-        is_known = bool(plan.mixing) or moves_nothing or is_same or places_left(ran.graph, samples or 0) in plan.places_left
+        is_same = recall(ran, plan, samples or 0)
+        is_known = bool(plan.mixing) or is_same or places_left(ran.graph, samples or 0) in plan.places_left
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:
@@ -312,7 +311,7 @@ class Recorder:
                 routes = routes or ran.routes(plan, samples or 0)
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
-        if moves_nothing or is_same:
+        if is_same:
             return is_known
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)

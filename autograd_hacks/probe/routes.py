@@ -1,6 +1,6 @@
 """Finds the sample of each row where values selected the rows, from the nodes that selected them in this forward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -192,11 +192,12 @@ def _by_operands(node: Any, samples: int) -> list[bool | int]:
 
 
 def _filled_in(node: Any, samples: int) -> list[bool | int]:
-    """Which samples are filled with one value common to all."""
+    """Which samples are filled with one value common to all, or which of two tensors is taken as a whole."""
     behind = [shape_of(value).numel() for value in inputs_of(node) if type(value.node) is not Leaf]
     is_for_all = any(size * samples == shape_of(Value(node, 0)).numel() for size in behind)
-    chosen = [x for x in operands_of(node) if x.dtype == torch.bool and x.numel() == samples > 1 and not x.is_meta]
-    return [hash(tuple(x.flatten().tolist())) for x in chosen] if is_for_all else []
+    bools = [x for x in operands_of(node) if x.dtype == torch.bool and samples > 1 and not x.is_meta]
+    chosen = [x for x in bools if x.numel() == 1 or (x.numel() == samples and is_for_all)]
+    return [hash(tuple(x.flatten().tolist())) for x in chosen]
 
 
 def _is_diagonal(x: Tensor, axis: int) -> bool:
@@ -229,15 +230,12 @@ def _selected(node: Any, samples: int) -> list[bool | int]:
     return [number_of(node, "index") or 0] if is_one else []
 
 
-def _rolled(node: Any, samples: int) -> list[bool | int]:
-    """How far samples are rolled, or that they are flipped."""
-    (behind,) = inputs_of(node)
-    sizes, axes = shape_of(behind), list(kept_by(node, "dims"))
-    shifts = list(kept_by(node, "shifts")) if node.name() == "RollBackward0" else [1] * len(axes)
-    if not axes:  # all axes together
-        return shifts
-    moved = ((sizes[signed(axis)], signed(shift)) for axis, shift in zip(axes, shifts))
-    return [shift % size for size, shift in moved if samples and size and size % samples == 0]
+def _moved_axes(node: Any, samples: int, names: Sequence[str]) -> list[bool | int]:
+    """The numbers that say how a node moves axes, or what is on them.  names: under which it saves them"""
+    if samples < 2 or any(type(value.node) is Leaf for value in inputs_of(node)):
+        return []
+    kept = (kept_by(node, name) for name in names)
+    return [signed(number) for own in kept for number in (own if isinstance(own, tuple | list) else [own])]
 
 
 _PIECES = {"SliceBackward0": "start", "SplitBackward0": "", "SplitWithSizesBackward0": "", "UnbindBackward0": ""}
@@ -256,7 +254,8 @@ def _joined(node: Any, samples: int) -> list[bool | int]:
         return []
     names = [(piece, _PIECES[piece.node.name()]) for piece in pieces]
     places = [(number_of(piece.node, name) or 0) if name else piece.number for piece, name in names]
-    return [True] if places == sorted(places) else [*places]
+    steps = [number_of(piece.node, "step") or 1 for piece, name in names if name == "start"]
+    return [True] if places == sorted(places) and max(steps, default=1) == 1 else [*places, *steps]
 
 
 def _multiplied(node: Any, samples: int) -> list[bool | int]:
@@ -300,8 +299,12 @@ def _keeps_places(node: Any, samples: int, name: str, dim: str | None) -> list[b
 
 _MOVING: dict[str, Callable[[Any, int], list[bool | int]]] = {
     "SelectBackward0": _selected,
-    "RollBackward0": _rolled,
-    "FlipBackward0": _rolled,
+    "RollBackward0": partial(_moved_axes, names=("dims", "shifts")),
+    "FlipBackward0": partial(_moved_axes, names=("dims",)),
+    "PermuteBackward0": partial(_moved_axes, names=("dims",)),
+    "TransposeBackward0": partial(_moved_axes, names=("dim0", "dim1")),
+    "Rot90Backward0": partial(_moved_axes, names=("dims", "k")),
+    "UnfoldBackward0": partial(_moved_axes, names=("dimension", "size", "step")),
     "CatBackward0": _joined,
     "StackBackward0": _joined,
     "MmBackward0": _multiplied,

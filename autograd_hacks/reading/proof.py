@@ -183,10 +183,19 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
             yield by_output
     found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
     if len(known.axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
+        declared = time_first_sizes(ran)
+        fits = (own for own in found if (own.samples in declared if declared else own.axis == known.axes[0]))
+        found = list(fits) or found
         found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
     yield from found
     if by_output is not None and (known.samples is None or batch.lists):
         yield by_output
+
+
+def time_first_sizes(ran: Ran) -> set[int]:
+    """The numbers of samples that layers which ran with samples on axis 1 show.  A layer that didn't run shows nothing."""
+    calls = (noted for noted in ran.noted if getattr(noted.call.layer, "batch_first", True) is False)
+    return {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
 
 
 def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
@@ -305,10 +314,10 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     }
     plan.zeros = dict.fromkeys((n for n, p in ran.parameters.items() if p.numel() and not bool(p.detach().any())), -1)
     ran.labels, routes = {}, ran.routes(plan, hypothesis.samples)
-    same = before == _found_in(plan) and len(plan.places_left) < FEW
+    # After a forward whose samples only a proof can show, nothing tells its way from those that were seen before.
+    same = before == _found_in(plan) and len(plan.places_left) < FEW and not plan.is_labelled
     plan.places_left = (plan.places_left if same else frozenset()) | {places_left(ran.graph, hypothesis.samples)}
     plan.is_labelled = found.is_chosen
-    plan.spans = ran.spans
     for use, labels in found.labels.items():
         rows = None
         if labels.ndim == 1 and isinstance(use, LayerCall):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import SequenceFirst
-from oracle import squares
+from oracle import assert_rows, one_backward_per_sample, squares
 from steps import check, check_batches, check_losses, count_forwards
 from torch import Tensor
 
@@ -208,3 +208,40 @@ def test_dead_units_where_samples_and_positions_are_as_many() -> None:
         model(x).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert model[2].weight.grad1[:, 0, 0].tolist() == pytest.approx([0, 0.2, 0, 0, 0][:samples])
+
+
+class LongAndShort(nn.Module):
+    """Its time-first layer runs for long texts only."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.words, self.long, self.short, self.head = nn.Embedding(7, 4), nn.GRU(4, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+        self.mixes = mixes
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        if ids.shape[1] > 8:
+            h = self.long(h.transpose(0, 1))[0].transpose(0, 1)
+        h = self.short(h).relu()
+        return self.head(h - h.mean(0) if self.mixes else h)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 4, 3), (3, 1, 3)])
+def test_a_time_first_layer_that_does_not_run_says_nothing_of_the_axis(sizes: tuple[int, ...]) -> None:
+    """A batch of one text of five words was read as five samples, and its gradient clipped position by position."""
+    model = LongAndShort().double()
+    autograd_hacks.add_hooks(model)
+    for length in (5, 9, 5):
+        for samples in sizes:
+            ids = torch.randint(7, (samples, length))
+            with autograd_hacks.pause_hooks():
+                expected = one_backward_per_sample(model, squares, ids)
+            model.zero_grad()
+            squares(model(ids)).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            assert_rows(model, expected)
+    model = LongAndShort(mixes=True).double()
+    autograd_hacks.add_hooks(model)
+    squares(model(torch.randint(7, (3, 5)))).sum().backward()
+    with pytest.raises(autograd_hacks.errors.SamplesMixed):
+        autograd_hacks.per_sample_grads(model)
