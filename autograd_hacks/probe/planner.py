@@ -1,6 +1,5 @@
 """The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,7 +52,6 @@ class Planner:
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
         self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
         self.plans: dict[object, Plan] = {}
-        self.learnt: int | None = None  # the axis that a model with time-first layers turned out to use
         self._is_whole = False  # whether lazy layers have their parameters
         self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # numbers among the arguments, by signature
 
@@ -72,7 +70,6 @@ class Planner:
             return Known(self.static, None)
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0)
         axis = self.batch_dim if isinstance(self.batch_dim, int) and not path else None if not path else 0
-        axis = self.learnt if axis == 0 and self.learnt is not None else axis
         modules = modules_of(model)
         if not self._is_whole:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
@@ -84,10 +81,10 @@ class Planner:
         signature = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
         plan = self.plans.setdefault((signature, self._few(signature, batch.numbers())), Plan())
         plan.forwards += not again
-        time_first = _has_time_first(modules) and not any(map(is_packed, batch.leaves))
+        time_first = any(map(is_time_first, modules)) and not any(map(is_packed, batch.leaves))
         # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
-        order = (1, axis) if getattr(model, "batch_first", True) is False else (axis, 1)
-        axes = order if axis == 0 and self.learnt is None and time_first else (axis,)
+        order = (1, axis) if is_time_first(model) else (axis, 1)
+        axes = order if axis == 0 and time_first else (axis,)
         if samples == 0 or (len(axes) > 1 and batch.samples(1) == 0):
             return Known(self.static, 0)
         batch = replace(batch, shared=plan.shared)
@@ -128,8 +125,8 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
     return len(vectors) > 1 and batch.axes is None and any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
 
 
-def _has_time_first(modules: Iterable[nn.Module]) -> bool:
-    """Whether some layer uses axis 1 as the batch, so that the model may too."""
+def is_time_first(module: nn.Module) -> bool:
+    """Whether a layer uses axis 1 as the batch, so that its model may too."""
     # Check where the attribute is first: torch takes long to find that a module has no such attribute.
-    having = (m for m in modules if "batch_first" in vars(m) or hasattr(type(m), "batch_first"))
-    return any(getattr(module, "batch_first", True) is False for module in having)
+    has = "batch_first" in vars(module) or hasattr(type(module), "batch_first")
+    return has and getattr(module, "batch_first", True) is False

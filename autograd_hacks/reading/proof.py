@@ -18,7 +18,7 @@ from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.owners import NOBODY
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
-from autograd_hacks.probe.planner import NESTED, Known
+from autograd_hacks.probe.planner import NESTED, Known, is_time_first
 from autograd_hacks.probe.routes import Routes, places_left
 from autograd_hacks.reading.adding_up import check_documents, check_totals
 from autograd_hacks.reading.independence import show_independent
@@ -184,8 +184,9 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
     if len(known.axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
         declared = time_first_sizes(ran)
-        fits = (own for own in found if (own.samples in declared if declared else own.axis == known.axes[0]))
-        found = list(fits) or found
+        if declared or not runs_time_first(ran):
+            fits = (own for own in found if (own.samples in declared if declared else own.axis == known.axes[0]))
+            found = list(fits) or found
         found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
     yield from found
     if by_output is not None and (known.samples is None or batch.lists):
@@ -193,9 +194,17 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
 
 
 def time_first_sizes(ran: Ran) -> set[int]:
-    """The numbers of samples that layers which ran with samples on axis 1 show.  A layer that didn't run shows nothing."""
-    calls = (noted for noted in ran.noted if getattr(noted.call.layer, "batch_first", True) is False)
+    """The numbers of samples that layers with a rule show which ran with samples on axis 1."""
+    calls = (noted for noted in ran.noted if is_time_first(noted.call.layer))
     return {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
+
+
+def runs_time_first(ran: Ran) -> bool:
+    """Whether a layer with samples on axis 1 ran: if it trains, one of its parameters is in the graph."""
+    reached = {id(leaf.variable) for leaf in ran.graph.leaves}
+    layers = (module for model in ran.modules for module in model.modules() if is_time_first(module))
+    trained = ([id(p) for p in layer.parameters() if p.requires_grad] for layer in layers)
+    return any(not own or not reached.isdisjoint(own) for own in trained)
 
 
 def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
