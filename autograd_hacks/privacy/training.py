@@ -426,10 +426,7 @@ class PrivateTraining:
                 f"{self.size}; expected the same data, because the steps so far are counted for it" + ON_PRIVATE
             )
         if (state["clip"] is not None) != isinstance(self.clip, QuantileClip):
-            kind = "a fixed bound" if state["clip"] is None else "QuantileClip"
-            raise ValueError(
-                f"load_state_dict: the state's training had {kind}, this one has clip={self.clip!r}" + ON_PRIVATE
-            )
+            raise ValueError(f"load_state_dict: the state is of another kind of clip than {self.clip!r}" + ON_PRIVATE)
         self._seed, self.size = state["seed"], state["size"]
         self.history = [(float(z), float(q), int(n)) for z, q, n in state["history"]]
         if state["noise"] is not None:
