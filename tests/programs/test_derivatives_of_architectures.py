@@ -21,18 +21,6 @@ from workloads import Batch, Workload
 import autograd_hacks
 
 QUICK = ["dlrm", "gat", "gpt2", "gpt2, dropout", "bert", "llama", "mixtral", "mamba", "convnext", "swin"]
-    "dlrm",
-    "gat",
-    "gpt2",
-    "gpt2, dropout",
-    "bert",
-    "llama",
-    "mixtral",
-    "mamba",
-    "UNet, noise drawn inside",
-    "convnext",
-    "swin",
-]
 
 
 @contextmanager
