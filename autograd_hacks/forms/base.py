@@ -218,7 +218,7 @@ class Form(Hinting, Shown, ABC):
             size = written if about is None else written - about[rows].flatten()
             size = size.abs() if size.is_complex() else size
             squares = size.square() if size is written or size.requires_grad else size.square_()
-            total[rows] += (w[samples].to(total.dtype) @ squares).view(-1, total.shape[1])
+            total[rows] += (w[samples].to(total.dtype) @ squares).view(total[rows].shape)
         return total.view(self.shape)
 
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> Tensor:
@@ -233,7 +233,7 @@ class Form(Hinting, Shown, ABC):
             dtype = self.sum_dtype.to_real() if is_whole else accumulation_dtype(found.dtype)
             if total is None:
                 total = found.new_zeros(self.shape[:1].numel(), self.shape[1:].numel(), dtype=dtype)
-            total[rows] += found.sum(0, dtype=dtype).view(-1, total.shape[1])
+            total[rows] += found.sum(0, dtype=dtype).view(total[rows].shape)
         assert total is not None  # there is at least one piece, which is empty for no samples
         return total.view(self.shape)
 

@@ -35,7 +35,8 @@ class Passes(Concatenation):
         """The rows of several passes through one call.  Equal factors are stored once."""
         first, groupings = parts[0], [part for part in parts if isinstance(part, Grouping)]
         if all(isinstance(part, Dense) for part in parts):
-            return Dense(torch.cat([part.matrix() for part in parts]).view(-1, *first.shape))
+            values = torch.cat([part.matrix() for part in parts])
+            return Dense(values.view(len(values), *first.shape))
         if len(groupings) == len(parts) and all(_same(own.rows, groupings[0].rows) for own in groupings):
             rows = torch.cat([own.rows + k * first.samples for k, own in enumerate(groupings)])
             return Grouping(Passes.of([own.form for own in groupings]), rows, len(parts) * first.samples)

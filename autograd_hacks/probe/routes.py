@@ -118,7 +118,7 @@ class Routes:
             if name in _ADDS:
                 if taker.place == _ADDS[name] and number_of(node, "dim") == 0:
                     target = self._of(above, True)
-                    rows = None if target is None else target[kept_by(node, "index").cpu()]
+                    rows = None if target is None else target[kept_by(node, "index").cpu().flatten()]
                 elif taker.place == 0:
                     rows = self._of(above, True)
             elif name == "IndexPutBackward0" and taker.place:
@@ -333,7 +333,7 @@ def _indexed(rows: Tensor | None, indices: Any) -> Tensor | None:
 def _taken(node: Any, name: str, number: int, rows: Tensor) -> Tensor:
     """The rows that a node takes along axis 0."""
     if name == "IndexSelectBackward0":
-        return rows[kept_by(node, "index").cpu()]
+        return rows[kept_by(node, "index").cpu().flatten()]  # it may have no axis
     if name == "SliceBackward0":
         return rows[slice(*(number_of(node, key) for key in ("start", "end", "step")))]
     if name == "SplitBackward0":

@@ -18,7 +18,7 @@ from autograd_hacks.capture.arrivals import AtOutput
 from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.off_graph import OffGraph, Ran, fit
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
 from autograd_hacks.probe.owners import Verdict, Weights, judged
 from autograd_hacks.probe.plan import AXES, ROWS, Place, Plan
 from autograd_hacks.reading.labelling import Hypothesis, Passes, Where, over, rows_of
@@ -26,7 +26,7 @@ from autograd_hacks.reading.proof import fill
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Graph, Leaf, Taker, Value, made
 from autograd_hacks.support.internals import current_node
-from autograd_hacks.support.layout import Layout, candidates
+from autograd_hacks.support.layout import Layout, candidates, samples_of_rows
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, call_node, is_repeatable, outside_passes, sweep
 from autograd_hacks.support.switch import Switch
@@ -71,7 +71,10 @@ def _follow_call(recorder: weakref.ref[Recorder], own: Recorder, call: LayerCall
         return
     where: Where | None = call.labels
     is_labelled = _is_labelled(call)
-    if where is None:
+    packed = packed_into(call)
+    if packed is not None and not hook.slot:
+        where = samples_of_rows(packed)
+    elif where is None:
         where = call.layouts[hook.slot] if hook.slot < len(call.layouts) else Layout()
     key = *call.key, hook.slot, len(found), samples == 1  # with one sample all layouts fit and show nothing
     known = created.get((*key, "at"), ())
@@ -117,8 +120,9 @@ def _take_apart(
 
 
 def _is_labelled(use: Use) -> bool:
-    """Whether values showed where a use's samples are, so that it may hold for this forward only."""
-    return use.labels is not None or (use.plan is not None and use.plan.is_labelled)
+    """Whether values or lengths showed where a use's samples are, so that it may hold for this forward only."""
+    is_packed_call = isinstance(use, LayerCall) and packed_into(use) is not None
+    return is_packed_call or use.labels is not None or (use.plan is not None and use.plan.is_labelled)
 
 
 def _samples(use: Use, shape: torch.Size) -> int:

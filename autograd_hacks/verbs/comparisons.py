@@ -190,9 +190,13 @@ class Comparison(ABC):
         for n in progress(self.doubtful(), "checking again", "sample"):
             self.look_again(n, of(n))
 
-    def allowance(self, n: int, apart: float) -> float:
-        """The error that sample n may have.  apart: its distance from the row with all weights rounded once more"""
-        least = torch.finfo(self.dtype).eps / 16 * self.length[n]  # of rows that are zero except for rounding
+    def allowance(self, n: int, change: Tensor, right: float) -> float:
+        """The error that sample n may have.  change: of its sketch, by rounding all weights    right: its length"""
+        apart = float(vector_norm(change))
+        # A row that cancels is a difference of numbers as large as the whole gradient, each off by a few ε.
+        few, unknown = (2 * torch.finfo(dtype).eps * self.length[n] for dtype in (self.dtype, torch.float64))
+        has_digits = right > _ROUNDINGS * (apart + unknown)  # then an error must not hide behind larger parameters
+        least = min(few, max(few / 32, _ROUNDINGS * self.tolerance * right)) if has_digits else few
         found = _ROUNDINGS * apart + least
         return found if math.isfinite(found) else 0.0
 
@@ -283,7 +287,7 @@ class Rows(Comparison):
     def look_again(self, n: int, gradients: Gradients) -> None:
         for line, _, g in self._pairs(gradients):
             if n in line.sketches:
-                line.noise[n] = self.allowance(n, float(vector_norm(line.sketches[n] - _sketch(g, 0))))
+                line.noise[n] = self.allowance(n, line.sketches[n] - _sketch(g, 0), line.right[n])
 
 
 class NormsByParameter(Rows):
@@ -340,7 +344,7 @@ class Norms(_Whole):
 
     def look_again(self, n: int, gradients: Gradients) -> None:
         (line,) = self.lines
-        line.noise[n] = self.allowance(n, float(vector_norm(line.sketches[n] - _sketch_of_all(gradients))))
+        line.noise[n] = self.allowance(n, line.sketches[n] - _sketch_of_all(gradients), self.length[n])
 
     def fits(self, n: int, square: float) -> bool:
         allowed = self.tolerance * self.length[n] + self.lines[0].noise.get(n, 0.0)
@@ -381,7 +385,7 @@ class Gram(_Whole):
         self._sketches[n] = _sketch_of_all(gradients)
 
     def look_again(self, n: int, gradients: Gradients) -> None:
-        self._apart[n] = self.allowance(n, float(vector_norm(self._sketches[n] - _sketch_of_all(gradients))))
+        self._apart[n] = self.allowance(n, self._sketches[n] - _sketch_of_all(gradients), self.length[n])
         if len(self._apart) == self.samples:
             self._conclude()
 

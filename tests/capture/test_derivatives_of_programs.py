@@ -9,6 +9,7 @@ from derivatives import LOSSES, gradient_penalty, rows_of, step
 from oracle import assert_same, one_loss_at_a_time, squares
 from test_derivatives import check_step, found, made
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -187,3 +188,31 @@ def test_experts_whose_rows_lie_as_samples_do_by_chance(loss: Callable[..., Tens
             for sample, positions in enumerate(chosen):
                 x[sample, positions, 0] *= -1
             check_step(model, lambda x=x: loss(model, x.clone().requires_grad_()))  # type: ignore[misc]
+
+
+class OfLengths(nn.Module):
+    """A recurrent layer on packed sequences whose lengths change between steps."""
+
+    def __init__(self, kind: type[nn.RNNBase], reads_ends: bool) -> None:
+        super().__init__()
+        self.first, self.recur, self.head = nn.Linear(3, 4), kind(4, 4, batch_first=True), nn.Linear(4, 1)
+        self.lengths, self.reads_ends = [3], reads_ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        out, ends = self.recur(pack_padded_sequence(h, torch.tensor(self.lengths), batch_first=True, enforce_sorted=False))
+        last = ends[0] if isinstance(ends, tuple) else ends
+        y = self.head(pad_packed_sequence(out, batch_first=True)[0]).sum(1)
+        return y + last[0] if self.reads_ends else y
+
+
+@PARAM_GRAD
+@pytest.mark.parametrize("loss", LOSSES[:2])
+@pytest.mark.parametrize(("kind", "reads_ends"), [(nn.RNN, False), (nn.LSTM, False), (nn.GRU, False), (nn.GRU, True)])
+def test_packed_sequences(kind: type[nn.RNNBase], reads_ends: bool, loss: Callable[..., Tensor], param_grad: bool) -> None:
+    torch.manual_seed(0)
+    model = OfLengths(kind, reads_ends).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for model.lengths in ([3, 3, 3], [1, 3, 2], [3]):
+            x = torch.randn(len(model.lengths), max(model.lengths), 3).double()
+            check_step(model, lambda x=x: loss(model, x.clone().requires_grad_()))

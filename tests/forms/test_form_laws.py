@@ -61,6 +61,25 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
         assert_close(got, by_hand)
 
 
+@pytest.mark.parametrize("budget", [1, 2**26])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (0, 0)])
+def test_sums_of_parameters_without_entries(shape: tuple[int, ...], budget: int) -> None:
+    torch.manual_seed(0)
+    dense = Dense(torch.randn(4, *shape).double())
+    outer = [] if len(shape) < 2 else [Outer(torch.randn(4, 2, shape[0]).double(), torch.randn(4, 2, shape[1]).double())]
+    for form in (dense, *outer):
+        zero = torch.zeros(shape).double()
+        for part in (form, Passes.of([form, form]), group(form, torch.tensor([0, 1, 1, 3]), 4), form[:0]):
+            w = torch.rand(part.samples).double()
+            assert_close(part.weighted_sum(w, budget), zero)
+            assert_close(part.second_moment(w, None, budget), zero)
+            assert_close(part.second_moment(w, zero, budget), zero)
+            assert_close(part.reduce(torch.cos, budget), zero)
+            assert_close(part.norms(budget), torch.zeros(part.samples).double())
+            assert_close(part.gram(part, budget), torch.zeros(part.samples, part.samples).double())
+            assert_close(part.dot(zero, budget), torch.zeros(part.samples).double())
+
+
 @given(cases())
 def test_gram_norms_and_adjoint_agree(case: tuple[Form, Form]) -> None:
     form, _ = case

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Inside
-from oracle import assert_rows, one_loss_at_a_time
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from torch import Tensor
 
 import autograd_hacks
@@ -28,6 +28,20 @@ def test_adaptive_softmax() -> None:
                 with autograd_hacks.pause_hooks():
                     assert_rows(model, one_loss_at_a_time(model, each))
             model.zero_grad()
+
+
+@pytest.mark.parametrize("targets", [[0, 1, 2, 4], [9, 0, 1], [4, 9, 0, 5], [4]])
+def test_adaptive_softmax_with_one_target_in_a_cluster(targets: list[int]) -> None:
+    """Torch selects its row and writes it by an index without axes."""
+    torch.manual_seed(0)
+    first, layer = nn.Linear(4, 16).double(), nn.AdaptiveLogSoftmaxWithLoss(16, 12, [3, 7]).double()
+    model, x, y = nn.ModuleList([first, layer]), torch.randn(len(targets), 4).double(), torch.tensor(targets)
+    model.forward = lambda x, y: layer(first(x), y).output
+    own = one_backward_per_sample(model, lambda h, y: layer(h, y).output, x, y, run=first)
+    with autograd_hacks.add_hooks(model):
+        model(x, y).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_rows(model, own)
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer than this torch")

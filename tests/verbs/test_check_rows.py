@@ -254,6 +254,46 @@ def test_an_error_is_no_rounding() -> None:
     assert line_of(found("wrong rows", model, (x,), mostly_sure, rows), "k.bias")[3] == "1"
 
 
+class Keyed(nn.Module):
+    """The keys' bias has a gradient of zero, summed from numbers as large as the other gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.keys, self.values = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(4, 5)
+        self.attend, self.head = nn.MultiheadAttention(4, 2, batch_first=True, kdim=5, vdim=5), nn.Linear(4, 7)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.words(ids)
+        h = h + h.sum(1, keepdim=True)
+        out = self.head(self.attend(h, self.keys(h), self.values(h))[0])
+        return F.cross_entropy(out.mT, y, reduction="none").mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_cancels_may_have_other_rounding(dtype: torch.dtype) -> None:
+    """Each sample alone may sum in another order than the batch, and no digit of the keys' bias is common."""
+    for seed in range(15, 30):
+        torch.manual_seed(seed)
+        model, ids, y = Keyed().to(dtype), torch.randint(7, (2, 3)), torch.randint(7, (2, 3))
+        alone = [rows_of(model, (ids[n : n + 1], y[n : n + 1]), Keyed.forward) for n in range(2)]
+        check_rows(model, (ids, y), Keyed.forward, {name: torch.cat([own[name] for own in alone]) for name in alone[0]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("small", [1.0, 1e-2, 1e-4])
+def test_an_error_does_not_hide_behind_a_larger_gradient(small: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).to(dtype), torch.randn(N, 4, dtype=dtype)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return (model[0](x).sin() + small * model[1](x).sin()).sum(1)
+
+    rows = rows_of(model, (x,), losses)
+    for name in ("1.weight", "1.bias"):
+        text = found("wrong rows", model, (x,), losses, {**rows, name: 1.001 * rows[name]})
+        assert line_of(text, name)[-1] == "wrong: 6 of 6 samples"
+
+
 def test_dropout_and_batch_norm_mean_what_they_do_in_a_step_and_nothing_is_left_behind() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()

@@ -56,6 +56,23 @@ def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
 
 
 @pytest.mark.usefixtures("double")
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("budget", [1, 1000, 2**26])
+def test_parameters_without_entries(budget: int) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 0), nn.Linear(0, 2)), torch.randn(5, 3)
+    grads, own = stepped(model, x), one_backward_per_sample(model, squares, x)
+    moments = {name: rows.square().sum(0) for name, rows in own.items()}
+    assert_close(grads.reduce(torch.square, budget), moments)
+    assert_close(grads.second_moment(budget=budget), moments)
+    groups = grads.group(torch.tensor([0, 0, 0, 1, 2]), 3)
+    assert_close(groups.second_moment(budget=budget)["1.weight"], moments["1.weight"])
+    variances = {name: (rows - rows.mean(0)).square().sum(0) / 4 for name, rows in own.items()}
+    assert_close(grads.variance(budget=budget), variances)
+    assert_close(grads.snr(budget=budget)["2.weight"], moments["2.weight"])
+    assert_close(grads.gram(budget=budget), sum(rows.flatten(1) @ rows.flatten(1).T for rows in own.values()))
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("budget", [1, 2**26])
 def test_groups_are_added_up_first(budget: int) -> None:
     model, x, ids = convolutions(), torch.randn(7, 2, 5), torch.tensor([4, 1, 1, 4, 9, 1, 4])
