@@ -196,8 +196,7 @@ class OffGraph:
     def find(self) -> OffGraph:
         """Climbs from each parameter to the nodes at which the plan says that it meets the batch."""
         graph, plan, covered, counts = self.ran.graph, self.plan, self.ran.covered(), dict[Any, int]()
-        waiting = [Value(leaf, 0) for leaf in graph.leaves if self.ran.leaves.get(leaf) in plan.names]
-        self.is_known = plan.names.union(plan.by_rule) >= set(self.ran.leaves.values())
+        waiting = [Value(leaf, 0) for leaf in graph.leaves if leaf in self.ran.leaves]
         seen = set(waiting)
         while waiting:
             value = waiting.pop()
