@@ -20,7 +20,7 @@ from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.meetings import Keys, Meetings, memory_of
+from autograd_hacks.probe.meetings import Keys, Meetings, gives_rows, memory_of
 from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
 from autograd_hacks.probe.routes import Routes
 from autograd_hacks.rules.views import STEPS
@@ -188,23 +188,23 @@ class OffGraph:
     def find(self) -> OffGraph:
         """Climbs from each parameter to the nodes at which the plan says that it meets the batch."""
         graph, plan, covered, counts = self.ran.graph, self.plan, self.ran.covered(), dict[Any, int]()
-        waiting = [Value(leaf, 0) for leaf in graph.leaves if self.ran.leaves.get(leaf) in plan.names]
-        self.is_known = plan.names.union(plan.by_rule) >= set(self.ran.leaves.values())
+        waiting = [Value(leaf, 0) for leaf in graph.leaves if leaf in self.ran.leaves]
         seen = set(waiting)
         while waiting:
             value = waiting.pop()
             for taker in graph.takers.get(value, ()):
-                if taker.node in covered and self.keys.below(value.node) <= covered[taker.node]:
+                if gives_rows(covered, self.keys, value, taker.node):
                     continue
                 key = self.keys.of(value, taker)
-                if (places := plan.meetings.get(key)) is not None:
+                is_inner = key in plan.alike and self.keys.with_all_behind(key, taker) in plan.inner
+                if (places := plan.meetings.get(key)) is not None and not is_inner:
                     number = counts[key] = counts.get(key, -1) + 1
                     place = places[number] if number < len(places) else places[0]
                     self.is_known &= number < len(places) or all(other == place for other in places)
                     self.is_known &= place.kind != AXES or fit(place.layouts, taker.node, self.samples)
                     self.is_known &= not place.was_empty or all(0 in x.shape for x in made(taker.node))
                     self.found.setdefault(taker.node, []).append((value, taker, place))
-                elif key in plan.inner:
+                elif is_inner or key in plan.inner:
                     above = {Value(taker.node, n) for n in range(max(1, len(made(taker.node))))} - seen
                     seen |= above
                     waiting += above

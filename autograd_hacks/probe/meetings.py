@@ -52,6 +52,7 @@ class Meetings:
     assumed: whether to count everything that may depend on the batch as dependent
     of_parameters: nodes that depend on parameters only
     of_batch: nodes of layers that got the batch
+    following: nodes that are counted as dependent on the batch, so that values of parameters meet it there
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Meetings:
         assumed: bool = False,
         of_parameters: Collection[Node] = (),
         of_batch: Collection[Node] = (),
+        following: Collection[Node] = (),
     ) -> None:
         self.graph, self.names, self.given, self.fixed, self.samples = graph, names, given, fixed, samples
         self.verdict, self.covered, self.ends, self.assumed = verdict, covered or {}, ends, assumed
-        self.of_parameters, self.of_batch = of_parameters, of_batch
+        self.of_parameters, self.of_batch, self.following = of_parameters, of_batch, following
         self._follows: dict[Node, Follows] = {}
         self.keys = Keys(names)
 
@@ -128,7 +130,7 @@ class Meetings:
         return [node for node in mixed if self.follows(node) is Follows.MAYBE]
 
     def is_covered(self, value: Value, node: Node) -> bool:
-        return node in self.covered and self.keys.below(value.node) <= set(self.covered[node])
+        return gives_rows(self.covered, self.keys, value, node)
 
     def follows(self, node: Node) -> Follows:
         """Whether a node depends on the batch: it, or a node behind it, got a part of the batch."""
@@ -150,7 +152,7 @@ class Meetings:
         """Whether a node depends on the batch through its own operands, without those made by other nodes."""
         if node in self.of_parameters:
             return Follows.NO
-        if node in self.ends:
+        if node in self.ends or node in self.following:
             return Follows.YES
         if type(node) is Leaf:
             leaf: Any = node
@@ -210,6 +212,10 @@ class Keys:
         """The key of a use: how the value is computed from parameters, and what takes it."""
         return self._of(value.node)[0], value.number, taker.node.name(), taker.place, len(shape_of(Value(taker.node, 0)))
 
+    def with_all_behind(self, key: Hashable, taker: Taker) -> Hashable:
+        """A key that also tells how the other operands of the taker are computed."""
+        return key, self._of(taker.node)[0]
+
     def _of(self, node: Node) -> tuple[str, frozenset[str]]:
         waiting = [node]
         while waiting:
@@ -232,6 +238,14 @@ class Keys:
         return f"{node.name()} {blake2b(text.encode(), digest_size=8).hexdigest()}", frozenset().union(
             *(b for _, b in behind)
         )
+
+
+def gives_rows(covered: Mapping[Node, Collection[str]], keys: Keys, value: Value, node: Node) -> bool:
+    """Whether a layer's rule gives the rows of a use: of its own parameters, or of a value that it makes of them.
+
+    A value that comes from elsewhere is the layer's argument, even if it is made of the same parameters."""
+    is_own = type(value.node) is Leaf or value.node in covered
+    return node in covered and is_own and keys.below(value.node) <= set(covered[node])
 
 
 def memory_of(x: Tensor) -> int:

@@ -61,6 +61,9 @@ class Plan:
     meetings: dict[Hashable, list[Place]] = field(default_factory=dict)  # of nodes, by what leads there: see `Keys`
     nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter, the nodes that read it, for messages
     inner: set[Hashable] = field(default_factory=set)  # uses of values that depend on parameters only, also behind the use
+    alike: set[Hashable] = field(
+        default_factory=set
+    )  # uses that meet the batch or are inner, depending on the taker's other operands
     names: frozenset[str] = frozenset()  # the parameters that are read from the graph
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong

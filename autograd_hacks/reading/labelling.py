@@ -15,7 +15,7 @@ from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import LayerCall, packed_into
 from autograd_hacks.distributed.agreement import mesh_of_parts, told_by_all
-from autograd_hacks.probe.meetings import Meetings, memory_of
+from autograd_hacks.probe.meetings import Follows, Meetings, memory_of
 from autograd_hacks.probe.owners import NOBODY, Verdict, Weights, judged
 from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place
 from autograd_hacks.probe.routes import Routes
@@ -132,11 +132,15 @@ class Passes:
         meetings = self._meetings(covered, by_node, owned)
         if alike := _like_meetings(meetings, by_node):
             meetings = self._meetings(covered, by_node, owned, alike)
-        found.meetings = meetings
         if self.samples == 1:  # all gradients belong to that sample, even those of values of parameters only
+            following = set[Node]()
+            while new := self._inside(meetings, calls) - following:
+                following |= new
+                meetings = self._meetings(covered, by_node, owned, alike, following)
             inner = {taker.node for _, taker in meetings.inner}
             of_parameters = (noted.call for noted in calls if not inner.isdisjoint(ran.inside(noted)))
             found.calls |= dict.fromkeys(of_parameters, Place(NOT_OF_BATCH))
+        found.meetings = meetings
         for meeting in meetings.found:
             node = meeting.taker.node
             found.nodes[node] = self._place_of_node(node, found)
@@ -149,6 +153,15 @@ class Passes:
                 found.mixed |= dict.fromkeys(meetings.keys.below(node), node.name())
         found.is_doubtful = bool(meetings.doubtful())
         found.mixed |= self._out_of_order(found)
+        return found
+
+    def _inside(self, meetings: Meetings, calls: Sequence[Noted]) -> set[Node]:
+        """Nodes that make values of parameters inside layer calls that also depend on the batch, for example of a learnt
+        first state and the layer's weight.  The rule gives that weight's rows, so the state must meet the batch here."""
+        inner, found = {taker.node for _, taker in meetings.inner}, set[Node]()
+        for noted in calls:
+            if any(meetings.follows(node) is Follows.YES for node, _ in noted.hooks):
+                found |= inner.intersection(self.ran.inside(noted))
         return found
 
     def _is_bare(self, noted: Noted) -> bool:
@@ -221,12 +234,13 @@ class Passes:
         verdicts: Mapping[Node, Verdict],
         owned: Collection[Noted] = (),
         others: Collection[Node] = (),
+        following: Collection[Node] = (),
     ) -> Meetings:
         ran, given = self.ran, {memory_of(x) for x, _ in self.batch} | self._copies
         # Layers copy their arguments, so their nodes don't show that they depend on the batch.
         of_batch = [*owned, *(noted for noted in ran.noted if not given.isdisjoint(map(memory_of, noted.call.given)))]
         inside = {node for noted in of_batch for node in ran.inside(noted)}.union(others)
-        known = verdicts.get, covered, ran.ends, self.assumed, ran.of_parameters, inside
+        known = verdicts.get, covered, ran.ends, self.assumed, ran.of_parameters, inside, following
         return Meetings(ran.graph, ran.leaves, given, ran.fixed, self.samples, *known).find()
 
     def _place(self, noted: Noted, found: Found) -> Place:

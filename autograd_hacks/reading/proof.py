@@ -314,9 +314,15 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
         for name in keys.below(meeting.value.node):
             plan.nodes.setdefault(name, []).append(f"{meeting.taker.node.name()} at {behind.of(meeting.taker.node)}")
     places = {key: kept_where_open(own, plan.meetings.get(key, ())) for key, own in places.items()}
-    inner = {keys.of(value, taker) for value, taker in meetings.inner}
+    uses = [(keys.of(value, taker), taker) for value, taker in meetings.inner]
+    inner = {key for key, _ in uses if key not in places}
     plan.meetings = {key: known for key, known in plan.meetings.items() if key not in inner} | places
     plan.inner = (plan.inner - places.keys()) | inner
+    # A parameter may be used alike with the batch and with parameters only, as in the first of several steps.
+    if alike := {key for key, _ in uses if key in places}:
+        met = {keys.with_all_behind(key, m.taker) for m in meetings.found if (key := keys.of(m.value, m.taker)) in alike}
+        plan.inner |= {keys.with_all_behind(key, taker) for key, taker in uses if key in alike} - met
+        plan.alike |= alike
     plan.names |= plan.nodes.keys()
     plan.by_rule |= {
         edge.name for call, place in found.calls.items() if place.kind in (AXES, ROWS) for edge in call.edges.values()

@@ -1,11 +1,13 @@
 """Ways by which a gradient escapes the hooks, or memory is shared: each is right, or an error that says so."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Choosy
-from oracle import squares
+from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, check_losses, mlp, raises, step
 from torch import Tensor
 from torch.testing import assert_close
@@ -207,3 +209,32 @@ def test_hooks_that_came_after_the_forward() -> None:
     late.backward()
     with raises(model, UnseenGradient, "a forward before add_hooks"):
         autograd_hacks.compute_grad1(model)
+
+
+class Branching(nn.Module):
+    """Has a branch for long inputs.  reads: what its branch uses"""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads, self.a, self.scale, self.b = reads, nn.Linear(4, 4), nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if x.shape[1] > 4:
+            h = (h * self.scale if self.reads == "bare" else h @ self.a.weight.t()).sin()
+        return self.b(h.tanh())
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("reads", ["bare", "of a layer"])
+def test_a_branch_that_is_first_taken_in_a_later_forward(reads: str, param_grad: bool) -> None:
+    """The forward's end notices a new use of a parameter, if no parameter was used without a layer's rule before."""
+    model = Branching(reads).double()
+    plain = copy.deepcopy(model)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for length in (4, 4, 5, 5, 4, 6):
+            x = torch.randn(5, length, 4).double()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(plain, squares, x))
+            model.zero_grad()

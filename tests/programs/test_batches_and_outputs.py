@@ -1,13 +1,16 @@
 """Batches of other things than one tensor, and what models return, read off autograd's graph."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from one_graph import check, data
-from oracle import squares
+from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
+from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
@@ -176,3 +179,136 @@ def test_outputs_that_are_computed_lazily() -> None:
 
     model, x = Model().double(), data(4, 3)
     check(model, lambda: squares(model(x).logits))
+
+
+# Batches of one sample, in which a value of parameters has the same size as one for each sample
+
+
+class Learnt(nn.Module):
+    """Has a learnt query, or first state, for every sample."""
+
+    def __init__(self, how: Callable[["Learnt", Tensor, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.how, self.query, self.u = how, nn.Parameter(torch.randn(1, 2, 4)), nn.Parameter(torch.randn(4, 4))
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x, self.query.expand(len(x), -1, -1))
+
+
+def attention(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    return m.attend(query, x, x)[0]
+
+
+def weights_too(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    """The layer's second output depends on parameters only."""
+    out, weights = m.attend(query, (m.query.mean(1, keepdim=True) * m.u).expand(len(x), -1, -1), x[:, :4])
+    return out + weights @ x[:, :4]
+
+
+def called_before(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    """The same layer is first called on parameters only."""
+    return m.attend(query + m.attend(query, query, query)[0], x, x)[0]
+
+
+def decoder(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    return m.decode(query, x)
+
+
+def first_state(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    state = query.transpose(0, 1).contiguous()
+    return m.run(x, (state, state.sin()) if isinstance(m.run, nn.LSTM) else state)[0]
+
+
+def of_its_own_weight(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    """A weight of the layer also makes its first state."""
+    state = m.run.weight_hh_l0[:4].view(2, 2, 4).sum(1, keepdim=True).expand(-1, len(x), -1)
+    return m.run(x, state.contiguous())[0]
+
+
+def of_query_and_weight(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    return m.run(x, (query @ m.run.weight_hh_l0[:4]).transpose(0, 1).contiguous())[0]
+
+
+def tied(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    """A weight of the layer is also used behind it: with the batch, and with a parameter whose product meets the batch."""
+    out = first_state(m, x, query)
+    return out @ m.run.weight_hh_l0[:4] + out * (m.query[:, :1] @ m.run.weight_hh_l0[:4])
+
+
+def by_steps(m: Any, x: Tensor, query: Tensor) -> Tensor:
+    """No layer: the weight is used with the first state, and later with states of the batch."""
+    state = query[:, 0]
+    for t in range(x.shape[1]):
+        state = (x[:, t] + state @ m.u).tanh()
+    return state
+
+
+LEARNT: dict[str, Callable[[], Learnt]] = {
+    "attention": lambda: Learnt(attention, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "weights too": lambda: Learnt(weights_too, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "called before": lambda: Learnt(called_before, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "decoder": lambda: Learnt(decoder, decode=nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)),
+    "RNN": lambda: Learnt(first_state, run=nn.RNN(4, 4, bidirectional=True, batch_first=True)),
+    "LSTM": lambda: Learnt(first_state, run=nn.LSTM(4, 4, 2, batch_first=True)),
+    "GRU": lambda: Learnt(first_state, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "of its own weight": lambda: Learnt(of_its_own_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "of query and weight": lambda: Learnt(of_query_and_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "tied": lambda: Learnt(tied, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "by steps": lambda: Learnt(by_steps),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 3, 1)], ids=["first", "later"])
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("what", LEARNT)
+def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple[int, ...]) -> None:
+    model = LEARNT[what]().double()
+    plain = copy.deepcopy(model)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples in sizes:
+            x = data(samples, 5, 4)
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(plain, squares, x))
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("what", LEARNT)
+def test_one_sample_at_a_time(what: str) -> None:
+    """In micro-batches, during the backward pass, and as derivatives of outputs."""
+    model = LEARNT[what]().double()
+    plain, x = copy.deepcopy(model), data(3, 5, 4)
+    rows = one_backward_per_sample(plain, squares, x)
+    norms = sum(own.flatten(1).square().sum(1) for own in rows.values() if own is not None).sqrt()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            with autograd_hacks.accumulate(model):
+                for n in range(3):
+                    squares(model(x[n : n + 1])).sum().backward()
+            assert_close(autograd_hacks.per_sample_grads(model, "sum").norms(), norms)
+            with autograd_hacks.streaming(model, loss_type="sum") as found:
+                squares(model(x[:1])).sum().backward()
+            assert_close(found.norms, norms[:1])
+            assert_close(autograd_hacks.per_sample_jacobian(model, squares(model(x[:1]))).norms(), norms[:1])
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_weight_used_alike_in_a_penalty(samples: int) -> None:
+    """A product with parameters only, which is returned too, doesn't count as the same product with the batch."""
+
+    class Penalised(Learnt):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), (self.query[:, 0] @ self.u).square().sum()
+
+    model, x = Penalised(by_steps).double(), data(samples, 5, 4)
+    plain = Learnt(by_steps).double()
+    plain.load_state_dict(model.state_dict())
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            out, penalty = model(x)
+            (squares(out).mean() + penalty).backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(plain, squares, x))
+            model.zero_grad()
