@@ -315,7 +315,7 @@ class Recorder:
             return is_known
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)
-        if plan.names or not plan.mixing:  # even without such uses so far, there may be new ones
+        if plan.names or not (plan.mixing or plan.refused):  # even without such uses so far, there may be new ones
             ran.off = OffGraph(ran, plan, samples or 0).find()
             is_known = is_known and ran.off.is_known and ran.off.is_told
             is_unseen |= ran.off.is_unseen
