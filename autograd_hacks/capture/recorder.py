@@ -316,9 +316,10 @@ class Recorder:
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)
         if plan.names or not (plan.mixing or plan.refused):  # even without such uses so far, there may be new ones
-            ran.off = OffGraph(ran, plan, samples or 0).find()
-            is_known = is_known and ran.off.is_known and ran.off.is_told
-            is_unseen |= ran.off.is_unseen
+            off = OffGraph(ran, plan, samples or 0).find()
+            is_known = is_known and off.is_known and off.is_told
+            is_unseen |= off.is_unseen
+            ran.off = off if plan.names else None  # it holds the forward
         # If values select rows, any batch may be the first with a gradient at some use.
         is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
         if is_known and routes is None:
