@@ -289,7 +289,8 @@ class Recorder:
         """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
         routes = None
         is_same = recall(ran, plan, samples or 0)
-        is_known = bool(plan.mixing) or is_same or places_left(ran.graph, samples or 0) in plan.places_left
+        is_known = is_same or bool(plan.mixing) or places_left(ran.graph, samples or 0) in plan.places_left
+        is_known = is_known and is_same is not None
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch.autograd.graph import Node
 
@@ -11,6 +12,7 @@ from autograd_hacks.capture.off_graph import OffGraph, Ran, fit
 from autograd_hacks.probe.plan import AXES, Place, Plan
 from autograd_hacks.probe.routes import moved_by
 from autograd_hacks.support.graph import Leaf, Taker, Value
+from autograd_hacks.support.internals import SAVED
 
 FEW = 4
 """How many batch sizes are remembered."""
@@ -21,6 +23,7 @@ class SameGraph:
     """A graph and what was found in it.  Nodes are numbered in the order of `_laid_out`."""
 
     structure: list[object]
+    axes: list[object]  # on which nodes work, for example the mean over an axis
     leaves: list[tuple[int, str | None]]  # all leaves, with the parameters' names
     moving: list[int]  # nodes that may move samples
     places_left: list[bool | int]  # what `moved_by` says about these nodes
@@ -32,7 +35,7 @@ def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
     met = [use for uses in off.found.values() for use in uses] if off is not None else []
     if plan.checkpoints or any(place.kind != AXES or place.was_empty for _, _, place in met):
         return
-    nodes, structure = _laid_out(ran)
+    nodes, structure, axes = _laid_out(ran)
     at = {node: number for number, node in enumerate(nodes)}
     left = {number: found for number, node in enumerate(nodes) if (found := moved_by(node, samples)) is not None}
     uses = [
@@ -43,17 +46,21 @@ def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
     if len(plan.graphs) >= FEW:
         plan.graphs.clear()
     places_left = [own for found in left.values() for own in found]
-    plan.graphs[_sizes(ran, samples)] = SameGraph(structure, leaves, list(left), places_left, uses)
+    plan.graphs[_sizes(ran, samples)] = SameGraph(structure, axes, leaves, list(left), places_left, uses)
 
 
-def recall(ran: Ran, plan: Plan, samples: int) -> bool:
-    """Whether the graph is known for batches of these sizes.  If it is, restores what was read from it."""
+def recall(ran: Ran, plan: Plan, samples: int) -> bool | None:
+    """Whether the graph is known for batches of these sizes.  If it is, restores what was read from it.
+
+    Returns None for a graph that differs only in the axes on which its nodes work: then samples may mix."""
     same = plan.graphs.get(_sizes(ran, samples)) if plan.graphs else None
     if same is None:
         return False
-    nodes, structure = _laid_out(ran)
+    nodes, structure, axes = _laid_out(ran)
     if structure != same.structure:
         return False
+    if axes != same.axes:
+        return None
     left: list[bool | int] = []
     for number in same.moving:
         left += moved_by(nodes[number], samples) or ()
@@ -76,11 +83,19 @@ def _sizes(ran: Ran, samples: int) -> Hashable:
     return samples, *hooked, None, *[x.shape for x in ran.outputs], None, *[x.shape for x in ran.tensors]
 
 
-def _laid_out(ran: Ran) -> tuple[list[Node], list[object]]:
-    """The nodes of a forward's graph, and a description that identifies it: kinds of nodes, and what each one takes."""
+@lru_cache(maxsize=512)
+def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
+    """The names under which a kind of node saves the axes on which it works."""
+    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension"))
+    return tuple([name for name in names if hasattr(kind, name)])
+
+
+def _laid_out(ran: Ran) -> tuple[list[Node], list[object], list[object]]:
+    """The nodes of a forward's graph, a description that identifies it, of kinds of nodes and what each one takes, and the
+    axes on which they work."""
     names = {id(p): name for name, p in ran.parameters.items()}
     nodes = list(dict.fromkeys([x.grad_fn for x in ran.outputs if x.grad_fn is not None]))
-    number_of, structure = {node: number for number, node in enumerate(nodes)}, list[object]()
+    number_of, structure, axes = {node: number for number, node in enumerate(nodes)}, list[object](), list[object]()
     for node in nodes:  # the list grows
         kind = type(node)
         structure.append(kind)
@@ -88,6 +103,7 @@ def _laid_out(ran: Ran) -> tuple[list[Node], list[object]]:
             structure.append(names.get(id(node.variable)))  # type: ignore[attr-defined]
         if node in ran.ends:
             continue
+        axes += [getattr(node, name) for name in _names_of_axes(kind)]
         for ahead, output in node.next_functions:
             if ahead is None:
                 structure.append(None)
@@ -97,4 +113,4 @@ def _laid_out(ran: Ran) -> tuple[list[Node], list[object]]:
                 number = number_of[ahead] = len(nodes)
                 nodes.append(ahead)
             structure += (number, output)
-    return nodes, structure
+    return nodes, structure, axes

@@ -1,4 +1,5 @@
-"""Models in which a flag changes how samples are moved, by nodes of the same kinds: no forward is read by another's plan."""
+"""Models in which a flag changes how samples are moved or mixed, by nodes of the same kinds: no forward is read by another's
+plan."""
 
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from oracle import assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
 
 import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
 
 Move = Callable[[Tensor, bool], Tensor]
 
@@ -68,3 +70,31 @@ def test_rows_follow_the_flag(name: str, order: tuple[int, ...]) -> None:
         squares(model(x)).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, expected)
+
+
+MIXING: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "mean": lambda h, axis: h - h.mean(axis, keepdim=True),
+    "softmax": lambda h, axis: h.softmax(axis),
+    "cumsum": lambda h, axis: h.cumsum(axis),
+    "norm": lambda h, axis: h / h.norm(dim=axis, keepdim=True),
+    "largest": lambda h, axis: h - h.amax(axis, keepdim=True),
+    "variance": lambda h, axis: h / h.var(axis, keepdim=True),
+    "sorted": lambda h, axis: h.sort(axis)[0],
+    "differences": lambda h, axis: torch.cat([h.diff(dim=axis), h.narrow(axis, 0, 1)], axis),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_mix_by_a_flag_are_refused(name: str) -> None:
+    """Over features the samples stay apart, over the batch they mix."""
+    axis = 1
+    model = Moving(lambda h, _: MIXING[name](h, axis), lambda h, _: h).double()
+    autograd_hacks.add_hooks(model)
+    for axis in (1, 1, 1, 0, 0, 1, 0):
+        x = torch.randn(4, 4).double()
+        squares(model(x)).sum().backward()
+        if axis:
+            autograd_hacks.compute_grad1(model, "sum")
+        else:
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model, "sum")
