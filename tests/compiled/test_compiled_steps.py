@@ -79,14 +79,11 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-EVERY = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
-
-
 @pytest.mark.parametrize(
     ("verb", "loss_type"),
     [
-        *((verb, "sum") for verb in EVERY if verb != "dot"),
-        *rarely(("dot", "sum"), ("rows", "mean"), ("clip_and_noise", "mean")),
+        *(("rows", "sum"), ("clip", "sum"), ("project", "sum"), ("clip_and_noise", "mean")),
+        *rarely(("norms", "sum"), ("sum", "sum"), ("dot", "sum"), ("rows", "mean"), ("clip_and_noise", "sum")),
     ],
 )
 def test_every_verb(verb: str, loss_type: str) -> None:

@@ -65,12 +65,14 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
     assert number(r"off from autograd's by at most (\S+) of", out) < 1e-5
 
 
+@pytest.mark.slow
 def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
     out = printed("natural_gradient", tmp_path, "--epochs", "2")
     assert number(r"off from the matrix's by at most (\S+) of", out) < 1e-4
     assert number(r"(?m)^natural gradient +(\S+)", out) < number(r"(?m)^SGD with momentum +(\S+)", out) / 2
 
 
+@pytest.mark.slow
 def test_the_energy_natural_gradient_solves_poissons_equation_as_by_torch_func(tmp_path: Path) -> None:
     out = printed("pinn", tmp_path, "--points", "100", "--steps", "20")
     ours, theirs, adam = (
@@ -150,6 +152,7 @@ def trained_privately(said: Path) -> None:
         train(10)
 
 
+@pytest.mark.slow
 def test_private_training_gives_the_same_numbers_however_many_processes(tmp_path: Path, both: Both) -> None:
     command = [sys.executable, str(EXAMPLES / "private_processes.py"), "--steps", "10"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

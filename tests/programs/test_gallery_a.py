@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_demos import number, printed
 
+pytestmark = pytest.mark.slow
 NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|nan)"
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from test_demos import number, printed
 
+pytestmark = pytest.mark.slow
+
 
 def test_learned_weights_are_autograds_and_less_for_wrong_labels(tmp_path: Path) -> None:
     out = printed("learning_to_reweight", tmp_path, "--epochs", "12")

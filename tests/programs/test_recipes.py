@@ -365,6 +365,7 @@ def test_a_language_model_has_losses_of_its_own(recipes: SimpleNamespace) -> Non
             assert scores.isfinite().all()
 
 
+@pytest.mark.slow
 def test_pages_are_held_to_their_definitions(tmp_path: Path) -> None:
     out = printed("logra", tmp_path)
     assert number(r"rank 64: the furthest (\S+) of", out) < 1e-4
@@ -377,6 +378,7 @@ def test_pages_are_held_to_their_definitions(tmp_path: Path) -> None:
     assert number(r"off by (\S+) on", out) < 0.01
 
 
+@pytest.mark.slow
 def test_scores_of_the_page_are_trakers(tmp_path: Path) -> None:
     pytest.importorskip("trak")
     assert number(r"furthest from traker's: (\S+) of", printed("trak_scores", tmp_path)) < 1e-4
@@ -415,6 +417,7 @@ def test_the_table_is_what_the_comparison_writes(tmp_path: Path) -> None:
                 assert [float(value) for value in new[1:]] == pytest.approx([float(value) for value in old[1:]], abs=0.03)
 
 
+@pytest.mark.slow
 def test_scores_say_what_networks_say_that_are_trained_on_subsets(tmp_path: Path) -> None:
     small = ("--images", "150", "--queries", "8", "--subsets", "24", "--epochs", "12", "--retrained", "2", "--models", "2")
     out = printed("attribution", tmp_path, *small)
