@@ -33,7 +33,7 @@ from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import ALWAYS, Known, Planner
-from autograd_hacks.probe.routes import has_choosing, places_left
+from autograd_hacks.probe.routes import has_choosing, moves_as_proven
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
@@ -289,8 +289,7 @@ class Recorder:
         """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
         routes = None
         is_same = recall(ran, plan, samples or 0)
-        is_known = is_same or bool(plan.mixing) or places_left(ran.graph, samples or 0) in plan.places_left
-        is_known = is_known and is_same is not None
+        is_known = is_same or (not plan.pending and (bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0)))
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.off_graph import OffGraph, Ran, fit
 from autograd_hacks.probe.plan import AXES, Place, Plan
-from autograd_hacks.probe.routes import moved_by
+from autograd_hacks.probe.routes import axes_of, moved_by
 from autograd_hacks.support.graph import Leaf, Taker, Value
-from autograd_hacks.support.internals import SAVED
 
 FEW = 4
 """How many batch sizes are remembered."""
@@ -23,7 +21,7 @@ class SameGraph:
     """A graph and what was found in it.  Nodes are numbered in the order of `_laid_out`."""
 
     structure: list[object]
-    axes: list[object]  # on which nodes work, for example the mean over an axis
+    axes: list[object]  # of the nodes, see `axes_of`
     leaves: list[tuple[int, str | None]]  # all leaves, with the parameters' names
     moving: list[int]  # nodes that may move samples
     places_left: list[bool | int]  # what `moved_by` says about these nodes
@@ -49,10 +47,10 @@ def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
     plan.graphs[_sizes(ran, samples)] = SameGraph(structure, axes, leaves, list(left), places_left, uses)
 
 
-def recall(ran: Ran, plan: Plan, samples: int) -> bool | None:
+def recall(ran: Ran, plan: Plan, samples: int) -> bool:
     """Whether the graph is known for batches of these sizes.  If it is, restores what was read from it.
 
-    Returns None for a graph that differs only in the axes on which its nodes work: then samples may mix."""
+    A graph that differs only in axes must be proven: its nodes may mix samples."""
     same = plan.graphs.get(_sizes(ran, samples)) if plan.graphs else None
     if same is None:
         return False
@@ -60,7 +58,8 @@ def recall(ran: Ran, plan: Plan, samples: int) -> bool | None:
     if structure != same.structure:
         return False
     if axes != same.axes:
-        return None
+        plan.pending = True
+        return False
     left: list[bool | int] = []
     for number in same.moving:
         left += moved_by(nodes[number], samples) or ()
@@ -83,13 +82,6 @@ def _sizes(ran: Ran, samples: int) -> Hashable:
     return samples, *hooked, None, *[x.shape for x in ran.outputs], None, *[x.shape for x in ran.tensors]
 
 
-@lru_cache(maxsize=512)
-def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
-    """The names under which a kind of node saves the axes on which it works."""
-    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension"))
-    return tuple([name for name in names if hasattr(kind, name)])
-
-
 def _laid_out(ran: Ran) -> tuple[list[Node], list[object], list[object]]:
     """The nodes of a forward's graph, a description that identifies it, of kinds of nodes and what each one takes, and the
     axes on which they work."""
@@ -103,7 +95,7 @@ def _laid_out(ran: Ran) -> tuple[list[Node], list[object], list[object]]:
             structure.append(names.get(id(node.variable)))  # type: ignore[attr-defined]
         if node in ran.ends:
             continue
-        axes += [getattr(node, name) for name in _names_of_axes(kind)]
+        axes += axes_of(node)
         for ahead, output in node.next_functions:
             if ahead is None:
                 structure.append(None)

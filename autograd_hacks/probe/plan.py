@@ -61,9 +61,8 @@ class Plan:
     meetings: dict[Hashable, list[Place]] = field(default_factory=dict)  # of nodes, by what leads there: see `Keys`
     nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter, the nodes that read it, for messages
     inner: set[Hashable] = field(default_factory=set)  # uses of values that depend on parameters only, also behind the use
-    alike: set[Hashable] = field(
-        default_factory=set
-    )  # uses that meet the batch or are inner, depending on the taker's other operands
+    # Uses that meet the batch or are inner, depending on the taker's other operands.
+    alike: set[Hashable] = field(default_factory=set)
     names: frozenset[str] = frozenset()  # the parameters that are read from the graph
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
@@ -76,6 +75,7 @@ class Plan:
     created: dict[Hashable, Any] = field(default_factory=dict)  # by use, the plans of graphs that passes make there
     # Whether nodes that may move samples left them in place: by proofs with the same result, for several sizes.
     places_left: frozenset[tuple[bool | int, ...]] = frozenset()
+    axes: frozenset[Hashable] = frozenset()  # on which nodes worked in these proofs, with the nodes' names
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant checkpoints, in the order of the graph
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows

@@ -1,13 +1,14 @@
 """Finds the sample of each row where values selected the rows, from the nodes that selected them in this forward."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import (
     Graph,
     Leaf,
@@ -21,7 +22,7 @@ from autograd_hacks.support.graph import (
     shape_of,
     signed,
 )
-from autograd_hacks.support.internals import RAW
+from autograd_hacks.support.internals import RAW, SAVED
 from autograd_hacks.support.layout import Layout
 
 _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
@@ -154,6 +155,29 @@ _CHOOSING: dict[str, tuple[str, str | None]] = {
 def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     """For each node that may move samples, in the graph's order: whether it leaves them in place, or how it moves them."""
     return tuple([own for node in graph.nodes for own in moved_by(node, samples) or ()])
+
+
+def all_axes(graph: Graph) -> frozenset[Hashable]:
+    """The axes on which nodes work, with the nodes' names: a mean over another axis may mix samples."""
+    found = ((node, axes_of(node)) for node in graph.nodes if type(node) is not Leaf)
+    return frozenset((node.name(), *axes) for node, axes in found if axes)
+
+
+def axes_of(node: Any) -> list[Any]:
+    """The axes on which a node works, as it saves them."""
+    kind: type[Node] = type(node)
+    return [getattr(node, name) for name in _names_of_axes(kind)]
+
+
+@lru_cache(maxsize=512)
+def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
+    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension"))
+    return tuple([name for name in names if hasattr(kind, name)])
+
+
+def moves_as_proven(graph: Graph, plan: Plan, samples: int) -> bool:
+    """Whether a forward moves samples as a proven one did, on no other axes."""
+    return places_left(graph, samples) in plan.places_left and all_axes(graph) <= plan.axes
 
 
 def moved_by(node: Any, samples: int) -> list[bool | int] | None:

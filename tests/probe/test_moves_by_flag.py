@@ -84,14 +84,15 @@ MIXING: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("sizes", [(4,), (4, 5, 6, 7, 8, 9)])
 @pytest.mark.parametrize("name", MIXING)
-def test_samples_that_mix_by_a_flag_are_refused(name: str) -> None:
+def test_samples_that_mix_by_a_flag_are_refused(name: str, sizes: tuple[int, ...]) -> None:
     """Over features the samples stay apart, over the batch they mix."""
     axis = 1
     model = Moving(lambda h, _: MIXING[name](h, axis), lambda h, _: h).double()
     autograd_hacks.add_hooks(model)
-    for axis in (1, 1, 1, 0, 0, 1, 0):
-        x = torch.randn(4, 4).double()
+    for step, axis in enumerate((1, 1, 1, 0, 0, 1, 0)):
+        x = torch.randn(sizes[step % len(sizes)], 4).double()
         squares(model(x)).sum().backward()
         if axis:
             autograd_hacks.compute_grad1(model, "sum")
