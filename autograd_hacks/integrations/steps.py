@@ -1,7 +1,6 @@
 """The common part of trainers' callbacks: reads a step's per-sample gradients, of all micro-batches, before the step."""
 
 from collections.abc import Iterable, Sequence
-from inspect import signature
 from math import isfinite
 from typing import Any
 
@@ -52,14 +51,7 @@ class Steps:
         batch_dim: BatchDim = 0,
         every: int = 1,
         only: str | Iterable[str] | None = None,
-        **others: object,
     ) -> None:
-        if others:  # Python's own message would name Steps, which the user of a callback doesn't know
-            own = (*signature(type(self)).parameters.values(), *signature(Steps).parameters.values())
-            known = dict.fromkeys(one.name for one in own if one.kind is not one.VAR_KEYWORD)
-            raise TypeError(
-                f"{type(self).__name__} has no argument {next(iter(others))!r}; expected {', '.join(known)}" + ON_STEPS
-            )
         if max_norm is not None and (not is_number(max_norm) or not max_norm > 0):
             raise ValueError(f"max_norm={max_norm!r} was given; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from math import isfinite
-from typing import Any
 
 import pytest
 import torch
@@ -169,13 +168,6 @@ def test_what_is_refused() -> None:
             Steps(**{name: wrong})
     with pytest.raises(ValueError, match=r"max_norm='1' was given; expected a number"):
         Steps("1")  # type: ignore[arg-type]  # what is refused
-
-    class Callback(Steps):
-        def __init__(self, part: str, **options: Any) -> None:
-            super().__init__(**options)
-
-    with pytest.raises(TypeError, match=r"^Callback has no argument 'maxnorm'; expected part, max_norm, .*, only\n"):
-        Callback("", maxnorm=1.0)
     steps, model = Steps(), net()
     steps.attach(model)
     with pytest.raises(NothingRecorded):
