@@ -239,7 +239,7 @@ class Comparison(ABC):
         """The hint if all numbers are c times the right ones."""
         n = self.samples ** (1 + len(self.power))
         if c == 0:
-            return f"All {self.what} are zero: was the step's record read before it was cleared?"
+            return f"All {self.what} are zero."
         if self.samples > 1 and abs(c * n - 1) < _ALIKE:
             return (
                 f"All {self.what} are 1/N{self.power} times the samples' own, N = {self.samples}: they are of the "
