@@ -75,7 +75,7 @@ class Plan:
     created: dict[Hashable, Any] = field(default_factory=dict)  # by use, the plans of graphs that passes make there
     # Whether nodes that may move samples left them in place: by proofs with the same result, for several sizes.
     places_left: frozenset[tuple[bool | int, ...]] = frozenset()
-    axes: frozenset[Hashable] = frozenset()  # on which nodes worked in these proofs, with the nodes' names
+    kinds: frozenset[Hashable] = frozenset()  # the nodes of these proofs: their names and axes
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant checkpoints, in the order of the graph
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows

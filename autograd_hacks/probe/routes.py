@@ -157,10 +157,9 @@ def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     return tuple([own for node in graph.nodes for own in moved_by(node, samples) or ()])
 
 
-def all_axes(graph: Graph) -> frozenset[Hashable]:
-    """The axes on which nodes work, with the nodes' names: a mean over another axis may mix samples."""
-    found = ((node, axes_of(node)) for node in graph.nodes if type(node) is not Leaf)
-    return frozenset((node.name(), *axes) for node, axes in found if axes)
+def kinds_in(graph: Graph) -> frozenset[Hashable]:
+    """The nodes' names, with the axes on which they work: a mean over another axis may mix samples."""
+    return frozenset((node.name(), *axes_of(node)) for node in graph.nodes if type(node) is not Leaf)
 
 
 def axes_of(node: Any) -> list[Any]:
@@ -176,8 +175,8 @@ def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
 
 
 def moves_as_proven(graph: Graph, plan: Plan, samples: int) -> bool:
-    """Whether a forward moves samples as a proven one did, on no other axes."""
-    return places_left(graph, samples) in plan.places_left and all_axes(graph) <= plan.axes
+    """Whether a forward moves samples as a proven one did, by no other kinds of nodes."""
+    return kinds_in(graph) <= plan.kinds and places_left(graph, samples) in plan.places_left
 
 
 def moved_by(node: Any, samples: int) -> list[bool | int] | None:

@@ -19,7 +19,7 @@ from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.owners import NOBODY
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import NESTED, Known, is_time_first
-from autograd_hacks.probe.routes import Routes, all_axes, places_left
+from autograd_hacks.probe.routes import Routes, kinds_in, places_left
 from autograd_hacks.reading.adding_up import check_documents, check_totals
 from autograd_hacks.reading.independence import show_independent
 from autograd_hacks.reading.inner_losses import frontier, sums_samples
@@ -333,7 +333,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     # After a forward whose samples only a proof can show, nothing tells its way from those that were seen before.
     same = before == _found_in(plan) and len(plan.places_left) < FEW and not plan.is_labelled
     plan.places_left = (plan.places_left if same else frozenset()) | {places_left(ran.graph, hypothesis.samples)}
-    plan.axes = (plan.axes if same else frozenset()) | all_axes(ran.graph)
+    plan.kinds = (plan.kinds if same else frozenset()) | kinds_in(ran.graph)
     plan.is_labelled = found.is_chosen
     for use, labels in found.labels.items():
         rows = None

@@ -41,6 +41,10 @@ MOVES: dict[str, tuple[Move, Move]] = {
     "chunks": (chunks, chunks),
     "selected": (selected, selected),
     "where": (chosen, chosen),
+    "repeated": (
+        lambda h, flag: h.repeat(2, 1, 1) if flag else h.repeat_interleave(2, 0),
+        lambda h, flag: h.unflatten(0, (2, 4)).mean(0) if flag else h.unflatten(0, (4, 2)).mean(1),
+    ),
     "another kind": (lambda h, flag: h.tanh() if flag else h.flip(0),) * 2,
 }
 """There and back.  Four samples of four positions and features, so that no size tells axes from each other."""
