@@ -76,10 +76,11 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
 def test_every_sample_is_drawn_with_its_probability() -> None:
     private = training()
     batches = private.loader(data()).batches
-    count = Counter(n for t in range(4000) for n in batches.drawn(t))
+    drawn = [batches.drawn(t) for t in range(4000)]
+    count = Counter(n for batch in drawn for n in batch)
     expected, deviation = 4000 * EXPECTED / SIZE, (4000 * 0.2 * 0.8) ** 0.5
     assert all(abs(count[n] - expected) < 5 * deviation for n in range(SIZE))
-    sizes = torch.tensor([float(len(batches.drawn(t))) for t in range(4000)])
+    sizes = torch.tensor([float(len(batch)) for batch in drawn])
     assert sizes.var().item() == pytest.approx(SIZE * 0.2 * 0.8, rel=0.1)  # each by itself
 
 
@@ -89,9 +90,9 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(options: dict[str, Any], clip: 
     def made(seed: int) -> PrivateTraining:
         return training(seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
 
-    whole, expected = made(3), net()
+    whole, expected = made(SEED), net()
     train(whole, expected, **options)
-    before, model = made(3), net()
+    before, model = made(SEED), net()
     train(before, model, upto=7, **options)
     state = copy.deepcopy(before.state_dict())
     after = made(SEED + 99)  # the seed comes from the checkpoint
