@@ -1,4 +1,4 @@
-"""Random numbers by counter, one by one and in Python's own numbers: Philox' definition, a hash, and Box and Muller's formula.
+"""Random numbers by counter, one by one and in Python's own numbers: a hash, Philox' definition, Box and Muller's formula.
 
 Nothing of the package is used, so that what a seed, a purpose, a step and a parameter give is written down twice.
 """
