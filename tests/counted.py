@@ -45,18 +45,14 @@ def pair(u: int, v: int) -> tuple[float, float]:
 
 
 def normals(of: Stream, count: int) -> list[float]:
-    return _in_rows([pair(*bits(of, counter)) for counter in range(_counters(count))], count)
+    return [pair(*bits(of, counter))[side] for counter, side in map(_place, range(count))]
 
 
 def uniforms(of: Stream, count: int) -> list[float]:
-    both = [bits(of, counter) for counter in range(_counters(count))]
-    return _in_rows([(u / 2**53, v / 2**53) for u, v in both], count)
+    return [bits(of, counter)[side] / 2**53 for counter, side in map(_place, range(count))]
 
 
-def _counters(count: int) -> int:
-    return -(-count // (2 * ROW)) * ROW
-
-
-def _in_rows(pairs: list[tuple[float, float]], count: int) -> list[float]:
-    rows = [pairs[start : start + ROW] for start in range(0, len(pairs), ROW)]
-    return [number for row in rows for side in zip(*row) for number in side][:count]
+def _place(number: int) -> tuple[int, int]:
+    """The counter that gives a number, and which of its two."""
+    row, place = divmod(number, 2 * ROW)
+    return ROW * row + place % ROW, place // ROW
