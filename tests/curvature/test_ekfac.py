@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -178,20 +177,3 @@ def test_folded_samples_and_some_parameters() -> None:
         model.norm.weight.requires_grad_(False)
         table = autograd_hacks.compute_hess(model, kind=kind)
         assert table.share == 1
-
-
-def test_refusals() -> None:
-    model, x = dense_net()
-    autograd_hacks.add_hooks(model)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    with pytest.raises(NothingRecorded, match=r"0\.weight has no ekfac"):
-        autograd_hacks.ekfac_solve(model, v)
-    autograd_hacks.compute_hess_over(model, [x], kind="ekfac")
-    for damping in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="expected a number above 0"):
-            autograd_hacks.ekfac_solve(model, v, damping)
-    with pytest.raises(ValueError, match=r"'0\.bias'; expected shape \(4,\)"):
-        autograd_hacks.ekfac_solve(model, v | {"0.bias": torch.zeros(3)})
-    autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(ValueError, match="'ekfac'"):
-        autograd_hacks.compute_hess(model, kind="ek-fac")
