@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from refused import Given, Row, check_refused, of, said
 from torch import Tensor
+from torch.func import functional_call
 
 import autograd_hacks
 from autograd_hacks import (
@@ -77,12 +79,16 @@ def a_derivative_of_ones_own(s: Given) -> None:
     compute_grad1(model)
 
 
-def hooks_after_the_forward(s: Given) -> None:
-    loss = s.out.sum()
+def hooks_after_the_forward(s: Given, read: Callable[[nn.Module], Any], again: bool = False) -> None:
+    """again: and one with hooks, which has nothing to do with it"""
+    with pause_hooks():
+        loss = s.out.sum()
     autograd_hacks.remove_hooks(s.model)
     add_hooks(s.model)
+    if again:
+        s.model(s.x)
     loss.backward()
-    s.read()
+    read(s.model)
 
 
 def unbatched(s: Given, probe: bool) -> None:
@@ -159,7 +165,14 @@ STEPS: list[Row] = [
         ("losses without a graph.*create_graph=True", lambda s: backward(s.grads.dot(s.v))),
     ]),
     *of(UnseenGradient, ..., [
-        ("", hooks_after_the_forward),
+        *[("^.*: got gradient through a forward without hooks", lambda s, read=read: hooks_after_the_forward(s, read))
+          for read in (compute_grad1, per_sample_grads)],
+        ("a forward before add_hooks", lambda s: hooks_after_the_forward(s, compute_grad1, again=True)),
+        (r"0\.weight: got gradient", lambda s: (s.grads, s.model[0].weight.square().sum().backward(), s.read())),
+        (r"2\.weight: got gradient",
+         lambda s: (F.linear(s.model[0](s.x).tanh(), s.model[2].weight).sum().backward(), s.read())),
+        (r"0\.weight, 0\.bias", lambda s: (s.model[2](s.model[0].forward(s.x)).sum().backward(), s.read())),
+        ("", lambda s: (s.grads, functional_call(s.model, {k: 2 * p for k, p in s.model.named_parameters()}, s.x).sum().backward(), s.read())),
         ("", lambda s: ((s.out.sum() + s.model[0].weight.square().sum()).backward(), s.read())),
     ]),
     (NothingRecorded, PASSES, "", lambda s: ([s.model(x).sum().backward() for x in s.x.split(3)], s.read())),
