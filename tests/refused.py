@@ -53,6 +53,10 @@ class Given:
     def v(self) -> dict[str, Tensor]:
         return {name: torch.ones_like(p) for name, p in self.model.named_parameters()}
 
+    @property
+    def doubled(self) -> dict[str, Tensor]:
+        return {name: 2 * p for name, p in self.model.named_parameters()}
+
     def read(self, loss_type: Any = None) -> None:
         autograd_hacks.compute_grad1(self.model, loss_type)
 

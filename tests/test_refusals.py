@@ -172,7 +172,7 @@ STEPS: list[Row] = [
         (r"2\.weight: got gradient",
          lambda s: (F.linear(s.model[0](s.x).tanh(), s.model[2].weight).sum().backward(), s.read())),
         (r"0\.weight, 0\.bias", lambda s: (s.model[2](s.model[0].forward(s.x)).sum().backward(), s.read())),
-        ("", lambda s: (s.grads, functional_call(s.model, {k: 2 * p for k, p in s.model.named_parameters()}, s.x).sum().backward(), s.read())),
+        ("", lambda s: (s.grads, functional_call(s.model, s.doubled, s.x).sum().backward(), s.read())),
         ("", lambda s: ((s.out.sum() + s.model[0].weight.square().sum()).backward(), s.read())),
     ]),
     (NothingRecorded, PASSES, "", lambda s: ([s.model(x).sum().backward() for x in s.x.split(3)], s.read())),

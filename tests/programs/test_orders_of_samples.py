@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from rarely import rarely
 from torch import Tensor
 from twin import Bare, check_right
 
@@ -134,8 +135,15 @@ MOVES: tuple[Callable[[Inner, Tensor], Tensor], ...] = (
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:index_reduce")
-@pytest.mark.parametrize("inside", ["bare", "layers", "layers around"])
-@pytest.mark.parametrize("way", [*WAYS, *MOVES], ids=lambda way: getattr(way, "__name__", way))
+@pytest.mark.parametrize(
+    ("way", "inside"),
+    [
+        *((way, inside) for way in (*WAYS, *MOVES) for inside in ("bare", "layers")),
+        *((way, "layers around") for way in ("index", *MOVES)),
+        *rarely(*((way, "layers around") for way in WAYS if way != "index")),
+    ],
+    ids=lambda way: getattr(way, "__name__", way),
+)
 def test_an_order_that_was_as_given_by_chance(way: Any, inside: str) -> None:
     """Of layers their rules read all, and no parameter asks for a walk through the graph."""
 
@@ -157,6 +165,6 @@ def test_an_order_that_was_as_given_by_chance(way: Any, inside: str) -> None:
         own["first"] = nn.Linear(3, 3)
         nn.init.eye_(own["first"].weight)
     for down in (False, True):
-        xs = [torch.randn(6, 3) for _ in range(5)]
+        xs = [torch.randn(6, 3) for _ in range(4)]
         xs[:2] = [x[x[:, 0].argsort(descending=down)] for x in xs[:2]]
-        check_right(Bare(run, **own), *[(x,) for x in xs], (xs[0],), (xs[2][:3],), (xs[3],))
+        check_right(Bare(run, **own), *[(x,) for x in xs], (xs[2][:3],), (xs[0],))
