@@ -128,6 +128,13 @@ def overwritten_by_an_optimizer(s: Given) -> None:
     s.read()
 
 
+def an_error_in_the_backward_pass(s: Given) -> None:
+    (hidden := s.model[0](s.x)).register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        s.model[2](hidden).sum().backward()
+    s.read()
+
+
 def an_overwritten_gradient(s: Given) -> None:
     gradient = torch.ones(5, 2).double()
     s.out.backward(gradient)
@@ -158,6 +165,7 @@ STEPS: list[Row] = [
         ("", lambda s: (autograd_hacks.disable_hooks(), s.out.sum().backward(), autograd_hacks.enable_hooks(), s.read())),
         ("", lambda s: (s.within(pause_hooks(), lambda: s.out.sum().backward()), s.read())),
         ("", lambda s: (s.grads, s.read(), s.model(s.x), s.read())),
+        ("did not finish", an_error_in_the_backward_pass),
         ("clear_backprops", lambda s: (s.grads, clear_backprops(s.model), s.read())),
         ("cleared", lambda s: (s.grads, clear_backprops(s.model), clip_grad1_norm_(s.model, 1.0))),
         ("cleared", lambda s: (s.grads, clear_backprops(s.model), per_sample_grads(s.model))),
