@@ -173,7 +173,7 @@ def test_verify_refuses_what_mixes_in_every_precision(what: str, dtype: torch.dt
 @pytest.mark.parametrize("gate", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("how", [lambda h: h.mean(0), lambda h: h.roll(1, 0), lambda h: h.roll(1, 0).detach()])
 def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tensor], gate: float, dtype: torch.dtype) -> None:
-    for samples in (3, 4, 8, 17):
+    for samples in (3, 17):
         model, x = Between(lambda h: h + gate * how(h)).to(dtype), torch.randn(samples, 3).to(dtype)
         with autograd_hacks.add_hooks(model):
             squares(model(x)).mean().backward()
