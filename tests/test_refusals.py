@@ -335,6 +335,11 @@ READS: list[Row] = [
          ([1.0] * 5, TypeError, "expected a floating-point tensor")]],
     *[(error, CLIPPING, "max_norm.*expected", lambda s, bound=bound: (s.grads, clip_grad1_norm_(s.model, bound)))
       for bound, error in [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("1", TypeError)]],
+    *[(error, CLIPPING, "batch_size=.*expected a number",
+       lambda s, size=size: (s.grads, clip_grad1_norm_(s.model, 1.0, batch_size=size)))
+      for error, sizes in [
+         (ValueError, (0, -1, float("inf"), float("nan"))), (TypeError, (True, "5", torch.tensor([5.0])))]
+      for size in sizes],
     *[(error, REDUCTION, "expected", lambda s, scale=scale: (s.grads, per_sample_grads(s.model, scale=scale)))
       for scale, error in [(0, ValueError), (float("nan"), ValueError), (torch.ones(2), TypeError)]],
 ]  # fmt: skip
