@@ -152,6 +152,9 @@ CURVES: list[Row] = [
              ({"kind": "ek-fac"}, "'ekfac'")]],
         *[("expected a number above 0", lambda s, d=damping: (an_ekfac(s), ekfac_solve(s.model, s.v, d)))
           for damping in NANS],
+        (r"'0\.bias' alone, but 0\.weight and 0\.bias share one block",
+         lambda s: (compute_hess_over(s.model, [s.x], "ekfac", kfac_bias="joint"),
+                    ekfac_solve(s.model, {"0.bias": s.v["0.bias"]}))),
         (r"'0\.bias'; expected shape \(4,\)",
          lambda s: (an_ekfac(s), ekfac_solve(s.model, s.v | {"0.bias": torch.zeros(3)}))),
     ]),
