@@ -176,7 +176,6 @@ def prelus(draw: st.DrawFn) -> Case:
 
 layers = st.one_of(linears(), convs(), transposed_convs(), embeddings(), embedding_bags(), norms(), prelus())
 # Layers of which every output sees the input, with a sample and a position at the least.
-filled_layers = st.one_of(linears(least=1), convs())
 
 
 class Minimal(Form):
