@@ -51,7 +51,6 @@ class Ran:
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # the sample of each row, by call or node, as passes showed
     returned: Any = None  # the structure that holds the outputs
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
-    off: OffGraph | None = None  # what its plan reads from the graph, once found
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
