@@ -57,13 +57,11 @@ def points(samples: int, *shape: int) -> Callable[[int], Batch]:
     return lambda step: {"x": torch.randn(samples, *shape)}
 
 
-_penalty = Workload(
-    multilayer(64, 512, 512, 512, 1, between=nn.SiLU), points(64, 64), penalty, alone=penalty_alone
-)  # fmt: skip
+_critic = Workload(multilayer(64, 512, 512, 512, 1, between=nn.SiLU), points(64, 64), penalty, alone=penalty_alone)
 DERIVED = {
     "Laplacian, MLP 3-128x3, N 256": Workload(
         multilayer(3, 128, 128, 128, 1, between=nn.Tanh), points(256, 3), laplacian, alone=laplacian_alone
     ),
-    "gradient penalty, MLP 64-512x3, N 64": _penalty,
-    "gradient penalty, CNN 3-32-64, N 32": replace(_penalty, model=critic(32, 16), batch=points(32, 3, 16, 16)),
+    "gradient penalty, MLP 64-512x3, N 64": _critic,
+    "gradient penalty, CNN 3-32-64, N 32": replace(_critic, model=critic(32, 16), batch=points(32, 3, 16, 16)),
 }

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from architectures import adapted
-from families import FULL, Size, grouped, sizes
+from families import FULL, Size, sizes
 from measuring import Case
 from torch import Tensor
-from workloads import MODELS, Batch, Model, Workload, next_token, of_shape, pictures, sentences, stack, tokens
+from workloads import MODELS, Batch, Model, Workload, hugging_face, next_token, of_shape, pictures, sentences, stack, tokens
 
-HOOKED, DOT, ROWS, NORMS, CLIP, PROJECT = (
-    "hooks alone", *(f"{what}: ours, param_grad=False" for what in ("dot", "rows", "norms", "clip", "project")),
-)  # fmt: skip
-VMAP, GHOST = "clip: vmap(grad)", "clip: Opacus, ghost"
+DOT, ROWS, NORMS, CLIP, PROJECT = (f"{what}: ours, param_grad=False" for what in ("dot", "rows", "norms", "clip", "project"))
+HOOKED, VMAP, GHOST = "hooks alone", "clip: vmap(grad)", "clip: Opacus, ghost"
 
 
 def in_graph(tiny: bool) -> list[str]:
@@ -51,27 +49,16 @@ def under_autocast(work: Workload) -> Workload:
     return replace(work, losses=run)
 
 
-def in_training(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
-    """A model of transformers in training mode, which Opacus wants, without dropout."""
-
-    def build() -> nn.Module:
-        import transformers
-
-        own = getattr(transformers, config)(**arguments, use_cache=False)
-        for name in [name for name in own.to_dict() if "drop" in name]:
-            setattr(own, name, 0.0)
-        net: nn.Module = getattr(transformers, model)(own)
-        return net.train()
-
-    return build
-
-
 def language(kind: str, size: Size, **more: Any) -> Workload:
     """A model of texts: GPT2LMHead, GPTNeoXForCausalLM, ..."""
     config = kind.removesuffix("LMHeadModel").removesuffix("ForCausalLM") + "Config"
     # With a padding token, models look for it in the batch, which vmap can't do.
     arguments = sizes(size, **{"intermediate_size": 4 * size.width, "pad_token_id": None} | more)
-    return Workload(in_training(kind, config, **arguments), tokens(size.samples, size.length, size.words), next_token)
+    return Workload(
+        hugging_face(kind, config, training=True, use_cache=False, **arguments),
+        tokens(size.samples, size.length, size.words),
+        next_token,
+    )
 
 
 def smoke(tiny: bool) -> dict[str, Case]:
@@ -123,7 +110,7 @@ def lora(tiny: bool) -> dict[str, Case]:
     size, inner, keys, rank = (
         (of(4, 16, 2, 2, 50, 8), 32, 1, 2) if tiny else (of(4, 4096, 32, 32, 128_256, 1024), 14_336, 8, 16)
     )
-    base = language("LlamaForCausalLM", size, **grouped(size, intermediate_size=inner, num_key_value_heads=keys))
+    base = language("LlamaForCausalLM", size, intermediate_size=inner, num_key_value_heads=keys)
     ways = ("plain", CLIP, NORMS, ROWS, VMAP, "rows: Opacus", GHOST)
     name = f"LoRA of rank {rank} on Llama-8B's shape, N {size.samples}, T {size.length}, weights in bfloat16"
     return {name: Case(adapted(base, rank), ways, size.samples * size.length, torch.bfloat16, apart=True)}
@@ -158,7 +145,7 @@ def bert(tiny: bool) -> dict[str, Case]:
     for samples in (4,) if tiny else (32, 128, 512, 2048):
         size = of(samples, 16, 2, 2, 50, 8) if tiny else of(samples, 768, 12, 12, 30_522, 128)
         more = {"intermediate_size": 4 * size.width, "max_position_embeddings": 512}
-        model = in_training("BertForSequenceClassification", "BertConfig", **sizes(size, **more))
+        model = hugging_face("BertForSequenceClassification", "BertConfig", training=True, **sizes(size, **more))
         work = Workload(last_layers(model, 1 if tiny else 3), sentences(samples, size.length, size.words), labels_of)
         case = Case(work, ("plain", CLIP, VMAP, GHOST), samples * size.length, apart=samples > 512)
         found[f"BERT-base, the last three layers, N {samples}, T {size.length}"] = case
@@ -175,7 +162,11 @@ def vit(tiny: bool) -> dict[str, Case]:
     size = of(samples, 16, 2, 2, 0, 0) if tiny else of(samples, 768, 12, 12, 0, 0)
     shape = sizes(size, intermediate_size=4 * size.width, image_size=image, patch_size=patch, num_labels=10)
     work = under_autocast(
-        Workload(in_training("ViTForImageClassification", "ViTConfig", **shape), pictures(samples, image), class_of_image)
+        Workload(
+            hugging_face("ViTForImageClassification", "ViTConfig", training=True, **shape),
+            pictures(samples, image),
+            class_of_image,
+        )
     )
     ways = ("plain", HOOKED, CLIP, *in_graph(tiny), VMAP, GHOST)
     return {f"ViT-B/{patch}, N {samples}, {image} × {image}, bfloat16": Case(work, ways)}

@@ -155,9 +155,8 @@ def kronfluence(model: nn.Module, ids: Tensor) -> Tensor:
 
 def by_vmap(model: nn.Module, ids: Tensor) -> Rows:
     """torch.func's rows."""
-    return torch_func(Workload(lambda: model, lambda step: {}, lambda model, batch: losses(model, batch["ids"])), model)(
-        {"ids": ids}
-    )
+    work = Workload(lambda: model, lambda step: {"ids": ids}, lambda model, batch: losses(model, batch["ids"]))
+    return torch_func(work, model)(work.batch(0))
 
 
 def ours(model: nn.Module, ids: Tensor) -> Rows:

@@ -27,8 +27,6 @@ PEER_SAMPLES = 4
 MODELS = 3
 """How many new models the first steps are timed on, of this library's ways."""
 
-Clock = Callable[[Callable[[], object]], float]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -78,7 +76,7 @@ def interleaved(
     steps: Mapping[str, Callable[[Any], object]],
     batches: Callable[[int], Any],
     rounds: int,
-    clock: Clock,
+    clock: Callable[[Callable[[], object]], float],
     failures: dict[str, str],
     label: str = "",
     until: float = math.inf,
@@ -286,10 +284,10 @@ def warmed(case: Case, way: str, device: torch.device, result: Data, check: bool
 
 def peaks(case: Case, ways: Iterable[str], device: torch.device, until: float) -> dict[str, float]:
     """{way: MB}.  On a CPU of this library and references alone: counting takes long, and misses what compiles."""
-    found: dict[str, float] = {}
-    for way in ways:
-        counts = is_ours(way) or (way == by_of(way) and not is_compiled(way)) or device.type != "cpu"
-        if counts and time.perf_counter() < until:
-            own = guarded(partial(peak, case.workload, WAYS[way], device, case.dtype), way, {})
-            found |= {} if own is None else {way: own}
-    return found
+    counted = [way for way in ways if is_ours(way) or (way == by_of(way) and not is_compiled(way)) or device.type != "cpu"]
+    found = {
+        way: guarded(partial(peak, case.workload, WAYS[way], device, case.dtype), way, {})
+        for way in counted
+        if time.perf_counter() < until
+    }
+    return {way: own for way, own in found.items() if own is not None}

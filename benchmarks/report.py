@@ -76,7 +76,7 @@ def lead(result: Data, way: str) -> float | None:
 
 
 def summary(results: Data) -> Iterator[str]:
-    """What a table's cases say together, in geometric means; and what a further layer costs, where they are stacks of them."""
+    """What a table's cases say together, in geometric means; and what a further layer of a stack costs."""
     for way in dict.fromkeys(way for result in results.values() for way in result["ways"][1:]):
         shares = [own[way] for result in results.values() if way in (own := ratios(result))]
         leads = {name: own for name, result in results.items() if (own := lead(result, way))}

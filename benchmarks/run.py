@@ -110,10 +110,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             if not any(part in name for name in names):
                 parser.error(f"{part}: expected a part of one of {', '.join(map(repr, names))}")
     options.packages = sorted({*PACKAGES.values()} if options.peers else uses.PACKAGES if options.chosen == "uses" else ())
-    for title, own in found.items():
-        found[title] = {
-            name: measure for name, measure in own.items() if any(part in name for part in options.workload or [""])
-        }
+    chosen = {name for name in cases if any(part in name for part in options.workload or [""])}
+    found = {title: {name: own[name] for name in own if name in chosen} for title, own in found.items()}
     options.tables = {title: own for title, own in found.items() if own}
     return options
 
@@ -126,21 +124,13 @@ def tables(options: argparse.Namespace) -> dict[str, dict[str, Measure]]:
     if options.chosen == "uses":
         return {uses.TITLE: uses.cases(options.rounds, options.quick)}
     found: dict[str, dict[str, Measure]] = {}
-    for title, table in TABLES.items():
-        if table.option == options.chosen:
-            for name, case in table.cases(options.peers).items():
-                found.setdefault(title, {})
-                parts = ("plain", "write once", *options.system) if options.system else case.ways
-                ways = tuple(way for way in case.ways if any(part in way for part in parts))
-                found[title][name] = partial(
-                    measured,
-                    name,
-                    dataclasses.replace(case, ways=ways),
-                    options.rounds,
-                    torch.device(options.device),
-                    QUICK_SAMPLES if options.quick else None,
-                    not options.quick,
-                )
+    samples, device = QUICK_SAMPLES if options.quick else None, torch.device(options.device)
+    for title, table in [(title, table) for title, table in TABLES.items() if table.option == options.chosen]:
+        for name, case in table.cases(options.peers).items():
+            parts = ("plain", "write once", *options.system) if options.system else case.ways
+            own = dataclasses.replace(case, ways=tuple(way for way in case.ways if any(part in way for part in parts)))
+            measure = partial(measured, name, own, options.rounds, device, samples, not options.quick)
+            found.setdefault(title, {})[name] = measure
     return found
 
 

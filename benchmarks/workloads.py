@@ -177,14 +177,20 @@ def sentences(samples: int, length: int, words: int) -> Callable[[int], Batch]:
     return lambda step: {"x": torch.randint(words, (samples, length)), "y": torch.randint(10, (samples,))}
 
 
-def hugging_face(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
-    """A randomly initialised model of the transformers library, in eval mode, which draws no dropout."""
+def hugging_face(model: str, config: str, training: bool = False, **arguments: Any) -> Callable[[], nn.Module]:
+    """A randomly initialised model of the transformers library, in eval mode, which draws no dropout.
+
+    training: in training mode, which Opacus wants, without dropout
+    """
 
     def build() -> nn.Module:
         import transformers
 
-        net: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**arguments))
-        return net.eval()
+        own = getattr(transformers, config)(**arguments)
+        for name in [name for name in own.to_dict() if "drop" in name] if training else ():
+            setattr(own, name, 0.0)
+        net: nn.Module = getattr(transformers, model)(own)
+        return net.train(training)
 
     return build
 
