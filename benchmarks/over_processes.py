@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from measuring import compare, interleaved, seconds
-from systems import Data, Found, trainable
+from systems import Data, Found
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,8 +55,8 @@ def losses(model: Model, batch: Batch) -> Tensor:
 WORKLOAD = Workload(lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))), batch, losses)
 
 
-def made(engine: str, name: str) -> tuple[nn.Module, Callable[[Batch], object]]:
-    """A model, with the same weights for each way, and a way's step of it."""
+def made(engine: str, name: str) -> Callable[[Batch], Found]:
+    """A way's step, with the optimizer's, of a model with the same weights for each way.  It returns what the way found."""
     torch.manual_seed(0)
     model = WORKLOAD.model()
     if engine == SHARDS:
@@ -67,23 +67,21 @@ def made(engine: str, name: str) -> tuple[nn.Module, Callable[[Batch], object]]:
     model = DistributedDataParallel(model) if engine == REPLICAS else model
     optimizer, own = torch.optim.SGD(model.parameters(), lr=1e-3), WAYS[name](WORKLOAD, model)
 
-    def step(batch: Batch) -> None:
-        own(batch)
+    def step(batch: Batch) -> Found:
+        found = own(batch)
         optimizer.step()
+        return found
 
-    return model, step
+    return step
 
 
-def check(models: dict[str, nn.Module]) -> None:
-    """Raises AssertionError where the last step's gradients, as ways of clipping left them, are not those of the first."""
-    first, *others = (whole(models[name]) for name in CLIPS)
+def check(found: dict[str, Found]) -> None:
+    """Raises AssertionError where ways of clipping found other gradients than the first of them."""
+    first, *others = (
+        {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in found[name].items()} for name in CLIPS
+    )
     for other in others:
         compare(other, first)
-
-
-def whole(model: nn.Module) -> Found:
-    found = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
-    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
 
 
 def together(step: Callable[[], object]) -> float:
@@ -98,14 +96,11 @@ def work(rank: int, folder: str, engine: str, rounds: int) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    of_way = {name: made(engine, name) for name in ("plain", "hooks alone", *CLIPS)}
-    steps, failures = {name: step for name, (_, step) in of_way.items()}, dict[str, str]()
-    for step in steps.values():
-        step(batch(rank))
-    check({name: model for name, (model, _) in of_way.items()})
+    steps, failures = {name: made(engine, name) for name in ("plain", "hooks alone", *CLIPS)}, dict[str, str]()
+    check({name: step(batch(rank)) for name, step in steps.items()})
     times = interleaved(steps, lambda number: batch(WORLD * number + rank), WARM + rounds, together, failures)
     if rank == 0:
-        found = {"ways": list(of_way), "seconds": {name: own[WARM:] for name, own in times.items()}, "failures": failures}
+        found = {"ways": list(steps), "seconds": {name: own[WARM:] for name, own in times.items()}, "failures": failures}
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
