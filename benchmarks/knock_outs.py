@@ -40,7 +40,7 @@ Engine = Callable[[nn.Module, Tensor], Any]
 """Of a copy of the model and the batch: what check_rows takes."""
 
 
-def losses(model: nn.Module, ids: Tensor) -> Tensor:
+def losses(model: Callable[..., Any], ids: Tensor) -> Tensor:
     """Each sequence's loss: the sum over its tokens.  N"""
     returned = model(ids)
     logits = getattr(returned, "logits", returned)

@@ -79,7 +79,7 @@ def summary(results: Data) -> Iterator[str]:
     """What a table's cases say together, in geometric means; and what a further layer of a stack costs."""
     for way in dict.fromkeys(way for result in results.values() for way in result["ways"][1:]):
         shares = [own[way] for result in results.values() if way in (own := ratios(result))]
-        leads = {name: own for name, result in results.items() if (own := lead(result, way))}
+        leads = {name: found for name, result in results.items() if (found := lead(result, way))}
         if len(shares) > 1:
             says = f"{way}: {statistics.geometric_mean(shares):.2f} in the geometric mean of {len(shares)}"
             if leads:

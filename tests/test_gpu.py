@@ -52,6 +52,7 @@ def test_a_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert max(result["errors"].values()) < 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
 def test_full_models_have_the_sizes_of_their_names() -> None:
     """On the meta device, where they take no memory."""
     millions = {"gpt2": [124], "pythia": [70, 162, 405, 1012, 1415, 2775, 6856], "bert": [22] * 4, "lora": [7], "vit": [86]}
