@@ -210,7 +210,8 @@ def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
     data = write(monkeypatch, tmp_path, "--layers", a=dataclasses.replace(table, models=lambda: small))
     assert data["about"]["threads"] == 1
     told = (tmp_path / "cpu-layers.txt").read_text()
-    assert all(f"{way}: " in told and f"a further layer of width {width}" in told for way in table.ways for width in (10, 12))
+    assert all(f"{way}: " in told for way in table.ways)
+    assert all(f"a further layer of width {width}" in told for width in (10, 12))
 
 
 def test_a_layer_costs_the_slope_of_what_is_beyond_plain():
