@@ -20,6 +20,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise
+from autograd_hacks.privacy.optimizers import NoisyGrads, check_optimizers
 from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data, seeded
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
@@ -114,6 +115,7 @@ class PrivateTraining:
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooked: Hooked | None = None
+        self._noisy: NoisyGrads | None = None
 
     @property
     def steps(self) -> int:
@@ -127,16 +129,19 @@ class PrivateTraining:
 
         Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
-        _check_optimizers(model, optimizers)
+        check_optimizers(model, optimizers)
         self.detach()
         self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim)
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._noisy = model, optimizers, NoisyGrads(model)
         return self
 
     def detach(self) -> None:
         """Removes the hooks."""
         hooked, self._hooked, self._model, self._optimizers = self._hooked, None, None, ()
         self._parts, self._sums = [], []
+        if self._noisy is not None:
+            self._noisy.close()
+            self._noisy = None
         if hooked is not None:
             hooked.__exit__()
 
@@ -269,7 +274,7 @@ class PrivateTraining:
         Raises RuntimeError if the batch was not drawn by `loader`, or if a step was left out; and what `clip_and_noise_`
         raises.
         """
-        if self._model is None:
+        if self._model is None or self._noisy is None:
             raise RuntimeError("step(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         recorder = recorder_of(self._model)
         if self.loss_type is None and not all(recorded.losses for recorded in recorder.record.passes):
@@ -279,11 +284,12 @@ class PrivateTraining:
                 "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
-        _check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
+        check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
+        self._noisy.forget()
         for p, own in self._sums:
             p.grad = own
         self._sums = []
@@ -301,10 +307,7 @@ class PrivateTraining:
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or seeded(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
-        if scaler is not None and scaler.is_enabled():
-            for p in self._model.parameters():
-                if p.grad is not None:
-                    p.grad *= scaler.get_scale()
+        self._noisy.note(mark.step, scaler)
         return whole
 
     def _begin(self) -> None:
@@ -434,15 +437,3 @@ class PrivateTraining:
         self._epochs = state["epochs"][0], state["epochs"][1]
         if isinstance(self.clip, QuantileClip):
             self.clip.load_state_dict(state["clip"])
-
-
-def _check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Raises ValueError if an optimizer steps parameters that aren't the model's."""
-    ours = {id(p) for p in model.parameters()}
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
-        raise ValueError(
-            f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
-            f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "
-            "that has all of them, or freeze the others." + ON_PRIVATE
-        )
