@@ -137,6 +137,27 @@ def check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, 
         )
 
 
+def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: bool, is_divided: bool) -> None:
+    """Raises an error if accelerate accumulates gradients otherwise than the private step does.
+
+    is_last: whether the step's last micro-batch is at hand, after which optimizers must step
+    is_divided: whether the loss went through accelerate's own backward, for all that is known
+    """
+    for state in [getattr(optimizer, "gradient_state", None) for optimizer in optimizers]:  # of accelerate's optimizers
+        if state is not None and is_divided and state.num_steps > 1:
+            raise ValueError(
+                f"step(): accelerator.backward divides the loss by gradient_accumulation_steps={state.num_steps}, so "
+                "samples would be clipped at another norm. Use private.backward(losses), and Accelerator() without "
+                "gradient_accumulation_steps: the loader's parts= or micro_batch_size= accumulates" + ON_PRIVATE
+            )
+        if state is not None and is_last and not state.sync_gradients:
+            raise RuntimeError(
+                "step(): this is the step's last micro-batch, but within accelerator.accumulate() the next optimizer.step() "
+                "does nothing, so a noisy gradient would be lost. Leave accumulate() out: private.step() returns None until "
+                "the optimizer must step" + ON_PRIVATE
+            )
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

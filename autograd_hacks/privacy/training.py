@@ -20,7 +20,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise
-from autograd_hacks.privacy.optimizers import NoisyGrads, check_optimizers
+from autograd_hacks.privacy.optimizers import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data, seeded
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
@@ -277,7 +277,8 @@ class PrivateTraining:
         if self._model is None or self._noisy is None:
             raise RuntimeError("step(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         recorder = recorder_of(self._model)
-        if self.loss_type is None and not all(recorded.losses for recorded in recorder.record.passes):
+        is_told = all(recorded.losses for recorded in recorder.record.passes)
+        if self.loss_type is None and not is_told:
             raise ValueError(
                 "step() doesn't know each sample's loss. Give N losses to private.backward(losses). A mean over tokens, or "
                 "with class weights or ignored targets, divides each sample's loss by a number that depends on the others, "
@@ -287,6 +288,7 @@ class PrivateTraining:
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
+        check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
         self._noisy.forget()
