@@ -79,8 +79,7 @@ class PrivateCallback(Callback):
 
     def loader(self, data: Any, batch_size: int = 1, **options: Any) -> PrivateLoader:
         """The function for ``iterator_train``."""
-        if self.private.expected_batch_size is None:
-            self.private.expected_batch_size = batch_size
+        self.private._expect(batch_size)
         return self.private.loader(data, **options)
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:

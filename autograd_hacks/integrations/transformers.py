@@ -152,10 +152,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
                 "PrivateTrainer was given auto_find_batch_size=True, which restarts the training; the privacy of the "
                 "earlier steps would be spent for nothing. Set per_device_train_batch_size instead." + ON_PRIVATE
             )
-        if private.expected_batch_size is None:
-            private.expected_batch_size = (
-                given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
-            )
+        private._expect(given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size)
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """N losses, each from one sample's outputs and labels.  Override it for losses other than these:

@@ -18,6 +18,7 @@ import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.privacy import training as of_training
 from autograd_hacks.privacy.accounting import spent
+from autograd_hacks.privacy.poisson import Mark
 
 SIZE, EXPECTED, BOUND, NOISE, DELTA, STEPS = 4, 4.0, 1.0, 1.2, 1e-2, 2
 RUNS, CONFIDENCE = 400, 0.99
@@ -36,28 +37,19 @@ class Weights(nn.Module):
         return x @ self.weights
 
 
-def statistics(with_canary: bool) -> tuple[list[float], float]:
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
+def statistics(with_canary: bool, samples: int = 1) -> tuple[list[float], float]:
     """How far each of many trainings of some steps has gone along the canary, and their epsilon.
 
-    The other samples' gradients are zero.  One sample more or less, so that the rate of sampling is the same.
+    The other samples' gradients are zero.  One sample more or less, or one user, so that the rate of sampling is the same.
+    samples: of each user
     """
-    expected = EXPECTED * (SIZE + with_canary) / SIZE
-    private, model = PrivateTraining(BOUND, NOISE, expected, DELTA, seed=int(with_canary)), Weights()
-    x, found = torch.zeros(SIZE + with_canary, 3), list[float]()
+    users = SIZE + with_canary
+    expected, groups = EXPECTED * users / SIZE, torch.arange(users).repeat(samples)
+    whose = {} if samples == 1 else {"groups": groups}
+    private, model = PrivateTraining(BOUND, NOISE, expected, DELTA, seed=int(with_canary), **whose), Weights()
+    x, found = torch.zeros(len(groups), 3), list[float]()
     if with_canary:
-        x[-1, 0] = CANARY
+        x[groups == users - 1, 0] = CANARY
     with private.attach(model):
         for (part,) in private.loader(TensorDataset(x), steps=RUNS * STEPS):
             private.backward(model(part))
@@ -84,9 +76,9 @@ def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
     return epsilon(rest, best, CONFIDENCE)
 
 
-def audited() -> tuple[float, float]:
-    """What runs say of epsilon at least, and what the accountant says."""
-    (without, stated), (with_canary, _) = statistics(False), statistics(True)
+def audited(samples: int = 1) -> tuple[float, float]:
+    """What runs say of epsilon at least, and what the accountant says.  samples: of each user"""
+    (without, stated), (with_canary, _) = statistics(False, samples), statistics(True, samples)
     return lower_bound({False: without, True: with_canary}, DELTA), stated
 
 
@@ -104,8 +96,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_don_t_contradict_epsilon() -> None:
-    found, stated = audited()
+@pytest.mark.parametrize("samples", [1, 8])
+def test_many_runs_don_t_contradict_epsilon(samples: int) -> None:
+    """Of a sample, and of a user whose samples are all canaries."""
+    found, stated = audited(samples)
     assert 0.1 < found < stated  # it is no idle audit
 
 
@@ -130,4 +124,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     planted(monkeypatch, mistake)
     found, stated = audited()
+    assert found > stated
+
+
+def test_users_whose_samples_are_clipped_one_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mark, "groups", lambda _: None)
+    monkeypatch.setattr(Mark, "units", property(lambda mark: mark.samples))
+    found, stated = audited(8)
     assert found > stated
