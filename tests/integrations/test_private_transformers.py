@@ -99,6 +99,24 @@ def test_a_trainer_that_clips_in_some_way_of_its_own_is_refused(tmp_path: Path) 
         made.train()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_users_train_as_by_hand(parts: int, tmp_path: Path) -> None:
+    """Also where the samples of the drawn users are more than the trainer's batch, and are cut between users."""
+    users = [n % 9 if n % 2 else n % 5 for n in range(30)]
+    model, count = net(), len(set(users))
+    own = private(groups=users, expected_batch_size=4)
+    given: dict[str, Any] = {"per_device_train_batch_size": 7, "gradient_accumulation_steps": parts, "max_steps": STEPS}
+    trainer(Classifier(model), tmp_path, own, **given).train()
+    expected = by_hand(net(), *data(), STEPS, expected=4, groups=users)
+    assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-4)
+    assert own.history == [(NOISE, 4 / count, STEPS)]
+    with pytest.raises(ValueError, match="expected the mean number of users in a batch"):
+        trainer(Classifier(net()), tmp_path, private(groups=users))
+    few = private(groups=users, expected_batch_size=4)
+    with pytest.raises(ValueError, match="a user has more than 1 samples"):
+        trainer(Classifier(net()), tmp_path, few, per_device_train_batch_size=1).train()
+
+
 class OfLists(nn.Module):
     """Its inputs are in a list of numbers, one entry a sample, and in a dictionary."""
 
