@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 from hashlib import sha256
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
-
-if TYPE_CHECKING:
-    from autograd_hacks.privacy.users import Users
+from autograd_hacks.privacy.users import Users
 
 
 class Mark(NamedTuple):
@@ -26,8 +24,7 @@ class Mark(NamedTuple):
     size: the number of samples with padding
     rate: the probability with which each sample, or user, was drawn
     world: the number of processes that share the batch
-    users: the number of each sample's user, with padding as a user of its own behind the others; None if users aren't told
-    apart
+    users: the number of each sample's user, with padding as a user of its own behind the others; None if samples are drawn
     """
 
     step: int
@@ -102,11 +99,6 @@ def seeded(seed: int, *names: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") - 2**63)
 
 
-def uniform(count: int, seed: int, *names: object) -> Tensor:
-    """Numbers in [0, 1) for a purpose and a step."""
-    return torch.rand(count, generator=seeded(seed, *names), dtype=torch.float64, device="cpu")
-
-
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
@@ -160,13 +152,19 @@ class PoissonBatches(Sampler[list[Any]]):
 
     def drawn(self, step: int) -> list[int]:
         """The numbers of the samples, or users, of a whole batch, over all processes."""
-        found: list[int] = (uniform(self.size, self.seed(), "batch", step) < self.rate).nonzero()[:, 0].tolist()
+        found: list[int] = (self._numbers(self.size, "batch", step) < self.rate).nonzero()[:, 0].tolist()
         return found
+
+    def _numbers(self, count: int, purpose: str, step: int) -> Tensor:
+        """Numbers in [0, 1)."""
+        return torch.rand(count, generator=seeded(self.seed(), purpose, step), dtype=torch.float64, device="cpu")
 
     def _micro_batches(self, step: int) -> Iterator[list[Any]]:
         rank, world = self.share
         whole = self.drawn(step)
-        samples = [[n] for n in whole] if self.users is None else self.users.samples_of(whole, self.seed(), step)
+        samples = [[n] for n in whole]
+        if self.users is not None:
+            samples = self.users.samples_of(whole, lambda count: self._numbers(count, "users", step))
         sizes = [[len(own) for own in samples[other::world]] for other in range(world)]
         largest, parts = max(sum(own) for own in sizes), self.parts
         if self.most is not None:

@@ -20,10 +20,10 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise
-from autograd_hacks.privacy.optimizers import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data, seeded
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
+from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.privacy.users import Users
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise

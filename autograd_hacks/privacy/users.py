@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.poisson import uniform
 from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.verbs.arguments import check_count, kind_of
 
@@ -59,16 +58,18 @@ class Users:
         largest = max(len(own) for own in self._samples)
         return largest if self.per_user is None else min(largest, self.per_user)
 
-    def samples_of(self, drawn: Sequence[int], seed: int, step: int) -> list[list[int]]:
-        """The samples of drawn users that are in a step's batch.
+    def samples_of(self, drawn: Sequence[int], draws: Callable[[int], Tensor]) -> list[list[int]]:
+        """The samples of drawn users that are in a batch.
 
         drawn: the users' numbers, in the order in which they first appear in the data
+        draws: returns so many random numbers
         """
         whole = [self._samples[user] for user in drawn]
         if self.per_user is None:
             return whole
-        draws = uniform(sum(len(own) for own in whole), seed, "users", step).split([len(own) for own in whole])
-        return [[own[i] for i in sorted(x.argsort()[: self.per_user].tolist())] for own, x in zip(whole, draws)]
+        sizes = [len(own) for own in whole]
+        order = [x.argsort()[: self.per_user].tolist() for x in draws(sum(sizes)).split(sizes)]
+        return [[own[i] for i in sorted(chosen)] for own, chosen in zip(whole, order)]
 
     def check(self, size: int, micro_batch_size: int | None) -> None:
         """Raises ValueError unless each sample has a user, and each user's samples fit into a micro-batch."""

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining
-from autograd_hacks.privacy.optimizers import PART, NoisyGrads
+from autograd_hacks.privacy.stepping import PART, NoisyGrads
 
 CHANGED = "is not the one of private step"
 Change = Callable[[Iterable[nn.Parameter]], object]

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from private_steps import BOUND, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
 from private_steps import data as numbers
+from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
@@ -122,16 +123,22 @@ def test_every_user_is_drawn_with_its_probability_and_with_all_samples() -> None
 def test_at_most_some_samples_of_a_user_each_as_likely_as_others() -> None:
     users, count = Users(USERS, per_user=3), Counter[int]()
     assert users.most == 3
-    drawn = list(range(COUNT))
-    for t in range(2000):
-        for own in users.samples_of(drawn, SEED, t):
+    numbers_of_a_step = torch.Generator().manual_seed(0)
+
+    def draws(count: int) -> Tensor:
+        return torch.rand(count, generator=numbers_of_a_step)
+
+    for _ in range(2000):
+        for own in users.samples_of(range(COUNT), draws):
             assert len(own) == len(set(own)) == min(3, USERS.count(USERS[own[0]]))
             assert len({USERS[n] for n in own}) == 1
             count.update(own)
     for n in range(SIZE):
         share = min(1.0, 3 / USERS.count(USERS[n]))
         assert abs(count[n] - 2000 * share) <= 5 * (2000 * share * (1 - share)) ** 0.5
-    assert users.samples_of(drawn, SEED, 3) == users.samples_of(drawn, SEED, 3) != users.samples_of(drawn, SEED, 4)
+    batches = training(per_user=1).loader(TensorDataset(*numbers())).batches
+    chosen = [[own[1:] for own in batches._micro_batches(t)] for t in (3, 3, 4)]
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
