@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autograd_hacks.errors import ON_PRIVATE
+from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
 
 PART = 2**16
@@ -39,10 +40,12 @@ class NoisyGrads:
         self._done: set[nn.Parameter] = set()  # parameters that have had their step
         own = weakref.ref(self)  # hooks of all optimizers would keep a model alive that is never detached
 
+        @disable_dynamo  # where a compiler traces the optimizer's step
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             noisy = own()
             return None if noisy is None else noisy._before(optimizer, args, kwargs)
 
+        @disable_dynamo
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             noisy = own()
             if noisy is not None:
@@ -174,9 +177,10 @@ def _sum(g: Tensor) -> Tensor:
     """
     own = part_of(g.detach())
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-    bits, factors = own.contiguous().view(BITS[own.element_size()]).flatten(), _factors(own.device)
-    found = torch.zeros((), dtype=torch.int64, device=own.device)
-    for part in bits.split(PART):
+    first, *others = own.contiguous().view(BITS[own.element_size()]).flatten().split(PART)
+    factors = _factors(own.device)
+    found = (first * factors[: len(first)]).sum()
+    for part in others:
         found += (part * factors[: len(part)]).sum()
     return found
 

@@ -196,6 +196,29 @@ def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) 
     assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_compiled_step_of_an_optimizer(clips: bool) -> None:
+    private, model = training(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+
+    def train() -> None:
+        for x, y in private.loader(TensorDataset(*numbers())):
+            private.backward(losses(model, x, y))
+            private.step()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            step()
+
+    with private.attach(model, optimizer):
+        if clips:
+            with pytest.raises(RuntimeError, match=CHANGED):
+                train()
+            return
+        train()
+    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=LR),
     "fused": lambda model: torch.optim.SGD(model.parameters(), lr=LR, fused=True),  # it unscales in its own step
