@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from hashlib import sha256
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.users import Users
+from autograd_hacks.support.philox import Stream, uniform
 
 
 class Mark(NamedTuple):
@@ -93,12 +93,6 @@ class Marked(NamedTuple):
     batch: Any
 
 
-def seeded(seed: int, *names: object) -> torch.Generator:
-    """A separate generator for each purpose and step, so that any step can be drawn again by itself."""
-    key = sha256(repr((seed, *names)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") - 2**63)
-
-
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
@@ -157,7 +151,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
     def _numbers(self, count: int, purpose: str, step: int) -> Tensor:
         """Numbers in [0, 1)."""
-        return torch.rand(count, generator=seeded(self.seed(), purpose, step), dtype=torch.float64, device="cpu")
+        return uniform(Stream.of(self.seed(), purpose, step), count)
 
     def _micro_batches(self, step: int) -> Iterator[list[Any]]:
         rank, world = self.share

@@ -101,7 +101,7 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit() -> None:
     train(whole, model, **options)
     before, rest = training(per_user=2), net()
     train(before, rest, upto=7, **options)
-    after = training(seed=99, per_user=2)
+    after = training(seed=SEED + 99, per_user=2)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     train(after, rest, **options)
     assert after.history == whole.history
