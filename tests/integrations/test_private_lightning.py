@@ -24,6 +24,11 @@ from autograd_hacks.integrations.lightning import PrivateCallback  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+class Clips(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 0.1)
+
+
 class Classifier(pl.LightningModule):
     def __init__(self, own: nn.Module, reduction: str = "none", extra: bool = False) -> None:
         super().__init__()
@@ -92,7 +97,12 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
     loader = own.loader(TensorDataset(*data()))
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         trained(Classifier(net()), PrivateCallback(own, "own"), loader, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5, which would clip the noisy gradient"):
+        trained(Classifier(net()), PrivateCallback(private(), "own"), gradient_clip_val=0.5)
     with pytest.raises(ValueError, match="expected N losses"):
         trained(Classifier(net(), "mean"), PrivateCallback(private(), "own"))
     with pytest.raises(ValueError, match="steps 2 parameters"):
         trained(Classifier(net(), extra=True), PrivateCallback(private(), "own"))
+    own = PrivateCallback(private(), "own")
+    with pytest.raises(RuntimeError, match="not the one of private step 0"):  # within the optimizer's closure
+        trained(Classifier(net()), own, callbacks=[own, Clips()])

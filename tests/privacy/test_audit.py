@@ -20,6 +20,7 @@ import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.privacy import training as of_training
 from autograd_hacks.privacy.accounting import spent
+from autograd_hacks.privacy.poisson import Mark
 from autograd_hacks.support.philox import Stream
 
 SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
@@ -43,16 +44,19 @@ Statistic = Callable[[Tensor], Tensor]
 """Of the steps of many runs, (RUNS, STEPS), a number for each run."""
 
 
-def statistics(with_canary: bool, of: Statistic, rate: float, noise: float) -> tuple[list[float], float]:
+def statistics(with_canary: bool, of: Statistic, rate: float, noise: float, samples: int) -> tuple[list[float], float]:
     """What each of many trainings of some steps shows of the canary, by their steps along it, and their epsilon.
 
-    The other samples' gradients are zero.  One sample more or less, so that the rate of sampling is the same.
+    The other samples' gradients are zero.  One sample more or less, or one user, so that the rate of sampling is the same.
+    samples: of each user
     """
-    expected = rate * (SIZE + with_canary)
-    private, model = PrivateTraining(BOUND, noise, expected, DELTA, seed=SEED + with_canary), Weights()
-    x, found = torch.zeros(SIZE + with_canary, 3), list[float]()
+    users = SIZE + with_canary
+    expected, groups = rate * users, torch.arange(users).repeat(samples)
+    whose = {} if samples == 1 else {"groups": groups}
+    private, model = PrivateTraining(BOUND, noise, expected, DELTA, seed=SEED + with_canary, **whose), Weights()
+    x, found = torch.zeros(len(groups), 3), list[float]()
     if with_canary:
-        x[-1, 0] = CANARY
+        x[groups == users - 1, 0] = CANARY
     with private.attach(model):
         for (part,) in private.loader(TensorDataset(x), steps=RUNS * STEPS):
             private.backward(model(part))
@@ -91,9 +95,9 @@ def differences(steps: Tensor) -> Tensor:
 OF_TWO_STEPS: dict[str, Any] = {"of": differences, "rate": 0.5, "noise": 4.0}
 
 
-def audited(of: Statistic = sums, rate: float = 1.0, noise: float = NOISE) -> tuple[float, float]:
-    """What runs say of epsilon at least, and what the accountant says."""
-    (without, stated), (with_canary, _) = (statistics(own, of, rate, noise) for own in (False, True))
+def audited(of: Statistic = sums, rate: float = 1.0, noise: float = NOISE, samples: int = 1) -> tuple[float, float]:
+    """What runs say of epsilon at least, and what the accountant says.  samples: of each user"""
+    (without, stated), (with_canary, _) = (statistics(own, of, rate, noise, samples) for own in (False, True))
     return lower_bound({False: without, True: with_canary}, DELTA), stated
 
 
@@ -111,10 +115,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_don_t_contradict_epsilon() -> None:
-    found, stated = audited()
+@pytest.mark.parametrize("samples", [1, 8])
+def test_many_runs_don_t_contradict_epsilon(samples: int) -> None:
+    """Of a sample, and of a user whose samples are all canaries."""
+    found, stated = audited(samples=samples)
     assert 0.1 < found < stated  # it is no idle audit
-    found, stated = audited(**OF_TWO_STEPS)
+    found, stated = audited(**OF_TWO_STEPS, samples=samples)
     assert found < stated
 
 
@@ -144,4 +150,11 @@ def test_equal_noise_of_two_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """By the steps' difference, where the canary is drawn in one of them."""
     planted(monkeypatch, "in both steps of a run")
     found, stated = audited(**OF_TWO_STEPS)
+    assert found > stated
+
+
+def test_users_whose_samples_are_clipped_one_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mark, "groups", lambda _: None)
+    monkeypatch.setattr(Mark, "units", property(lambda mark: mark.samples))
+    found, stated = audited(samples=8)
     assert found > stated
