@@ -67,8 +67,8 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         (TypeError, "Tensor for the loss", (model, batch, batch[0], rows), {}),
         (TypeError, "list for the rows", (model, batch, losses_of, list(rows.values())), {}),
         (TypeError, "list for '0.weight'", (model, batch, losses_of, {"0.weight": rows["0.weight"].tolist()}), {}),
-        (ValueError, "coverage is 97", (model, batch, losses_of, rows), {"coverage": 97}),
-        (ValueError, "tolerance is 0", (model, batch, losses_of, rows), {"tolerance": 0}),
+        (ValueError, "coverage=97", (model, batch, losses_of, rows), {"coverage": 97}),
+        (ValueError, "tolerance=0", (model, batch, losses_of, rows), {"tolerance": 0}),
         (ValueError, "without trainable parameters", (nn.ReLU(), batch, losses_of, rows), {}),
         (ValueError, "'weight' has no shape yet", (nn.LazyLinear(3), batch, losses_of, rows), {}),
     ]
