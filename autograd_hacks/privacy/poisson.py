@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
+from autograd_hacks.support.philox import Stream, uniform
 
 
 class Mark(NamedTuple):
@@ -50,12 +50,6 @@ class Marked(NamedTuple):
 
     mark: Mark
     batch: Any
-
-
-def seeded(seed: int, *names: object) -> torch.Generator:
-    """A separate generator for each purpose and step, so that any step can be drawn again by itself."""
-    key = sha256(repr((seed, *names)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") - 2**63)
 
 
 class PoissonBatches(Sampler[list[Any]]):
@@ -109,7 +103,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
     def drawn(self, step: int) -> list[int]:
         """The sample numbers of a whole batch, over all processes."""
-        draws = torch.rand(self.size, generator=seeded(self.seed(), "batch", step), dtype=torch.float64, device="cpu")
+        draws = uniform(Stream.of(self.seed(), "batch", step), self.size)
         found: list[int] = (draws < self.rate).nonzero()[:, 0].tolist()
         return found
 

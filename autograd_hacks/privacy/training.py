@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import ceil
@@ -19,12 +18,13 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
-from autograd_hacks.privacy.noise import SecureNoise
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data, seeded
+from autograd_hacks.privacy.noise import SecureNoise, seed_of
+from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
+from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import check_state
 from autograd_hacks.verbs.hooking import add_hooks
@@ -55,7 +55,8 @@ class PrivateTraining:
     epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
     steps: how many steps may spend ``epsilon``
     clip: as in `clip_and_noise_`
-    seed: for tests only, because whoever knows the seed can remove the noise; by default random bits of the operating system
+    seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
+    operating system. A seed below 2⁶⁴ warns. A larger one protects only if it was drawn at random: ``secrets.randbits(128)``
     secure: draw noise by `SecureNoise`, which can't be repeated
     accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
     dp-accounting's are tighter
@@ -98,7 +99,7 @@ class PrivateTraining:
         self.history: History = []
         self.size: int | None = None
         self._target, self.planned = epsilon, steps
-        self._seed = secrets.randbits(62) if seed is None else seed
+        self._seed = seed_of(seed)
         self._secure = SecureNoise() if secure else None
         self._marks: deque[Mark] = deque()
         self._pieces: deque[Mark] = deque()  # the pieces of the first mark, if it was split
@@ -296,7 +297,7 @@ class PrivateTraining:
         whole, self._parts = together(self._parts), []
         add_steps(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
-            noise = self._secure or seeded(self._seed, "count", mark.step)
+            noise = self._secure or Stream.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
         if scaler is not None and scaler.is_enabled():
             for p in self._model.parameters():
@@ -366,7 +367,7 @@ class PrivateTraining:
         multiplier = self.multiplier if mark.is_last else 0.0
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
-        noise: Noise = self._secure or seeded(self._seed, "noise", mark.step)
+        noise: Noise = self._secure or Stream.of(self._seed, "noise", mark.step)
         add = bool(self._parts)
         return clip_and_noise_(
             model, bound, multiplier, expected, noise=noise, add=add, loss_type=self.loss_type, clip=clip, mask=mark.mask(),

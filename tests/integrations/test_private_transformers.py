@@ -116,7 +116,7 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
     whole.train()
     kept = tmp_path / "whole" / "checkpoint-7"
     assert json.loads((kept / STATE).read_text())["history"] == [[NOISE, EXPECTED / 30, 7]]
-    rest = made("rest", seed=99)
+    rest = made("rest", seed=SEED + 99)
     rest.train(resume_from_checkpoint=str(kept))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters()))
     assert rest.private.history == whole.private.history
