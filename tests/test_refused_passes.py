@@ -138,14 +138,16 @@ CURVES: list[Row] = [
          lambda s: compute_hess_over(hooked(Named()), [s.x], "diag")),
         (r"was given a dict; .*output\.logits", lambda s: backprop_hess(hooked(Named())(s.x))),
         ("damping is missing.*rank 10.*damping=1e-2", lambda s: s.passes.natural_gradient(s.v)),
+        *[("damping", lambda s, d=damping: s.passes.natural_gradient(s.v, d)) for damping in (True, "much")],
+        ("damping", lambda s: s.passes.as_linear_operator("x")),
         *[("number of bytes", lambda s, limit=limit: s.hess(limit=limit)) for limit in (None, "1GB")],
         ("manual_seed", lambda s: backprop_hess(s.out, samples=1, generator=3)),
     ]),
     *of(ValueError, CURVATURE, [
         ("without samples", lambda s: compute_hess_over(s.model, [])),
         (r"parameters: '0\.bia' matches no", lambda s: s.hess(parameters="0.bia")),
-        *[("damping", lambda s, d=damping: s.passes.natural_gradient(s.v, d)) for damping in (*NANS, True, "much")],
-        *[("damping", lambda s, d=damping: s.passes.as_linear_operator(d)) for damping in (-1.0, "x")],
+        *[("damping", lambda s, d=damping: s.passes.natural_gradient(s.v, d)) for damping in NANS],
+        ("damping", lambda s: s.passes.as_linear_operator(-1.0)),
         *[(words, lambda s, o=options: s.hess(**o))
           for options, words in [
              ({"kind": "half"}, "expected one of"), ({"kind": "kfac", "kfac_approx": "some"}, "expected one of"),
