@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
-from autograd_hacks.capture.wrappers import check_hookable
+from autograd_hacks.capture.wrappers import check_hookable, check_module
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
@@ -89,10 +89,7 @@ def add_hooks(
     ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward raises ValueError if the
     tree of axes doesn't fit its arguments, ProbeFailed if ``independent`` can't be checked, and ShardedParameters.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module" + ON_HOOKS
-        )
+    check_module("add_hooks", model, ON_HOOKS)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "add_hooks was given a scripted module. Scripted modules accept no hooks; give the module that was scripted"

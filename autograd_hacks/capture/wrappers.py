@@ -123,6 +123,12 @@ def check_whole(model: nn.Module) -> None:
         check_unsharded(model)
 
 
+def check_module(who: str, model: object, page: str) -> None:
+    """Raises TypeError for what is not a module.  who: the function that was given it    page: the end of the message"""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who} was given {type(model).__name__} for the model; expected a torch.nn.Module" + page)
+
+
 def check_hookable(model: nn.Module) -> None:
     """Raises TypeError for a model that runs copies of its modules, which have no hooks."""
     for path, module in model.named_modules():

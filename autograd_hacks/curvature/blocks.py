@@ -15,9 +15,11 @@ from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
 from autograd_hacks.support.display import progress
-from autograd_hacks.verbs.arguments import LIMIT, kind_of
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import LIMIT, check_loader, kind_of
 
 
+@checked(ON_CURVATURE)
 def compute_hess(
     model: nn.Module,
     kind: str = "full",
@@ -80,6 +82,7 @@ def compute_hess(
     return every.coverage()
 
 
+@checked(ON_CURVATURE)
 def compute_hess_over(
     model: nn.Module,
     loader: Iterable[Any],
@@ -114,6 +117,7 @@ def compute_hess_over(
     and RuntimeError inside `accumulate`.
     """
     record = recorder_of(model).record
+    check_loader("compute_hess_over", loader, ON_CURVATURE)
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if (kind == "ekfac" or budget is not None) and isinstance(loader, Iterator):

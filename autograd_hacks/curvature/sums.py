@@ -32,7 +32,7 @@ from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLaye
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import with_unit
-from autograd_hacks.verbs.arguments import check_limit, check_size, names_matching
+from autograd_hacks.verbs.arguments import check_size, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 
@@ -61,7 +61,6 @@ class Sums:
             if given not in expected:
                 listing = ", ".join(map(repr, expected))
                 raise ValueError(f"compute_hess was given {what}={given!r}; expected one of {listing}" + ON_CURVATURE)
-        check_limit(limit)
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit, self.skip = model, kfac_approx, limit, skip
         self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
@@ -97,8 +96,6 @@ class Sums:
         """The parameters in groups whose tensors fit a budget.  A group has whole layers, at least one."""
         if budget is None:
             return [self.names]
-        if not budget > 0:
-            raise ValueError(f"compute_hess was given budget={budget!r}; expected a number of bytes above 0" + ON_CURVATURE)
         layers: dict[str, list[str]] = {}
         for name in self.names:
             layers.setdefault(name.rpartition(".")[0], []).append(name)

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from autograd_hacks.errors import ON_PRIVATE, needed
+from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.privacy.poisson import PrivateLoader
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
+from autograd_hacks.support.ranges import checked
 
 with needed("skorch"):
     from skorch.callbacks import Callback, GradientNormClipping
@@ -23,6 +24,7 @@ class GradsCallback(Callback):
     notify ``on_grad_computed`` once per step, as skorch's own recipe does.
     """
 
+    @checked(ON_STEPS)
     def __init__(
         self,
         max_norm: float | None = None,

@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
-from autograd_hacks.support.kinds import is_number
-from autograd_hacks.verbs.arguments import check_count
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.noise_scales import NoiseScales
@@ -41,6 +41,7 @@ class Steps:
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
     """
 
+    @checked(ON_STEPS)
     def __init__(
         self,
         max_norm: float | None = None,
@@ -52,10 +53,7 @@ class Steps:
         every: int = 1,
         only: str | Iterable[str] | None = None,
     ) -> None:
-        if max_norm is not None and (not is_number(max_norm) or not max_norm > 0):
-            raise ValueError(f"max_norm={max_norm!r} was given; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)
-        check_count("every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
             raise ValueError(
                 f"every={every} and max_norm={max_norm} were given, but steps that aren't measured can't be clipped. "
@@ -88,6 +86,7 @@ class Steps:
         Raises ValueError if ``max_norm`` is given and an optimizer also steps other parameters, because they would not be
         clipped.
         """
+        check_module("attach", model, ON_STEPS)
         self._check_covers(model, optimizers)
         self.detach()
         hooked = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None, only=self.only)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.support.draws import Noise, drawn
-from autograd_hacks.support.kinds import is_number
-from autograd_hacks.verbs.arguments import kind_of, names_matching
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import check_state, kind_of, names_matching
 
 Weigh = Callable[[Tensor, float], Tensor]
 """A function from N norms and a bound to N weights, with weight · norm ≤ bound."""
@@ -57,27 +57,23 @@ class QuantileClip:
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(
         self, quantile: float = 0.5, rate: float = 0.2, deviation: float = 1.0, least: float = 0.0, most: float = inf
     ) -> None:
-        numbers = {"quantile": quantile, "rate": rate, "deviation": deviation, "least": least, "most": most}
-        for name, number in numbers.items():
-            if not is_number(number) or number < 0 or (name in ("rate", "deviation") and not 0 < number < inf):
-                raise ValueError(f"QuantileClip was given {name}={number!r}; expected a number above 0" + ON_CLIPPING)
-        if quantile > 1 or least > most:
-            raise ValueError(
-                f"QuantileClip was given quantile={quantile}, least={least} and most={most}; expected a quantile in [0, 1] "
-                "and least ≤ most" + ON_CLIPPING
-            )
+        if least > most:
+            raise ValueError(f"QuantileClip was given least={least} and most={most}; expected least ≤ most" + ON_CLIPPING)
         self.quantile, self.rate, self.deviation, self.least, self.most = quantile, rate, deviation, least, most
         self.bound: float | None = None
 
     def state_dict(self) -> dict[str, float | None]:
         return {"bound": self.bound}
 
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state("QuantileClip", state, self.state_dict(), ON_CLIPPING)
         self.bound = state["bound"]
 
+    @checked(ON_CLIPPING)
     def multiplier(self, noise_multiplier: float) -> float:
         """The multiplier of the gradients' noise in a step whose overall noise multiplier is given."""
         if not noise_multiplier:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
 from autograd_hacks.support.draws import drawn
-from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.philox import box_muller
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import check_state
 
 PART = 2**20
 """How many numbers are drawn from the operating system at once."""
@@ -48,9 +49,8 @@ class SecureNoise:
     Source: Holohan and Braghin 2021, "Secure random sampling in differential privacy" (arXiv:2107.10138), section 4.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(self, draws: int = 4) -> None:
-        if not is_whole(draws) or draws < 1:
-            raise ValueError(f"SecureNoise was given draws={draws!r}; expected a whole number, 1 or more" + ON_CLIPPING)
         self.draws = draws
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
@@ -109,6 +109,7 @@ class BandedNoise:
     and Lampert 2024 (arXiv:2405.13763), theorem 2.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(
         self,
         steps: int,
@@ -119,14 +120,6 @@ class BandedNoise:
         generator: torch.Generator | None = None,
     ) -> None:
         separation = steps if separation is None else separation
-        for key, count in {
-            "steps": steps,
-            "bands": bands,
-            "participations": participations,
-            "separation": separation,
-        }.items():
-            if not is_whole(count) or count < 1:
-                raise ValueError(f"BandedNoise was given {key}={count!r}; expected a whole number above 0" + ON_CLIPPING)
         self.steps, self.generator = steps, generator
         self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
         column = _inverse(self.coefficients, steps)
@@ -174,6 +167,7 @@ class BandedNoise:
         return {"past": past, "count": dict(self._count), "deviation": self._deviation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state("BandedNoise", state, self.state_dict(), ON_CLIPPING)
         self._past = {name: list(kept) for name, kept in state["past"].items()}
         self._count, self._deviation = dict(state["count"]), state["deviation"]
 

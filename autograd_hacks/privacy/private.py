@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, nan, sqrt
+from math import nan, sqrt
 
 import torch
 import torch.nn as nn
@@ -18,13 +18,15 @@ from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import cut_as
 from autograd_hacks.support.philox import Stream
+from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
+from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 from autograd_hacks.verbs.verify import ask_independent
 
 
+@checked(ON_CLIPPING)
 @torch.no_grad()
 def clip_and_noise_(
     model: nn.Module,
@@ -89,7 +91,7 @@ def clip_and_noise_(
     recorder = recorder_of(model)
     check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
-    parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
+    parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add)
     if isinstance(clip, QuantileClip) and spread.groups():
         raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
@@ -100,7 +102,7 @@ def clip_and_noise_(
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         own = grads_of(model, recorder, spread, loss_type, scale)
         grads = write_where_it_saves(own, budget, recorder, written)
-        found = _taken(grads, parts, groups, mask, recorder, budget // 4)
+        found = _taken(grads, parts, groups, mask, recorder, max(1, budget // 4))
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
     with spread.weights():
@@ -110,10 +112,10 @@ def clip_and_noise_(
             drop_grads(model)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
-            sums |= own.weighted_sum(w / float(expected_batch_size), budget // 4)
+            sums |= own.weighted_sum(w / float(expected_batch_size), max(1, budget // 4))
     set_grads(model, sums, set(sums), add, recorder)
     give_back(written, recorder)
-    deviation = multiplier * bound / float(expected_batch_size)
+    deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
     if multiplier:
         _add_noise(model, spread, recorder, deviation, noise)
     if isinstance(clip, QuantileClip):
@@ -128,21 +130,11 @@ def _bounds(
     model: nn.Module,
     max_norm: float | Mapping[str, float],
     noise_multiplier: float,
-    expected_batch_size: float,
     clip: str | QuantileClip | Callable[[Tensor], Tensor],
     add: bool,
 ) -> tuple[list[Part], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
-    bounds = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    for c in bounds.values():
-        check_numbers(
-            "clip_and_noise_", max_norm=c, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size
-        )
-        if c == inf and noise_multiplier:
-            raise ValueError(
-                f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite "
-                "max_norm, because the noise is a multiple of it, or noise_multiplier=0" + ON_CLIPPING
-            )
+    check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)
     if isinstance(clip, str) and clip not in RULES:
         raise ValueError(f"clip_and_noise_ was given clip={clip!r}; expected one of {', '.join(RULES)}" + ON_CLIPPING)
     if not isinstance(clip, str | QuantileClip) and not callable(clip):

@@ -40,18 +40,20 @@ class NoisyGrads:
         self._done: set[nn.Parameter] = set()  # parameters that have had their step
         own = weakref.ref(self)  # hooks of all optimizers would keep a model alive that is never detached
 
-        @disable_dynamo  # where a compiler traces the optimizer's step
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             noisy = own()
             return None if noisy is None else noisy._before(optimizer, args, kwargs)
 
-        @disable_dynamo
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             noisy = own()
             if noisy is not None:
                 noisy._done.update(noisy._due.keys() & set(_parameters(optimizer)))
 
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        # A compiler may trace the optimizer's step.
+        self._handles = [
+            register_optimizer_step_pre_hook(disable_dynamo(before)),
+            register_optimizer_step_post_hook(disable_dynamo(after)),
+        ]
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 

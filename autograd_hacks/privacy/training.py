@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import Hooked, clear_backprops, recorder_of
-from autograd_hacks.capture.wrappers import has_processes
+from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
@@ -27,8 +27,8 @@ from autograd_hacks.privacy.users import Users
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
 from autograd_hacks.support.philox import Stream
-from autograd_hacks.verbs.arguments import check_count
-from autograd_hacks.verbs.clipping import check_numbers
+from autograd_hacks.support.ranges import check_bound, checked
+from autograd_hacks.verbs.arguments import check_state
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.losses import backward
 
@@ -70,6 +70,7 @@ class PrivateTraining:
     per_user: with ``groups``, how many samples of a user a batch may have; they are chosen at random in each step
     """
 
+    @checked(ON_PRIVATE)
     def __init__(
         self,
         max_norm: float | Mapping[str, float],
@@ -85,7 +86,7 @@ class PrivateTraining:
         accountant: Accountant = None,
         loss_type: str | None = None,
         batch_dim: BatchDim = 0,
-        groups: Tensor | Sequence[int | str] | None = None,
+        groups: Tensor | Sequence[Any] | None = None,
         per_user: int | None = None,
     ) -> None:
         if (noise_multiplier is None) == (epsilon is None):
@@ -98,11 +99,7 @@ class PrivateTraining:
                 f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
                 + ON_PRIVATE
             )
-        if not 0 < delta < 1:
-            raise ValueError(f"PrivateTraining was given delta={delta}; expected a number between 0 and 1" + ON_PRIVATE)
-        for key, number in {"noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}.items():
-            if number is not None:
-                check_numbers("PrivateTraining", **{key: number})
+        check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
         self.loss_type, self.batch_dim = loss_type, batch_dim
@@ -137,6 +134,7 @@ class PrivateTraining:
 
         Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
+        check_module("attach", model, ON_PRIVATE)
         check_optimizers(model, optimizers)
         self.detach()
         self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim)
@@ -159,6 +157,7 @@ class PrivateTraining:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    @checked(ON_PRIVATE)
     def loader(
         self,
         data: Any,
@@ -186,9 +185,6 @@ class PrivateTraining:
         options: of ``DataLoader``
         """
         size, unit = check_data(data, options), "samples"
-        check_count("loader: parts", parts, "micro-batches", ON_PRIVATE)
-        if micro_batch_size is not None:
-            check_count("loader: micro_batch_size", micro_batch_size, "samples", ON_PRIVATE)
         if padded and micro_batch_size is None:
             raise ValueError("loader was given padded=True without micro_batch_size, the size to pad to" + ON_PRIVATE)
         if self._users is not None:
@@ -274,6 +270,7 @@ class PrivateTraining:
         self._scale = 1.0 if scaler is None else scaler.get_scale()
         backward(scaled, "sum")
 
+    @checked(ON_PRIVATE)
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:
         """Clips and adds up a micro-batch's gradients.  After the last micro-batch it sets ``.grad`` to the noisy mean.
 
@@ -409,6 +406,7 @@ class PrivateTraining:
         if self.expected_batch_size is None:
             self.expected_batch_size = batch_size
 
+    @checked(ON_PRIVATE)
     def epsilon(self, delta: float | None = None) -> float:
         """ε of (ε, δ)-differential privacy spent so far, for a sample, or user, more or less.  δ defaults to ``delta``."""
         return spent(self.history, self.delta if delta is None else delta, self.accountant)
@@ -434,6 +432,7 @@ class PrivateTraining:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint's state.  Raises ValueError if it had other data or another kind of clip."""
+        check_state("PrivateTraining", state, self.state_dict(), ON_PRIVATE)
         if self.size is not None and state["size"] not in (None, self.size):
             raise ValueError(
                 f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "

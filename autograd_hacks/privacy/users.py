@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.support.kinds import is_whole
-from autograd_hacks.verbs.arguments import check_count, kind_of
+from autograd_hacks.support.ranges import is_whole
+from autograd_hacks.verbs.arguments import kind_of
 
 
 class Users:
@@ -41,8 +41,6 @@ class Users:
                 f"PrivateTraining was given groups with {kind_of(wrong[0])}; expected whole numbers or names, one for each "
                 "sample of the data" + ON_PRIVATE
             )
-        if per_user is not None:
-            check_count("PrivateTraining: per_user", per_user, "samples", ON_PRIVATE)
         self.per_user, self.count = per_user, len(ids)
         of: dict[int | str, list[int]] = {}
         for n, own in enumerate(ids):

@@ -181,14 +181,14 @@ def kinds_in(graph: Graph) -> frozenset[Hashable]:
 
 
 def axes_of(node: Any) -> list[Any]:
-    """The axes on which a node works, as it saves them."""
+    """The axes on which a node works, and whether it takes statistics of the batch, as it saves them."""
     kind: type[Node] = type(node)
     return [getattr(node, name) for name in _names_of_axes(kind)]
 
 
 @lru_cache(maxsize=512)
 def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
-    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension"))
+    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension", "training"))
     return tuple([name for name in names if hasattr(kind, name)])
 
 

@@ -24,7 +24,7 @@ from autograd_hacks.reading.guards import (
     check_seen,
     readable_segments,
 )
-from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
+from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.parts import part_of
 
@@ -47,7 +47,6 @@ def read(
     record = recorder.record
     parameters = record.asked(dict(parameters))
     check_loss_type(loss_type)
-    check_scale(scaling)
     if record.on_arrival is not None:
         raise NothingRecorded(
             "inside during_backward, or with streaming, each layer's record is freed during the pass. Read after that "

@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
-from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
@@ -19,17 +16,6 @@ def check_loss_type(loss_type: str | None) -> None:
             f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
             "autograd_hacks.backward(losses)." + ON_REDUCTION
         )
-
-
-def check_scale(scale: float | Tensor) -> None:
-    value = scale.detach() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-    if value.numel() != 1 if isinstance(value, Tensor) else not is_number(value):
-        raise TypeError(
-            f"scale is {scale!r}; expected the number that the loss was multiplied by: GradScaler.get_scale()."
-            + ON_REDUCTION
-        )
-    if not 0 < float(value) < float("inf"):
-        raise ValueError(f"scale is {float(value)}; expected a number above 0, the factor on the loss." + ON_REDUCTION)
 
 
 def check_ordinary(record: Record, what: str) -> None:

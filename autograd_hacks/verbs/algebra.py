@@ -17,6 +17,7 @@ from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
@@ -42,6 +43,7 @@ class Algebra(Matrix):
     def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
     @overload
     def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
@@ -63,6 +65,7 @@ class Algebra(Matrix):
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def dot(
         self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
@@ -86,6 +89,7 @@ class Algebra(Matrix):
                 return self._each({name: along(name, form) for name, form in self.items()})
             return self._added(along)
 
+    @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
 
@@ -118,6 +122,7 @@ class Algebra(Matrix):
     def gram(self, other: Self | None = None, budget: int = BUDGET) -> Tensor: ...
     @overload
     def gram(self, other: Self | None = None, budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def gram(
         self, other: Self | None = None, budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
@@ -158,6 +163,7 @@ class Algebra(Matrix):
             products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
             return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
 
+    @checked(ON_VERBS)
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
         """The inner products ⟨gₙ, g′ₘ⟩ of this process's N samples with all M samples of all processes, (N, M).
 
@@ -190,6 +196,7 @@ class Algebra(Matrix):
 
             return whole_sum(self, self.cuts, products)
 
+    @checked(ON_VERBS)
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """The weighted sum of squares Σₙ wₙ gₙ², elementwise, {name: shape}.
 
@@ -203,6 +210,7 @@ class Algebra(Matrix):
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
 
+    @checked(ON_VERBS)
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
         """The sum Σₙ f(gₙ) of an elementwise function of the gradients, {name: shape}.
 
@@ -253,6 +261,7 @@ class Algebra(Matrix):
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def project(
         self,
         dim: int | None = None,
@@ -309,6 +318,7 @@ class Algebra(Matrix):
                 return self._each({name: projected(name, form) for name, form in self.items()})
             return self._added(projected, count)
 
+    @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
         """The best low-rank approximation of each sample's gradient, {name: (left, right)}.
 
@@ -323,7 +333,6 @@ class Algebra(Matrix):
         Raises ValueError for a rank below 1, and for parameters that are cut over processes.
         Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
         """
-        arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
         if self.cuts or self.entries:
             raise ValueError(
                 f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
@@ -332,6 +341,7 @@ class Algebra(Matrix):
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}
 
+    @checked(ON_VERBS)
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
         """Sums of rows with the same id: one row for each user, or each document.
 

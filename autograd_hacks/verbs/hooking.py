@@ -9,12 +9,14 @@ import torch.nn as nn
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import HOOKS, recorder_of
 from autograd_hacks.distributed.agreement import begin, together
+from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Segments
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
 from autograd_hacks.reading.proof import prove
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.describe import Description, describe
 
@@ -30,6 +32,7 @@ class Hooked(hooks.Hooked):
         return describe(self._model, trained)
 
 
+@checked(ON_BATCH)
 def add_hooks(
     model: nn.Module,
     batch_dim: BatchDim = 0,

@@ -22,14 +22,16 @@ from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.graph import Graph
 from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import check_count, kind_of
+from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
 
+@checked(ON_OUTPUTS)
 def per_sample_jacobian(
     model: nn.Module, output: Tensor, *, retain_graph: bool = False, chunk_size: int | None = None
 ) -> PerSampleGrads:
@@ -53,8 +55,6 @@ def per_sample_jacobian(
     """
     recorder = recorder_of(model)
     record = recorder.record
-    if chunk_size is not None:
-        check_count(f"{WHAT}: chunk_size", chunk_size, "passes", ON_OUTPUTS, ", or None")
     check_output(WHAT, output, ON_OUTPUTS)
     with outside_inference(), record.set_aside(), recorder.backward.aside():
         layout, samples, version = record.outputs.get(output) or (None, None, None)

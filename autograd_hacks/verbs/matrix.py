@@ -26,7 +26,7 @@ from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
@@ -156,11 +156,10 @@ def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
 
     what: the verb and its name for ``dim``, for the message
     """
-    check_count(what, dim, "coordinates", ON_VERBS)
-    assert dim is not None  # check_count refuses None
+    if dim is None:
+        raise TypeError(f"{what} is missing; expected a whole number, how many coordinates to project to." + ON_VERBS)
     if kind not in KINDS:
         raise ValueError(f"{what}={dim} with kind={kind!r}; expected one of {', '.join(map(repr, KINDS))}" + ON_VERBS)
-    check_count(f"{what}={dim} with entries", entries, "entries for each number of a gradient", ON_VERBS)
     if kind == "signs" and entries != 1:
         raise ValueError(
             f"{what}={dim} with kind='signs' and entries={entries}; entries is for kind='sjlt'. Leave it out, or give "

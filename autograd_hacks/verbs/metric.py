@@ -17,6 +17,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
 from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
@@ -162,6 +163,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return cls(maps)
 
     @classmethod
+    @checked(ON_METRICS)
     def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
         """The inverse K-FAC (B + √λ/π)⁻¹ G (A + √λ π)⁻¹ of parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
 
@@ -195,6 +197,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return cls._from(model, "kfac", damping, inverse)
 
     @classmethod
+    @checked(ON_METRICS)
     def from_ekfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
         """The inverse (EKFAC + λ)⁻¹ of parameters that have ``ekfac``: `ekfac_solve`, but lazily.
 
@@ -234,10 +237,6 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
     @classmethod
     def _from(cls, model: nn.Module, attribute: str, damping: float | None, inverse: Any) -> Metric:
-        if damping is not None and not damping > 0:
-            raise ValueError(
-                f"Metric.from_{attribute} was given damping={damping!r}; expected a number above 0" + ON_METRICS
-            )
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
             raise NothingRecorded(
@@ -247,6 +246,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return cls({p: inverse(p, block) for p, block in found.items()})
 
     @classmethod
+    @checked(ON_METRICS)
     def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
         """The projection G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), to rank² numbers for a matrix.
 
@@ -343,8 +343,6 @@ def _map_of(key: object, given: Given) -> LinearMap:
 
 def random_sides(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
     """Pᵀ and Q with random signs.  They depend only on the parameter's name and shape, the rank and the seed."""
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"a projection was given rank={rank!r}; expected a number of directions, 1 or more" + ON_METRICS)
     if len(shape) < 2:  # as many numbers as a matrix has
         return Sides(_signs(name, "left", shape[:1].numel(), rank * rank, seed, device))
     sizes = {"left": shape[0], "right": shape[1:].numel()}

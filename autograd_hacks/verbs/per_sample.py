@@ -18,6 +18,7 @@ from autograd_hacks.errors import (
     ON_HOOKS,
     ON_PASSES,
     ON_PROCESSES,
+    ON_REDUCTION,
     ON_SCALERS,
     ON_SEGMENTS,
     BatchSizeError,
@@ -29,17 +30,19 @@ from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.probe.documents import tokens_of
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
-from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
+from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 
+@checked(ON_REDUCTION)
 def per_sample_grads(
     model: nn.Module,
     loss_type: str | None = None,
@@ -184,6 +187,7 @@ def compute_grad1(
 
     def write() -> dict[str, Form | None]:
         """Sets ``grad1`` and returns its forms."""
+        check("compute_grad1", ON_REDUCTION, scale=scale)
         try:
             check_ordinary(recorder.record, "grad1")
             if set_grad:
@@ -217,7 +221,6 @@ def _samples(forms: Iterable[Form | None]) -> int:
 
 def _check_unscaled(scale: float | Tensor) -> None:
     """Raises ValueError if ``scaler.step`` would divide by the scale twice."""
-    check_scale(scale)
     if scale != 1:
         raise ValueError(
             f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide .grad "

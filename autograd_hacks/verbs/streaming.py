@@ -29,10 +29,11 @@ from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
-from autograd_hacks.reading.scale import check_no_tokens, check_scale
+from autograd_hacks.reading.scale import check_no_tokens
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
@@ -47,6 +48,7 @@ WHAT = ("grad1", "norms", "gram")
 """The quantities that `during_backward` computes by name."""
 
 
+@checked(ON_STREAMING)
 def streaming(
     model: nn.Module,
     dot: Mapping[str, Tensor] | Tensor | None = None,
@@ -84,6 +86,7 @@ def streaming(
     )
 
 
+@checked(ON_STREAMING)
 @contextmanager
 def during_backward(
     model: nn.Module,
@@ -156,7 +159,6 @@ def during_backward(
         check_may_set(recorder, "during_backward(weights=...)")
         if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
             verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
-    check_scale(scale)
     if project is not None:
         check_map("during_backward: project", project, kind, entries)
         verbs["projection"] = lambda name, form: form.project(

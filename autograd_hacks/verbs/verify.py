@@ -35,6 +35,7 @@ from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import cut_as, own_of, part_of
 from autograd_hacks.support.philox import key_of, noise
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
 from autograd_hacks.support.untouched import untouched
 from autograd_hacks.verbs.leaks import check_values
@@ -44,6 +45,7 @@ HEADER = ("parameter", "compared", "largest difference", "largest value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@checked(ON_WRONG)
 def verify(
     model: nn.Module,
     samples: int = 0,

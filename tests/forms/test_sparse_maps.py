@@ -187,7 +187,7 @@ def test_maps_that_there_are_not_are_refused() -> None:
     model = net()
     grads = stepped(model, torch.randn(2, 1, 6, 6, dtype=torch.float64))
     for options, words in [
-        ({"dim": 0}, "dim=0 is below 1; expected how many coordinates"),
+        ({"dim": 0}, "dim=0; expected a whole number"),
         ({"dim": 8, "kind": "gauss"}, "expected one of 'signs', 'sjlt'"),
         ({"dim": 8, "kind": "sjlt", "entries": 0}, "entries=0"),
         ({"dim": 8, "kind": "sjlt", "entries": 3}, "expected a multiple of entries, for example 9"),
