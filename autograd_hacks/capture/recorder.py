@@ -34,6 +34,7 @@ from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import ALWAYS, Known, Planner
 from autograd_hacks.probe.routes import has_choosing, moves_as_proven
+from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
@@ -61,6 +62,10 @@ class Recorder:
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
+    # ``is_shown(recorder, ran, plan, samples)``: whether the running tape shows that samples are independent, if that is asked
+    is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
+    # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
+    why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
     def __init__(self) -> None:
@@ -71,6 +76,8 @@ class Recorder:
         self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
         self.is_aside = False  # whether the library runs its own forwards and backward passes
+        self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
+        self.batch: Batch | None = None  # the arguments of that forward
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
@@ -118,6 +125,7 @@ class Recorder:
         """Cleans up after a forward that ended by an interrupt (not an Exception), for which torch calls no hook."""
         self.forward.running = None
         self.reduction.release()
+        self._stop()
 
     @contextmanager
     def aside(self, plan: Plan | None = None) -> Iterator[None]:
@@ -125,9 +133,9 @@ class Recorder:
 
         plan: the plan to use; by default found as for any forward
         """
-        own, theirs = kept(self, "is_aside", "_plan", "_known"), kept(self.forward)
+        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
-            self.is_aside, self._plan, self._known = True, plan, None
+            self.is_aside, self._plan, self._known, self.tape = True, plan, None, None
             self.backward.wants_grad, self.forward.running = True, None
             self.forward.restart()
             yield
@@ -144,7 +152,7 @@ class Recorder:
         """Called as a forward begins, of the model or of a part that is called by itself."""
         if self.forward.running is not None and path:
             return
-        self.forward.running = None
+        self.forward.running = self._known = None
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -158,6 +166,19 @@ class Recorder:
             self.backward.watch_behind()
         self.record.stage = running_stage()
         self.forward.running = path if is_on else None
+        self._stop()
+        known = self._known
+        if is_on and not path and self.planner.independent and known is not None and known.batch is not None:
+            if current_task() == NO_TASK:
+                self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants)
+                self.batch = known.batch
+                self.tape.start()
+
+    def _stop(self) -> None:
+        """Ends the tape of a forward."""
+        if self.tape is not None:
+            self.tape.stop()
+        self.tape = self.batch = None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan for a forward."""
@@ -175,6 +196,8 @@ class Recorder:
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
         """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
+        if not path and self.tape is not None:
+            self.tape.stop()
         if not Switch.on() or self.forward.running != path:
             return None
         self.forward.running = None
@@ -253,7 +276,9 @@ class Recorder:
                 return False
             if plan.pending or not plan.knows(ran.documents) or not self.place(ran, plan, samples):
                 return True
-            return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
+            if plan.zeros and plan.has_opened(self.record.held(ran.parameters)):
+                return True
+            return not self.is_shown(self, ran, plan, samples)
 
         def proof() -> None:
             nonlocal samples, is_proven

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from autograd_hacks.probe.tape import Tapes
 from autograd_hacks.support.layout import Layouts
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Plan:
     is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
     why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
+    why_untaped: str = ""  # why the last tape's labels didn't show that
     has_doors: bool = False  # whether the model keeps tensors with a graph that it doesn't return
     scaled: bool = False  # whether a loss inside the model divides by something of the whole batch
     shared: frozenset[int] = frozenset()  # the numbers of the arguments without samples: see `Batch`
@@ -101,6 +103,7 @@ class Plan:
     steady: Steady = field(default_factory=Steady)
     # By the batch's sizes, graphs in which everything was found: see `capture/same_graph.py`.
     graphs: Steady = field(default_factory=Steady)
+    tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
 
     def place_of(self, path: str, number: int) -> Place | None:
         """The place of a call of a layer with a rule; None if it is unknown."""

@@ -1,10 +1,11 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
-An analysis of the model's graph shows it.  If that is not possible, the model is run again with other samples replaced.  If
-the model computes a loss itself, the rows are compared too."""
+The operations of each forward are compared with those of forwards that were proven.  Of others, labels show it, or a trace of
+the model.  If that is not possible, the model is run again with other samples replaced.  If the model computes a loss itself,
+the rows are compared too."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
 from autograd_hacks.probe.routes import has_choosing
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.restored import kept as kept_as_is
@@ -41,18 +43,73 @@ class _Seen(NamedTuple):
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
+def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> bool:
+    """Whether samples of a finished forward are known to be independent, from its tape.
+
+    Another tape than those that were proven needs a proof, before the forward's gradients are read.  True if nothing asks for
+    independence.
+    """
+    tape = recorder.tape
+    if tape is None or not samples or samples < 2 or not recorder.planner.independent:
+        return True
+    if tape.refused is not None:
+        raise tape.refused
+    if plan.mixing:
+        return bool(plan.tapes.mixing == tape.entries)
+    return tape in plan.tapes or _is_by_tape(recorder, ran, plan, samples)
+
+
+def _is_by_tape(recorder: Recorder, ran: Ran, plan: Plan, samples: int) -> bool:
+    """Whether the tape shows it: by the labels of its operations, or because it differs from a proven one in sizes only."""
+    tape, batch = recorder.tape, recorder.batch
+    if tape is None or batch is None or plan.counted_at is not None or batch.has_lists(samples) or _losses(ran, plan):
+        return False
+    if not (tape.sites | _functions(ran)) <= plan.tapes.sites:
+        return False
+    axes = batch.axes_of_samples(plan.axis, samples)
+    plan.why_untaped = recorder.why_not_by_tape(tape, axes, samples, ran.outputs)
+    if plan.why_untaped and not plan.tapes.has_alike(tape):
+        return False
+    plan.tapes.add(tape, for_all_values=True)
+    return True
+
+
+def _functions(ran: Ran) -> set[Hashable]:
+    """The functions in a forward's graph whose backward isn't on the tape."""
+    return {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+
+
+def _losses(ran: Ran, plan: Plan) -> bool:
+    """Whether the model makes a loss itself."""
+    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+
+
 def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
     """Records in a plan whether outputs, and changed buffers, are independent of other samples.
 
     Raises ProbeFailed if the model can't be run again.
     """
+    tape = recorder.tape
+    if tape is not None and tape.refused is not None:
+        raise tape.refused
     if samples < 2 or plan.mixing:
         plan.is_independent = not plan.mixing
+    elif tape is None or not (plan.is_independent and tape in plan.tapes):
+        _show(recorder, aside, batch, ran, plan, samples)
+    if tape is None or samples < 2:
         return
-    makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+    plan.tapes.mixing = tape.entries if plan.mixing else None
+    if plan.is_independent and not plan.mixing and tape not in plan.tapes:
+        plan.tapes.sites |= tape.sites | _functions(ran)
+        plan.tapes.constants.add(tape.outside)
+        plan.tapes.add(tape, for_all_values=not plan.why_unshown)
+
+
+def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
+    makes_loss = _losses(ran, plan)
     # The arguments as they were when the forward began: it may have overwritten them, and hooks may have replaced them.
     batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
-    if not makes_loss and _is_analysed(recorder, aside, batch, plan, samples):
+    if not makes_loss and _is_analysed(recorder, aside, batch, ran, plan, samples):
         plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
         return
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
@@ -89,14 +146,15 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     plan.replaced = max(plan.replaced, samples if has_changed else 0)
 
 
-def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, samples: int) -> bool:
-    """Whether the analysis shows it.  With several processes it is not used, because they must decide together."""
+def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> bool:
+    """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
     if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
     if batch.has_lists(samples):  # their numbers are constants in a trace
         return False
-    if plan.is_independent and not plan.why_unshown and samples <= plan.replaced and plan.forwards == 2:
-        return True  # it holds for all values; whether the model's code branches is checked later
+    plan.why_unshown = ""
+    if _is_by_tape(recorder, ran, plan, samples):
+        return True
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)

@@ -1,0 +1,363 @@
+"""The tape of a forward: which operations ran on what.  It tells whether the forward is one that was proven.
+
+A path without a gradient leaves no node in autograd's graph, but its operations are on the tape.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache, wraps
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
+from autograd_hacks.support.graph import Leaf
+from autograd_hacks.support.internals import address_of, dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+
+_LIFT: Any = torch.ops.aten.lift_fresh.default
+MOST = 32
+"""How many tapes of one kind of forward are kept."""
+ARGUMENT, NAMED, CONSTANT, FRESH, OUTSIDE = "argument", "named", "constant", "fresh", "outside"
+"""Kinds of tensors that no operation on the tape made: an argument, a parameter or buffer, a tensor that is older than the
+forward, one made of Python's numbers, and one of unknown origin."""
+
+
+class Entry(NamedTuple):
+    """An operation.  Tensors are tuples of one number, that of the operation's output, or of one source."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Sequence[tuple[str, Any]] | None
+    outputs: Sequence[tuple[int, torch.Size, tuple[int, ...], torch.dtype]]  # number, shape, strides
+    returns_many: bool
+
+
+class Source(NamedTuple):
+    """A tensor that no operation on the tape made."""
+
+    kind: str
+    name: Hashable
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Tape(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records a forward's operations.  Outputs, graphs and other modes stay as they are.
+
+    model: the model that runs
+    arguments: the tensors among its arguments
+    constants: tensors known to be older than the forward
+    """
+
+    def __init__(self, model: nn.Module, arguments: Sequence[Any], constants: Constants) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+        self.sources: dict[int, Source] = {}
+        self.sites: set[Hashable] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self.outside: list[Tensor] = []  # tensors of unknown origin
+        self.values: list[Tensor] = []  # tensors without samples whose values may decide which samples meet
+        self.refused: Exception | None = None
+        self.thread = get_ident()
+        self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
+        self._model, self._constants = model, constants
+        self._names: dict[Any, str] | None = None
+        self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
+        self._held: list[Any] = []  # tensors without memory, which are known by identity
+        self._count = 0
+        self.arguments: dict[int, int] = {}  # the numbers of the arguments, by their numbers on the tape
+        for n, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                self.arguments[self._source(x, self._key(x), ARGUMENT, n)] = n
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise compiled functions would run uncompiled from then on
+
+    def start(self) -> None:
+        self.__enter__()
+        _OPEN.append(self)
+        if len(_OPEN) == 1:
+            for name in DOORS:
+                setattr(Tensor, name, _door(name, getattr(Tensor, name)))
+
+    def stop(self) -> None:
+        """Takes this mode off, also from below modes that were put on since."""
+        if self in _OPEN:
+            _OPEN.remove(self)
+            if not _OPEN:
+                for name, own in _OWN.items():
+                    setattr(Tensor, name, own) if own is not None else delattr(Tensor, name)
+        above = []
+        while self in dispatch_modes() and dispatch_modes()[-1] is not self:
+            above.append(pop_dispatch_mode())
+        if self in dispatch_modes():
+            self.__exit__(None, None, None)
+        for mode in reversed(above):
+            push_dispatch_mode(mode)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        note, numbers, noted = self._noted, self._numbers, []
+        if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
+            self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
+            self.values.append(args[0])
+        given = [note(x) for x in args]
+        named = [(name, note(x)) for name, x in kwargs.items()] if kwargs else None
+        is_one = isinstance(out, Tensor)
+        for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
+            if isinstance(x, Tensor):
+                self._count = n = self._count + 1
+                try:
+                    shape, strides, at = x.shape, x.stride(), address_of(x)
+                except (RuntimeError, NotImplementedError):  # sparse
+                    shape, strides, at = x.shape, (), 0
+                if at:
+                    numbers[at, shape, strides] = n
+                else:
+                    numbers[self._key(x)] = n
+                noted.append((n, shape, strides, x.dtype))
+            elif is_one or x is None:
+                noted.append((0, (), (), None))
+        self.entries.append(Entry(func, given, named, noted, not is_one))  # type: ignore[arg-type]
+        if not noted and not func._schema.is_mutable:
+            self.sites.add(("a value that Python reads", place()))
+        return out
+
+    def _noted(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            try:
+                key: Any = address_of(x), x.shape, x.stride()
+            except (RuntimeError, NotImplementedError):
+                key = (0,)
+            key = key if key[0] else self._key(x)
+            number = self._numbers.get(key)
+            return (self._found(x, key) if number is None else number,)
+        return [self._noted(y) for y in x] if type(x) in (list, tuple) else x
+
+    def _key(self, x: Tensor) -> Any:
+        """What identifies a tensor until other memory takes its place."""
+        try:
+            at = address_of(x)
+        except (RuntimeError, NotImplementedError):
+            at = 0
+        if at and x.layout == torch.strided:
+            return at, x.shape, x.stride()
+        self._held.append(x)
+        return id(x)
+
+    def _source(self, x: Tensor, key: Any, kind: str, name: Hashable) -> int:
+        self._count = number = self._count + 1
+        strides = x.stride() if x.layout == torch.strided else ()
+        self._numbers[key], self.sources[number] = number, Source(kind, name, x.shape, strides, x.dtype)
+        return number
+
+    def _found(self, x: Tensor, key: Any) -> int:
+        """The number of a tensor that the tape sees for the first time."""
+        if self._names is None:
+            named = (*self._model.named_parameters(), *self._model.named_buffers())
+            self._names = {id(p): name for name, p in named}
+            self._names |= {self._key(p): name for name, p in named}
+        name = self._names.get(id(x)) or self._names.get(key) or self._of_parameter(x)
+        if name is not None:
+            if not x.requires_grad:
+                self.values.append(x)
+            return self._source(x, key, NAMED, name)
+        self.values.append(x)
+        if x in self._constants:
+            return self._source(x, key, CONSTANT, len(self.sources))
+        self.outside.append(x)
+        return self._source(x, key, OUTSIDE, len(self.sources))
+
+    def _of_parameter(self, x: Tensor) -> str | None:
+        """The name of a parameter that was cast or viewed before, as autocast's cache does."""
+        node: Node | None = x.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+            if type(node) is Leaf and self._names is not None:
+                return self._names.get(id(node.variable))  # type: ignore[attr-defined]
+        return None
+
+    def behind(self, x: Tensor) -> bool:
+        """Whether a tensor may depend on arguments of the forward."""
+        reached, number = set(self.arguments), self._noted(x)[0]
+        for entry in self.entries:
+            given = [*numbers_in(entry.args), *numbers_in([y for _, y in entry.kwargs or ()])]
+            if not reached.isdisjoint(given):
+                reached.update(n for n, *_ in entry.outputs)
+                reached.update(given if entry.func._schema.is_mutable else ())
+        return number in reached
+
+    def leaves(self, x: Tensor, way: str) -> None:
+        """Called as a tensor's values leave PyTorch, or may change without an operation.  Raises if they depend on samples."""
+        if way == "register_hook":
+            self.sites.add(("a hook on a tensor", place()))
+        elif type(x) is not torch.nn.Parameter and self.behind(x):
+            file, line = place()
+            self.refused = ProbeFailed(
+                f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
+                f"{file}:{line}. What is computed of it outside of PyTorch can't be followed, so nothing would show that no "
+                "sample enters the gradients of others. Compute it with PyTorch's operations, or outside the model and pass "
+                "it as an argument with a row for each sample." + ON_PRIVATE
+            )
+            raise self.refused
+
+
+def numbers_in(given: Any) -> Iterator[int]:
+    """The numbers of the tensors among an operation's arguments."""
+    for x in given:
+        if type(x) is tuple:
+            yield x[0]
+        elif type(x) is list:
+            yield from numbers_in(x)
+
+
+def place() -> tuple[str, int]:
+    """The file and line of the user's code that runs."""
+    frame = sys._getframe(1)
+    while frame is not None and (_is_ours(frame.f_code.co_filename)) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _is_ours(file: str) -> bool:
+    return "/torch/" in file or "/autograd_hacks/" in file or file.startswith("<")
+
+
+class Constants:
+    """Tensors that are older than a forward, known by identity as long as they live."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, x: Tensor) -> bool:
+        known = self._known.get(id(x))
+        return known is not None and known() is x
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self._known = {n: known for n, known in self._known.items() if known() is not None}
+        self._known |= {id(x): weakref.ref(x) for x in tensors}
+
+
+class Tapes:
+    """The tapes that were proven, the last ones of them.  Copies leave them out."""
+
+    def __init__(self) -> None:
+        self.sites: set[Hashable] = set()  # those of forwards that were proven as a whole
+        self.constants = Constants()
+        self.mixing: Any = None  # what ran in the last forward in which samples mixed
+        self._known: OrderedDict[int, _Proven] = OrderedDict()
+        self._next = 0
+
+    def __contains__(self, tape: Tape) -> bool:
+        for key, known in reversed(self._known.items()):
+            if known.entries == tape.entries and _is_same(known, tape) and (not known.values or _equal(known, tape)):
+                self._known.move_to_end(key)
+                return True
+        return False
+
+    def has_alike(self, tape: Tape) -> bool:
+        """Whether a tape differs from a proven one only in sizes, each by the factor of sizes of the arguments."""
+        return any(_is_alike(known, tape) and (not known.values or _equal(known, tape)) for known in self._known.values())
+
+    def add(self, tape: Tape, for_all_values: bool) -> None:
+        """for_all_values: whether the proof holds whatever the values are"""
+        sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
+        values = () if for_all_values else tuple([x.detach().clone() for x in tape.values])
+        self._known[self._next] = _Proven(tape.entries, sources, frozenset(tape.sites), values)
+        self._next += 1
+        while len(self._known) > MOST:
+            self._known.popitem(last=False)
+
+    def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
+        return Tapes, ()
+
+
+class _Proven(NamedTuple):
+    """What is kept of a tape.  values: see `Tape`; empty if they don't matter"""
+
+    entries: list[Entry]
+    sources: dict[int, Source]
+    sites: frozenset[Hashable]
+    values: Sequence[Tensor]
+
+
+def _is_same(known: _Proven, tape: Tape) -> bool:
+    return known.sources == tape.sources and known.sites == tape.sites
+
+
+def _equal(known: _Proven, tape: Tape) -> bool:
+    pairs = list(zip(known.values, tape.values))
+    return len(known.values) == len(tape.values) and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+
+
+def _is_alike(known: _Proven, tape: Tape) -> bool:
+    if len(known.entries) != len(tape.entries) or known.sites != tape.sites or known.sources.keys() != tape.sources.keys():
+        return False
+    factors, sources = {(1, 1)}, list(zip(known.sources.values(), tape.sources.values()))
+    for old, new in sources:
+        if old.kind == ARGUMENT and len(old.shape) == len(new.shape):
+            own = {(a, b) for a, b in zip(old.shape, new.shape) if a != b}
+            factors |= own | {(a * c, b * d) for a, b in own for c, d in factors}
+
+    def fits(old: Any, new: Any) -> bool:
+        return old == new or any(old * b == new * a and old % a == 0 for a, b in factors)
+
+    def fit(old: Sequence[int], new: Sequence[int]) -> bool:
+        return len(old) == len(new) and all(map(fits, old, new))
+
+    def given(old: Any, new: Any, sized: bool) -> bool:
+        if type(old) is list and type(new) is list and len(old) == len(new):
+            return all(given(a, b, sized) for a, b in zip(old, new))
+        return bool(old == new) or (sized and type(old) is type(new) is int and fits(old, new))
+
+    for a, b in zip(known.entries, tape.entries):
+        sized = a.func is b.func and _sized(a.func)
+        if not sized or len(a.args) != len(b.args) or len(a.outputs) != len(b.outputs) or a.kwargs != b.kwargs:
+            return False
+        if not all(map(given, a.args, b.args, sized)):
+            return False
+        if any(x[0] != y[0] or x[3] != y[3] or not fit(x[1], y[1]) for x, y in zip(a.outputs, b.outputs)):
+            return False
+    return all(old[:2] == new[:2] and fit(old.shape, new.shape) for old, new in sources)
+
+
+@cache
+def _sized(func: Any) -> list[bool]:
+    """Which arguments of an operation are sizes or places, so that they may grow with the batch."""
+    return ["SymInt" in str(a.real_type) for a in func._schema.arguments]
+
+
+# Ways on which values leave PyTorch, or change, without an operation.  They are watched while a tape runs.
+
+DOORS = {
+    "numpy": "numpy()", "tolist": "tolist()", "__array__": "numpy.asarray", "__dlpack__": "from_dlpack",
+    "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =", "register_hook": "register_hook",
+}  # fmt: skip
+_OWN = {name: vars(Tensor).get(name) for name in DOORS}
+_OPEN: list[Tape] = []
+
+
+def _door(name: str, own: Any) -> Any:
+    def looked(x: Tensor) -> None:
+        if (tape := next((tape for tape in reversed(_OPEN) if tape.thread == get_ident()), None)) is not None:
+            tape.leaves(x, name)
+
+    def write(x: Tensor, to: Tensor) -> None:
+        looked(x)
+        own.__set__(x, to)
+
+    @wraps(own)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        looked(x)
+        return own(x, *args, **kwargs)
+
+    return property(own.__get__, write) if name == "data" else call
