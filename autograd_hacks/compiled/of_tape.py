@@ -20,6 +20,13 @@ from autograd_hacks.compiled import routed as routed
 from autograd_hacks.compiled.labels import Joint, Labels, labelled, name_of
 from autograd_hacks.errors import PerSampleGradientError, UnsupportedOperation
 
+FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "zero_", "fill_")
+"""Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
+LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905
+"""Operations that read sizes of their first argument only."""
+TURNS = {"transpose_": ("transpose", "int"), "t_": ("t", "default"), "unsqueeze_": ("unsqueeze", "default"),
+    "squeeze_": ("squeeze", None), "detach_": ("detach", "default")}  # fmt: skip
+"""Operations that turn a tensor into a view of itself, and those that return such a view."""
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 """Operations whose result is memory.  What is read from it before an operation wrote there came another way."""
 
@@ -56,7 +63,7 @@ class _Graph:
 
     def joint(self, outputs: Sequence[Tensor]) -> Joint:
         seen = [self._of((self.tape._noted(x)[0],)) for x in outputs]
-        return Joint(self.graph, self.samples, self.given, {}, {}, [*seen, *(after for _, after, *_ in self.writes)], {})
+        return Joint(self.graph, self.samples, self.given, {}, {}, [*seen, *(after for _, after, is_alone, _ in self.writes if not is_alone)], {})
 
     def check_writes(self, labels: Labels) -> None:
         """Raises if a write changes which samples some other view of the memory depends on."""
@@ -67,20 +74,25 @@ class _Graph:
 
     def _add(self, entry: Any) -> None:
         target, written = _as_function(entry.func)
-        args, kwargs = self._all(entry.args, written), {name: self._one(x, False) for name, x in entry.kwargs or ()}
+        name = target._schema.name.removeprefix("aten::")
+        if name in UNWRITTEN or name in LIKE or (written == 0 and _overwrites(entry)):
+            args: Any = ()
+        else:
+            args = [self._one(x, n == written) for n, x in enumerate(entry.args)]
+        kwargs = {key: self._one(x, False) for key, x in entry.kwargs or ()}
         if target is _LIFT:  # a number of Python's
             self._same(entry.outputs[0][0], entry.args[0][0])
             return
+        if name.endswith("batch_norm") and len(args) > 5 and args[3] is not None and args[5] is True:
+            raise UnsupportedOperation(f"{name} writes what buffers keep of samples")
         node = self.graph.call_function(target, tuple(args), kwargs)
         values = [_meta(shape, strides, dtype) if n else None for n, shape, strides, dtype in entry.outputs]
         node.meta["val"] = tuple(values) if entry.returns_many else values[0] if values else None
         if written is not None:
             old = entry.args[written][0]
-            if entry.returns_many or target is None:
-                raise UnsupportedOperation(f"{name_of(node)} writes into its arguments")
             owner = self.owners.get(old, old)
             is_source = owner in self.tape.sources
-            before = self.nodes[old]
+            before = self._of((old,))
             self.unwritten.discard(old)
             number = entry.outputs[0][0]
             self.writes.append((before, node, not is_source and self.views.get(owner, 1) == 1, name_of(node)))
@@ -90,9 +102,9 @@ class _Graph:
         for place, (number, *_) in enumerate(entry.outputs):
             if number:
                 self.nodes[number] = self._part(node, place) if entry.returns_many else node
-                if _is_view(entry.func) and entry.args and type(entry.args[0]) is tuple:
+                if (_is_view(entry.func) or entry.func is not target) and entry.args and type(entry.args[0]) is tuple:
                     self._same_memory(number, entry.args[0][0])
-        if name_of(node) in UNWRITTEN:
+        if name in UNWRITTEN:
             self.unwritten.update(number for number, *_ in entry.outputs)
 
     def _same(self, number: int, as_other: int) -> None:
@@ -109,9 +121,6 @@ class _Graph:
         part = self.graph.call_function(operator.getitem, (node, place))
         part.meta["val"] = node.meta["val"][place]
         return part
-
-    def _all(self, given: Sequence[Any], written: int | None) -> list[Any]:
-        return [self._one(x, n == written) for n, x in enumerate(given)]
 
     def _one(self, x: Any, is_written: bool) -> Any:
         if type(x) is tuple:
@@ -156,9 +165,18 @@ def _as_function(func: Any) -> tuple[Any, int | None]:
     if not schema.is_mutable:
         return func, None
     places = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    name = schema.name.split("::")[-1]
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if schema.name.startswith("aten::") else None
-    pure = getattr(packet, func._overloadname, None)
+    name = schema.name.removeprefix("aten::")
+    if name in TURNS:
+        packet, overload = TURNS[name]
+        return getattr(getattr(torch.ops.aten, packet), overload or func._overloadname), None
+    if places == [0] and name in FILLS:
+        return torch.ops.aten.empty.memory_format if name not in ("zero_", "fill_") else torch.ops.aten.zeros.default, 0
+    pure = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
     if places != [0] or pure is None or not name.endswith("_"):
         raise UnsupportedOperation(f"the operation {schema.name} writes into its arguments")
     return pure, 0
+
+
+def _overwrites(entry: Any) -> bool:
+    """Whether an operation of `FILLS` reads no tensor."""
+    return entry.func._schema.name.removeprefix("aten::") in FILLS and not any(type(x) is tuple for x in entry.args[1:])

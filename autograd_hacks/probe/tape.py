@@ -5,10 +5,12 @@ A path without a gradient leaves no node in autograd's graph, but its operations
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -67,6 +69,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.values: list[Tensor] = []  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
         self.thread = get_ident()
+        self.is_paused = False  # while hooks of this library run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self._model, self._constants = model, constants
         self._names: dict[Any, str] | None = None
@@ -104,14 +107,25 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         for mode in reversed(above):
             push_dispatch_mode(mode)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which nothing is recorded."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self.is_paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
         note, numbers, noted = self._noted, self._numbers, []
         if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
             self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
             self.values.append(args[0])
         given = [note(x) for x in args]
         named = [(name, note(x)) for name, x in kwargs.items()] if kwargs else None
+        out = func(*args, **kwargs) if kwargs else func(*args)
         is_one = isinstance(out, Tensor)
         for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
             if isinstance(x, Tensor):
@@ -128,7 +142,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             elif is_one or x is None:
                 noted.append((0, (), (), None))
         self.entries.append(Entry(func, given, named, noted, not is_one))  # type: ignore[arg-type]
-        if not noted and not func._schema.is_mutable:
+        if not noted and not func._schema.is_mutable and func.overloadpacket not in _OF_SIZES:
             self.sites.add(("a value that Python reads", place()))
         return out
 
@@ -186,6 +200,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 return self._names.get(id(node.variable))  # type: ignore[attr-defined]
         return None
 
+    def take_as_same(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Tells that tensors with the same values replace others."""
+        for x, y in zip(before, after):
+            self._numbers[self._key(y)] = self._noted(x)[0]
+
     def behind(self, x: Tensor) -> bool:
         """Whether a tensor may depend on arguments of the forward."""
         reached, number = set(self.arguments), self._noted(x)[0]
@@ -218,6 +237,10 @@ def numbers_in(given: Any) -> Iterator[int]:
             yield x[0]
         elif type(x) is list:
             yield from numbers_in(x)
+
+
+_OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
+"""Operations that return no tensor and read no values."""
 
 
 def place() -> tuple[str, int]:
@@ -320,10 +343,9 @@ def _is_alike(known: _Proven, tape: Tape) -> bool:
         return bool(old == new) or (sized and type(old) is type(new) is int and fits(old, new))
 
     for a, b in zip(known.entries, tape.entries):
-        sized = a.func is b.func and _sized(a.func)
-        if not sized or len(a.args) != len(b.args) or len(a.outputs) != len(b.outputs) or a.kwargs != b.kwargs:
+        if a.func is not b.func or len(a.args) != len(b.args) or len(a.outputs) != len(b.outputs) or a.kwargs != b.kwargs:
             return False
-        if not all(map(given, a.args, b.args, sized)):
+        if not all(map(given, a.args, b.args, _sized(a.func))):
             return False
         if any(x[0] != y[0] or x[3] != y[3] or not fit(x[1], y[1]) for x, y in zip(a.outputs, b.outputs)):
             return False
@@ -333,7 +355,8 @@ def _is_alike(known: _Proven, tape: Tape) -> bool:
 @cache
 def _sized(func: Any) -> list[bool]:
     """Which arguments of an operation are sizes or places, so that they may grow with the batch."""
-    return ["SymInt" in str(a.real_type) for a in func._schema.arguments]
+    names = re.findall(r"SymInt\S* (\w+)", str(func._schema))
+    return [a.name in names or func.overloadpacket is torch.ops.aten.arange for a in func._schema.arguments]
 
 
 # Ways on which values leave PyTorch, or change, without an operation.  They are watched while a tape runs.
