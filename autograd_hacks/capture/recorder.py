@@ -43,7 +43,8 @@ from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import made_by, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
+from autograd_hacks.support.untouched import Marks
 
 SLOW = 2.0
 """A proof that takes more seconds than this prints a note."""
@@ -78,6 +79,7 @@ class Recorder:
         self.is_aside = False  # whether the library runs its own forwards and backward passes
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.batch: Batch | None = None  # the arguments of that forward
+        self.marks: Marks | None = None  # how that forward began
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
@@ -133,7 +135,7 @@ class Recorder:
 
         plan: the plan to use; by default found as for any forward
         """
-        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch"), kept(self.forward)
+        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch", "marks"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
             self.is_aside, self._plan, self._known, self.tape = True, plan, None, None
             self.backward.wants_grad, self.forward.running = True, None
@@ -171,14 +173,14 @@ class Recorder:
         if is_on and not path and self.planner.independent and known is not None and known.batch is not None:
             if current_task() == NO_TASK:
                 self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants)
-                self.batch = known.batch
+                self.batch, self.marks = known.batch, Marks(modules_of(model))
                 self.tape.start()
 
     def _stop(self) -> None:
         """Ends the tape of a forward."""
         if self.tape is not None:
             self.tape.stop()
-        self.tape = self.batch = None
+        self.tape = self.batch = self.marks = None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan for a forward."""

@@ -215,6 +215,14 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 reached.update(given if entry.func._schema.is_mutable else ())
         return number in reached
 
+    def repeats(self, other: Tape, loosely: bool = False) -> bool:
+        """Whether a second run of the same forward did the same.  loosely: whether casts and where tensors come from count"""
+        if loosely:
+            return _numbers(self) == _numbers(other)
+        mine, theirs = ([s._replace(kind=CONSTANT if s.kind == OUTSIDE else s.kind) for s in own.sources.values()]
+                        for own in (self, other))  # fmt: skip
+        return mine == theirs and self.entries == other.entries
+
     def leaves(self, x: Tensor, way: str) -> None:
         """Called as a tensor's values leave PyTorch, or may change without an operation.  Raises if they depend on samples."""
         if way == "register_hook":
@@ -228,6 +236,16 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 "it as an argument with a row for each sample." + ON_PRIVATE
             )
             raise self.refused
+
+
+def _numbers(tape: Tape) -> list[Any]:
+    """The operations that are no casts, with their numbers."""
+    casts = torch.ops.aten._to_copy, torch.ops.aten.detach
+    return [
+        (entry.func, [x for x in entry.args if type(x) is not tuple])
+        for entry in tape.entries
+        if entry.func.overloadpacket not in casts
+    ]
 
 
 def numbers_in(given: Any) -> Iterator[int]:

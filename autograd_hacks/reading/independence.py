@@ -25,6 +25,7 @@ from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
 from autograd_hacks.probe.routes import has_choosing
+from autograd_hacks.probe.tape import Constants, Tape
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
@@ -84,8 +85,12 @@ def _losses(ran: Ran, plan: Plan) -> bool:
     return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
 
 
-def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
+def show_independent(
+    recorder: Recorder, model: nn.Module, aside: Aside | None, batch: Batch, ran: Ran, plan: Plan, samples: int
+) -> None:
     """Records in a plan whether outputs, and changed buffers, are independent of other samples.
+
+    aside: the state in which the forward began; None if a proof was not known to be due then
 
     Raises ProbeFailed if the model can't be run again.
     """
@@ -95,7 +100,8 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     if samples < 2 or plan.mixing:
         plan.is_independent = not plan.mixing
     elif tape is None or not (plan.is_independent and tape in plan.tapes):
-        _show(recorder, aside, batch, ran, plan, samples)
+        with nullcontext() if aside is not None or recorder.marks is None else recorder.marks.put_back():
+            _show(recorder, aside or Aside(model, ran.arguments), batch, ran, plan, samples)
     if tape is None or samples < 2:
         return
     plan.tapes.mixing = tape.entries if plan.mixing else None
@@ -112,6 +118,8 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
     if not makes_loss and _is_analysed(recorder, aside, batch, ran, plan, samples):
         plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
         return
+    if makes_loss or plan.counted_at is not None or batch.has_lists(samples):
+        _check_repeats(recorder.tape, aside, batch)
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
     was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
     # Rows take a backward pass.  They are compared in two runs of the first proof.
@@ -155,10 +163,35 @@ def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan:
     plan.why_unshown = ""
     if _is_by_tape(recorder, ran, plan, samples):
         return True
+    _check_repeats(recorder.tape, aside, batch)
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
     return not plan.why_unshown
+
+
+def _check_repeats(tape: Tape | None, aside: Aside, batch: Batch) -> None:
+    """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
+    if tape is None:
+        return
+    model = aside.module
+    with nullcontext() if gathering(model) else alone(model), aside.run() as copied, Switch.paused_here():
+        own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
+        args, kwargs = own.arguments()
+        again = Tape(model, own.leaves, Constants())
+        again.start()
+        try:
+            with torch.enable_grad():
+                model(*args, **kwargs)
+        finally:
+            again.stop()
+    # The check keeps no casts of weights, so that each use has its own.
+    if not tape.repeats(again, torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")):
+        raise ProbeFailed(
+            "independence of samples: this forward ran operations that were not proven, and other ones when it was repeated "
+            "for the proof. What a forward computes must follow from its arguments, the modules' attributes and the random "
+            "numbers of torch and Python. Set flags and counters as attributes of the model, outside of its forward."
+        )
 
 
 class _Runs:
