@@ -66,6 +66,7 @@ class Recorder:
     # ``is_shown(recorder, ran, plan, samples)``: whether the running tape shows that samples are independent, if that is asked
     is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
     # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
+    check_tape: Callable[[Tape], None]  # raises for operations that are opaque
     why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
@@ -168,12 +169,13 @@ class Recorder:
             self.backward.watch_behind()
         self.record.stage = running_stage()
         self.forward.running = path if is_on else None
+        known, before = self._known, self.tape
         self._stop()
-        known = self._known
         if is_on and not path and self.planner.independent and known is not None and known.batch is not None:
             if current_task() == NO_TASK:
-                self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants)
                 self.batch, self.marks = known.batch, Marks(modules_of(model))
+                kept = [] if before is None else before.kept(self.marks.tensors)
+                self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
                 self.tape.start()
 
     def _stop(self) -> None:
@@ -214,7 +216,9 @@ class Recorder:
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
         with plainly_saved():
-            return self._end(path, model, ran, output)
+            returned = self._end(path, model, ran, output)
+        self.batch = self.marks = None  # they hold the arguments
+        return returned
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
@@ -293,10 +297,12 @@ class Recorder:
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
             if (took := perf_counter() - began) > SLOW and self.planner.probes != ALWAYS:
+                later = 'Later checks are rare; add_hooks(probe="once") turns them off'
+                if self.planner.independent:
+                    later = "Forwards with the same operations need no further check of that; others do, when they come"
                 print(
                     f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
-                    "its "
-                    'kind. Later checks are rare; add_hooks(probe="once") turns them off',
+                    f"its kind. {later}",
                     file=sys.stderr,
                 )
             plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape
+from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import Joint, Labels, labelled, name_of
-from autograd_hacks.errors import PerSampleGradientError, UnsupportedOperation
+from autograd_hacks.compiled.labels import RULES, Joint, Labels, labelled, name_of
+from autograd_hacks.errors import ON_PRIVATE, PerSampleGradientError, ProbeFailed, UnsupportedOperation
 
 FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "zero_", "fill_")
 """Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
@@ -47,6 +47,20 @@ def why_not_by_tape(tape: Tape, axes: Sequence[int | None], samples: int, output
     return ""
 
 
+def check_opaque(tape: Tape) -> None:
+    """Raises ProbeFailed if other packages' operations without a rule work on what depends on the forward's arguments."""
+    unknown = [(entry, at) for entry, at in tape.opaque if entry.func._schema.name not in RULES]
+    reached = tape.reached() if unknown else set[int]()
+    for entry, (file, line) in unknown:
+        if not reached.isdisjoint(numbers_of(entry)):
+            name = entry.func._schema.name
+            raise ProbeFailed(
+                f"independence of samples: the forward runs {name}, at {file}:{line}. What it computes can't be followed, so "
+                "nothing shows in which step it begins to mix samples. Say where its result has the samples: "
+                f"autograd_hacks.register_operation({name!r})." + ON_PRIVATE
+            )
+
+
 class _Graph:
     """The graph of the operations on a tape.  A write into memory is an operation that returns the new value."""
 
@@ -62,8 +76,14 @@ class _Graph:
             self._add(entry)
 
     def joint(self, outputs: Sequence[Tensor]) -> Joint:
-        seen = [self._of((self.tape._noted(x)[0],)) for x in outputs]
-        return Joint(self.graph, self.samples, self.given, {}, {}, [*seen, *(after for _, after, is_alone, _ in self.writes if not is_alone)], {})
+        numbers = [self.tape.number(x) for x in outputs]
+        if None in numbers:
+            raise UnsupportedOperation("the forward returns a tensor that no operation of PyTorch made")
+        seen = [self._of((n,)) for n in numbers if n is not None]
+        seen += [after for _, after, is_alone, _ in self.writes if not is_alone]
+        buffers = {name: self.tape.number(x) for name, x in self.tape.model.named_buffers()}
+        left = {name: self.nodes[n] for name, n in buffers.items() if n is not None and n in self.nodes and n not in self.tape.sources}
+        return Joint(self.graph, self.samples, self.given, {}, {}, seen, left)
 
     def check_writes(self, labels: Labels) -> None:
         """Raises if a write changes which samples some other view of the memory depends on."""

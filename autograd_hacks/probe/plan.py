@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from autograd_hacks.probe.tape import MIXING as MIXING
 from autograd_hacks.probe.tape import Tapes
 from autograd_hacks.support.layout import Layouts
 
 if TYPE_CHECKING:
     from autograd_hacks.probe.documents import Documents
-
-MIXING = "samples mix"
-"""The beginning of messages that say that samples mix."""
 
 AXES, ROWS, ENTRIES, NOT_OF_BATCH = "axes", "rows", "entries", "not of the batch"
 """The kinds of a `Place`.  AXES: axes of tensors.  ROWS, ENTRIES: rows or entries whose samples depend on values.  In each

@@ -94,7 +94,7 @@ class Planner:
         if not again and (samples is None or not is_shown or (proves and self._is_due(plan, samples))):
             plan.pending = True
         # Parts of parameters are gathered when the forward has ended, and copied then.
-        is_kept = self.independent and plan.pending and not plan.is_independent and not has_parts(model)
+        is_kept = self.independent and plan.pending and not has_parts(model)
         aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
         return Known(plan, samples, batch, axes, aside)
 

@@ -9,7 +9,7 @@ import re
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from threading import get_ident
@@ -20,11 +20,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
+from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
+MIXING = "samples mix"
+"""The beginning of messages that say that samples mix."""
 MOST = 32
 """How many tapes of one kind of forward are kept."""
 ARGUMENT, NAMED, CONSTANT, FRESH, OUTSIDE = "argument", "named", "constant", "fresh", "outside"
@@ -58,9 +60,12 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     model: the model that runs
     arguments: the tensors among its arguments
     constants: tensors known to be older than the forward
+    from_before: tensors that an earlier forward made of its samples
     """
 
-    def __init__(self, model: nn.Module, arguments: Sequence[Any], constants: Constants) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: Sequence[Any], constants: Constants, from_before: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
@@ -68,10 +73,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: list[Tensor] = []  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
+        self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
-        self._model, self._constants = model, constants
+        self.model, self._constants, self._from_before = model, constants, from_before
         self._names: dict[Any, str] | None = None
         self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
         self._held: list[Any] = []  # tensors without memory, which are known by identity
@@ -142,6 +148,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             elif is_one or x is None:
                 noted.append((0, (), (), None))
         self.entries.append(Entry(func, given, named, noted, not is_one))  # type: ignore[arg-type]
+        if func.namespace not in _TORCHS:
+            self.opaque.append((self.entries[-1], place()))
         if not noted and not func._schema.is_mutable and func.overloadpacket not in _OF_SIZES:
             self.sites.add(("a value that Python reads", place()))
         return out
@@ -177,7 +185,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     def _found(self, x: Tensor, key: Any) -> int:
         """The number of a tensor that the tape sees for the first time."""
         if self._names is None:
-            named = (*self._model.named_parameters(), *self._model.named_buffers())
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
             self._names = {id(p): name for name, p in named}
             self._names |= {self._key(p): name for name, p in named}
         name = self._names.get(id(x)) or self._names.get(key) or self._of_parameter(x)
@@ -185,6 +193,13 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             if not x.requires_grad:
                 self.values.append(x)
             return self._source(x, key, NAMED, name)
+        if any(x is other for other in self._from_before):
+            self.refused = SamplesMixed(
+                f"{MIXING}: the forward reads a tensor of shape {tuple(x.shape)} that the model has kept since its last forward, "
+                "at {}:{}. It depends on samples of that step, which enter this step's gradients without a bound. Update it "
+                "outside of the training, or without samples.".format(*place()) + ON_PRIVATE
+            )
+            raise self.refused
         self.values.append(x)
         if x in self._constants:
             return self._source(x, key, CONSTANT, len(self.sources))
@@ -205,15 +220,25 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         for x, y in zip(before, after):
             self._numbers[self._key(y)] = self._noted(x)[0]
 
-    def behind(self, x: Tensor) -> bool:
-        """Whether a tensor may depend on arguments of the forward."""
-        reached, number = set(self.arguments), self._noted(x)[0]
+    def number(self, x: Tensor) -> int | None:
+        """The number of a tensor; None if the tape doesn't have it."""
+        return self._numbers.get(self._key(x))
+
+    def reached(self) -> set[int]:
+        """The numbers of the tensors that may depend on arguments of the forward, so far."""
+        found = set(self.arguments)
         for entry in self.entries:
-            given = [*numbers_in(entry.args), *numbers_in([y for _, y in entry.kwargs or ()])]
-            if not reached.isdisjoint(given):
-                reached.update(n for n, *_ in entry.outputs)
-                reached.update(given if entry.func._schema.is_mutable else ())
-        return number in reached
+            given = numbers_of(entry)
+            if not found.isdisjoint(given):
+                found.update(n for n, *_ in entry.outputs)
+                found.update(given if entry.func._schema.is_mutable else ())
+        return found
+
+    def kept(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of some tensors that the forward made of its arguments."""
+        made = [(x, n) for x in tensors if (n := self.number(x)) is not None and n not in self.sources]
+        found = self.reached() if made else set[int]()
+        return [x for x, n in made if n in found]
 
     def repeats(self, other: Tape, loosely: bool = False) -> bool:
         """Whether a second run of the same forward did the same.  loosely: whether casts and where tensors come from count"""
@@ -227,7 +252,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         """Called as a tensor's values leave PyTorch, or may change without an operation.  Raises if they depend on samples."""
         if way == "register_hook":
             self.sites.add(("a hook on a tensor", place()))
-        elif type(x) is not torch.nn.Parameter and self.behind(x):
+        elif type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
             file, line = place()
             self.refused = ProbeFailed(
                 f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
@@ -248,6 +273,11 @@ def _numbers(tape: Tape) -> list[Any]:
     ]
 
 
+def numbers_of(entry: Entry) -> list[int]:
+    """The numbers of an operation's tensors."""
+    return [*numbers_in(entry.args), *numbers_in([y for _, y in entry.kwargs or ()])]
+
+
 def numbers_in(given: Any) -> Iterator[int]:
     """The numbers of the tensors among an operation's arguments."""
     for x in given:
@@ -257,6 +287,8 @@ def numbers_in(given: Any) -> Iterator[int]:
             yield from numbers_in(x)
 
 
+_TORCHS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "inductor", "mkldnn", "quantized", "torchvision", "autograd_hacks"}
+"""Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""
 

@@ -5,6 +5,7 @@ the model.  If that is not possible, the model is run again with other samples r
 the rows are compared too."""
 
 import copy
+import sys
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,12 +29,17 @@ from autograd_hacks.probe.routes import has_choosing
 from autograd_hacks.probe.tape import Constants, Tape
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import Aside
+
+
+TRACED, IMPORTED = 0.008, 2.0
+"""About how many seconds a trace takes for each operation, and the import of torch's compiler."""
 
 
 class _Seen(NamedTuple):
@@ -97,6 +103,8 @@ def show_independent(
     tape = recorder.tape
     if tape is not None and tape.refused is not None:
         raise tape.refused
+    if tape is not None:
+        recorder.check_tape(tape)
     if samples < 2 or plan.mixing:
         plan.is_independent = not plan.mixing
     elif tape is None or not (plan.is_independent and tape in plan.tapes):
@@ -119,9 +127,9 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
         plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
         return
     if makes_loss or plan.counted_at is not None or batch.has_lists(samples):
-        _check_repeats(recorder.tape, aside, batch)
+        _check_repeats(recorder, aside)
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
-    was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
+    was_shown, draws = samples <= plan.replaced and recorder.tape is None, torch.Generator().manual_seed(samples)  # at another point of training
     # Rows take a backward pass.  They are compared in two runs of the first proof.
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
@@ -163,18 +171,26 @@ def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan:
     plan.why_unshown = ""
     if _is_by_tape(recorder, ran, plan, samples):
         return True
-    _check_repeats(recorder.tape, aside, batch)
+    _check_repeats(recorder, aside)
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
     return not plan.why_unshown
 
 
-def _check_repeats(tape: Tape | None, aside: Aside, batch: Batch) -> None:
+def _check_repeats(recorder: Recorder, aside: Aside) -> None:
     """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
-    if tape is None:
+    tape, batch = recorder.tape, recorder.batch
+    if tape is None or batch is None:
         return
     model = aside.module
+    if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
+        print(
+            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} operations "
+            f"of this forward that were not proven. It is traced, or runs again with other samples replaced: about {seconds:.0f} s, "
+            "and again for each new sequence of operations that labels alone don't show",
+            file=sys.stderr,
+        )
     with nullcontext() if gathering(model) else alone(model), aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         args, kwargs = own.arguments()
@@ -217,7 +233,7 @@ class _Runs:
             except Exception as error:  # the model may raise anything for other samples
                 raise ProbeFailed(
                     "independence of samples: the check runs the model again with other samples replaced, and the model "
-                    f"raised {type(error).__name__}: {error}. To skip the check, use independent=False."
+                    f"raised {type(error).__name__}: {error}. Training that is not private can leave the check out: independent=False."
                 ) from error
             buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
             return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)

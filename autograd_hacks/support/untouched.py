@@ -1,6 +1,7 @@
 """Runs a module once more without a trace in the module, or in anything that it can reach."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.reach import Reach
 from autograd_hacks.support.restored import restored, switches_kept
 from autograd_hacks.support.stance import as_written
+from autograd_hacks.support.trees import tensors_of
 
 
 class Aside:
@@ -77,6 +79,7 @@ def untouched(module: nn.Module, arguments: Any = ()) -> AbstractContextManager[
     return Aside(module, arguments).run()
 
 
+_OF_MODULE = frozenset(vars(nn.Module()))
 SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -88,7 +91,18 @@ class Marks:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._random = torch.get_rng_state(), random.getstate()
-        self._attributes = [(m, {k: x for k, x in vars(m).items() if type(x) in SIMPLE}) for m in modules]
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.tensors: list[Tensor] = []  # kept as attributes that are no parameters or buffers
+        for module in modules:
+            own: dict[str, Any] = {}
+            for key, x in vars(module).items():
+                if type(x) in SIMPLE:
+                    own[key] = x
+                elif type(x) is Tensor:
+                    self.tensors.append(x)
+                elif key not in _OF_MODULE and type(x) in (list, tuple, dict, deque) and x:
+                    self.tensors += tensors_of(list(x) if type(x) is deque else x)
+            self._attributes.append((module, own))
 
     @contextmanager
     def put_back(self, with_torch: bool = True) -> Iterator[None]:

@@ -52,7 +52,7 @@ def add_hooks(
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.is_shown = look_inside, is_shown
-    recorder.why_unshown, recorder.why_not_by_tape = _why_unshown, _why_not_by_tape
+    recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
     return Hooked(model, handle._before)
@@ -70,6 +70,13 @@ def _why_not_by_tape(tape: Tape, axes: Sequence[int | None], samples: int, outpu
     from autograd_hacks.compiled.of_tape import why_not_by_tape
 
     return why_not_by_tape(tape, axes, samples, outputs)
+
+
+def _check_tape(tape: Tape) -> None:
+    if tape.opaque:
+        from autograd_hacks.compiled.of_tape import check_opaque
+
+        check_opaque(tape)
 
 
 add_hooks.__doc__ = hooks.add_hooks.__doc__

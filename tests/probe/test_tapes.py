@@ -91,6 +91,11 @@ def by_dropout(own: Program, h: Tensor) -> Tensor:
     return h - nn.functional.dropout(h.detach(), 0.5).mean(0) if own.on else nn.functional.dropout(h, 0.5)
 
 
+def from_before(own: Program, h: Tensor) -> Tensor:
+    h, own.kept = h - own.kept, h.detach().mean(0) if own.step == BEGINS - 1 else own.kept
+    return h
+
+
 MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "a mean with a gradient": lambda own, h: h - h.mean(0) if own.on else h,
     "a mean without": lambda own, h: h - h.detach().mean(0) if own.on else h,
@@ -106,6 +111,7 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "along another axis": lambda own, h: h.detach().softmax(0 if own.on else 1) * h,
     "the samples turned": lambda own, h: h + h.detach().roll(1 if own.on else 0, 0),
     "dropout, then a mean": by_dropout,
+    "what the last step has kept": from_before,
     "a number": lambda own, h: h * (1 + float(h.detach().mean()) if own.on else 1.0),
 }
 
@@ -197,6 +203,16 @@ def test_memory_that_is_replaced_is_refused() -> None:
 
     with pytest.raises(ProbeFailed, match=r"\.data ="):
         list(steps(Program(replaced)))
+
+
+@torch.library.custom_op("test_tapes::centred", mutates_args=())
+def centred(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+def test_an_opaque_operation_is_refused_by_name() -> None:
+    with pytest.raises(ProbeFailed, match=r"test_tapes::centred, at .*test_tapes.py:\d+.*register_operation"):
+        list(steps(Program(lambda own, h: h + centred(h.detach()))))
 
 
 def test_outputs_and_graphs_keep_their_bits() -> None:
