@@ -63,7 +63,7 @@ class Recorder:
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
-    # ``is_shown(recorder, ran, plan, samples)``: whether the running tape shows that samples are independent, if that is asked
+    # ``is_shown(recorder, ran, plan, samples)``: whether the tape shows that samples are independent, if that is asked
     is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
     # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
     check_tape: Callable[[Tape], None]  # raises for operations that are opaque
@@ -171,12 +171,12 @@ class Recorder:
         self.forward.running = path if is_on else None
         known, before = self._known, self.tape
         self._stop()
-        if is_on and not path and self.planner.independent and known is not None and known.batch is not None:
-            if current_task() == NO_TASK:
-                self.batch, self.marks = known.batch, Marks(modules_of(model))
-                kept = [] if before is None else before.kept(self.marks.tensors)
-                self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
-                self.tape.start()
+        is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
+        if is_asked and known is not None and known.batch is not None:
+            self.batch, self.marks = known.batch, Marks(modules_of(model))
+            kept = [] if before is None else before.kept(self.marks.tensors)
+            self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
+            self.tape.start()
 
     def _stop(self) -> None:
         """Ends the tape of a forward."""

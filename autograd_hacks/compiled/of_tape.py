@@ -13,14 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled import routed as routed
 from autograd_hacks.compiled.labels import RULES, Joint, Labels, labelled, name_of
 from autograd_hacks.errors import ON_PRIVATE, PerSampleGradientError, ProbeFailed, UnsupportedOperation
+from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 
-FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "zero_", "fill_")
+FILLS = (
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "random_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "zero_",
+    "fill_",
+)
 """Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
 LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905
 """Operations that read sizes of their first argument only."""
@@ -55,8 +66,8 @@ def check_opaque(tape: Tape) -> None:
         if not reached.isdisjoint(numbers_of(entry)):
             name = entry.func._schema.name
             raise ProbeFailed(
-                f"independence of samples: the forward runs {name}, at {file}:{line}. What it computes can't be followed, so "
-                "nothing shows in which step it begins to mix samples. Say where its result has the samples: "
+                f"independence of samples: the forward runs {name}, at {file}:{line}. What it computes can't be followed, "
+                "so nothing shows in which step it begins to mix samples. Say where its result has the samples: "
                 f"autograd_hacks.register_operation({name!r})." + ON_PRIVATE
             )
 
@@ -82,7 +93,11 @@ class _Graph:
         seen = [self._of((n,)) for n in numbers if n is not None]
         seen += [after for _, after, is_alone, _ in self.writes if not is_alone]
         buffers = {name: self.tape.number(x) for name, x in self.tape.model.named_buffers()}
-        left = {name: self.nodes[n] for name, n in buffers.items() if n is not None and n in self.nodes and n not in self.tape.sources}
+        left = {
+            name: self.nodes[n]
+            for name, n in buffers.items()
+            if n is not None and n in self.nodes and n not in self.tape.sources
+        }
         return Joint(self.graph, self.samples, self.given, {}, {}, seen, left)
 
     def check_writes(self, labels: Labels) -> None:

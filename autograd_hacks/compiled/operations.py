@@ -119,7 +119,8 @@ def _(
 
 
 @rule(
-    "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "unfold", "index_fill",
+    "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "unfold",
+    "index_fill",
     "glu",
 )  # fmt: skip
 def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *_: Any, **__: Any) -> Found:

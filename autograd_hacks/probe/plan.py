@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.probe.tape import MIXING as MIXING
-from autograd_hacks.probe.tape import Tapes
 from autograd_hacks.support.layout import Layouts
 
 if TYPE_CHECKING:

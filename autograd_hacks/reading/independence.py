@@ -1,8 +1,8 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
-The operations of each forward are compared with those of forwards that were proven.  Of others, labels show it, or a trace of
-the model.  If that is not possible, the model is run again with other samples replaced.  If the model computes a loss itself,
-the rows are compared too."""
+The operations of each forward are compared with those of forwards that were proven.  Of others, labels show it, or a trace
+of the model.  If that is not possible, the model is run again with other samples replaced.  If the model computes a loss
+itself, the rows are compared too."""
 
 import copy
 import sys
@@ -37,7 +37,6 @@ from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import Aside
 
-
 TRACED, IMPORTED = 0.008, 2.0
 """About how many seconds a trace takes for each operation, and the import of torch's compiler."""
 
@@ -53,8 +52,8 @@ class _Seen(NamedTuple):
 def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> bool:
     """Whether samples of a finished forward are known to be independent, from its tape.
 
-    Another tape than those that were proven needs a proof, before the forward's gradients are read.  True if nothing asks for
-    independence.
+    Another tape than those that were proven needs a proof, before the forward's gradients are read.  True if nothing asks
+    for independence.
     """
     tape = recorder.tape
     if tape is None or not samples or samples < 2 or not recorder.planner.independent:
@@ -129,7 +128,10 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
     if makes_loss or plan.counted_at is not None or batch.has_lists(samples):
         _check_repeats(recorder, aside)
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
-    was_shown, draws = samples <= plan.replaced and recorder.tape is None, torch.Generator().manual_seed(samples)  # at another point of training
+    was_shown, draws = (
+        samples <= plan.replaced and recorder.tape is None,
+        torch.Generator().manual_seed(samples),
+    )  # at another point of training
     # Rows take a backward pass.  They are compared in two runs of the first proof.
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
@@ -186,9 +188,9 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
     model = aside.module
     if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
         print(
-            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} operations "
-            f"of this forward that were not proven. It is traced, or runs again with other samples replaced: about {seconds:.0f} s, "
-            "and again for each new sequence of operations that labels alone don't show",
+            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} "
+            f"operations that were not proven. It is traced, or runs again with other samples replaced: about {seconds:.0f} "
+            "s, and again for each new sequence of operations that labels alone don't show",
             file=sys.stderr,
         )
     with nullcontext() if gathering(model) else alone(model), aside.run() as copied, Switch.paused_here():
@@ -233,7 +235,8 @@ class _Runs:
             except Exception as error:  # the model may raise anything for other samples
                 raise ProbeFailed(
                     "independence of samples: the check runs the model again with other samples replaced, and the model "
-                    f"raised {type(error).__name__}: {error}. Training that is not private can leave the check out: independent=False."
+                    f"raised {type(error).__name__}: {error}. Training that is not "
+                    "private can leave the check out: independent=False."
                 ) from error
             buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
             return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)

@@ -1,4 +1,4 @@
-"""Every forward whose samples must be independent is known or proven: mixing that begins in any step is found in that step."""
+"""Every forward whose samples must be independent is known or proven: mixing that begins is found in that step."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ class Program(nn.Module):
         return self.last(self.what(self, h).tanh())
 
 
-def steps(model: nn.Module, sizes: list[int] | None = None, context: Any = None) -> Iterator[int]:
+def steps(model: nn.Module) -> Iterator[int]:
     """A private training's steps, by their numbers."""
     data = TensorDataset(torch.randn(60, 5), torch.randint(3, (60,)))
     private = PrivateTraining(0.3, 1.0, 12, 1e-3, seed=4)
@@ -59,8 +59,8 @@ def accepted(model: nn.Module) -> int:
     """How many steps were counted before one was refused."""
     count = 0
     try:
-        for count in steps(model):
-            pass
+        for number in steps(model):
+            count = number
     except PerSampleGradientError:
         pass
     return count
@@ -225,6 +225,7 @@ def test_outputs_and_graphs_keep_their_bits() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LSTM(8, 8))
     x = torch.randn(4, 3, 5)
     for context in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16)):
+        found = []
         for independent in (False, True):
             outs = []
             with autograd_hacks.add_hooks(model, independent=independent, batch_dim=0):
@@ -232,10 +233,9 @@ def test_outputs_and_graphs_keep_their_bits() -> None:
                     torch.manual_seed(0)
                     with context:
                         outs.append(model(x)[0])
-            found = outs[-1], kinds(outs[-1])
-            before = found if not independent else before
-        assert torch.equal(found[0], before[0])
-        assert found[1] == before[1]
+            found.append((outs[-1], kinds(outs[-1])))
+        assert torch.equal(found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
 
 
 class Counting(TorchDispatchMode):
@@ -281,9 +281,9 @@ def test_an_interrupted_forward_leaves_no_mode_and_no_watch_behind() -> None:
 
     for kind in (Stopped, nn.Linear):
         model = nn.Sequential(nn.Linear(5, 3), kind(3, 2))
-        with autograd_hacks.add_hooks(model, independent=True):
-            with pytest.raises(KeyboardInterrupt if kind is Stopped else RuntimeError):
-                model(torch.randn(4, 5 if kind is Stopped else 6))
+        stopped = pytest.raises(KeyboardInterrupt if kind is Stopped else RuntimeError)
+        with autograd_hacks.add_hooks(model, independent=True), stopped:
+            model(torch.randn(4, 5 if kind is Stopped else 6))
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         assert Tensor.numpy is numpy
 
