@@ -155,7 +155,8 @@ class Recorder:
         """Called as a forward begins, of the model or of a part that is called by itself."""
         if self.forward.running is not None and path:
             return
-        self.forward.running = self._known = None
+        self.forward.running = None
+        self._forget()
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -177,6 +178,9 @@ class Recorder:
             kept = [] if before is None else before.kept(self.marks.tensors)
             self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
             self.tape.start()
+
+    def _forget(self) -> None:
+        self._known = None
 
     def _stop(self) -> None:
         """Ends the tape of a forward."""

@@ -37,6 +37,13 @@ def _(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node, *_: Any) -> 
     return multiplied(labels, node, left, right, 0)
 
 
+@rule("mv")
+def _(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node) -> Found:
+    if labels[right] is not None or labels[left].dim != 0:
+        return labels.mixed(node, "multiplies samples with each other")
+    return labels[left]
+
+
 @rule("bmm")
 def _(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node, *_: Any) -> Found:
     return multiplied(labels, node, left, right, 1)

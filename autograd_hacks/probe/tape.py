@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
@@ -121,7 +120,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_paused:
             return func(*args, **kwargs) if kwargs else func(*args)
-        note, numbers, noted = self._noted, self._numbers, []
+        note, numbers, noted = self._noted, self._numbers, list[Any]()
         if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
             self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
             self.values.append(args[0])
@@ -143,7 +142,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 noted.append((n, shape, strides, x.dtype))
             elif is_one or x is None:
                 noted.append((0, (), (), None))
-        self.entries.append(Entry(func, given, named, noted, not is_one))  # type: ignore[arg-type]
+        self.entries.append(Entry(func, given, named, noted, not is_one))
         if func.namespace not in _TORCHS:
             self.opaque.append((self.entries[-1], place()))
         if not noted and not func._schema.is_mutable and func.overloadpacket not in _OF_SIZES:
@@ -205,11 +204,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
 
     def _of_parameter(self, x: Tensor) -> str | None:
         """The name of a parameter that was cast or viewed before, as autocast's cache does."""
-        node: Node | None = x.grad_fn
+        node: Any = x.grad_fn
         while node is not None and len(node.next_functions) == 1:
             node = node.next_functions[0][0]
             if type(node) is Leaf and self._names is not None:
-                return self._names.get(id(node.variable))  # type: ignore[attr-defined]
+                return self._names.get(id(node.variable))
         return None
 
     def take_as_same(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:

@@ -31,6 +31,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
@@ -204,7 +205,9 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
         finally:
             again.stop()
     # The check keeps no casts of weights, so that each use has its own.
-    if not tape.repeats(again, torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")):
+    is_cached = torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
+    # An array may share the memory of a tensor, and its copy does not.
+    if not tape.repeats(again, is_cached or any(hasattr(leaf, "__array_interface__") for leaf in batch.leaves)):
         raise ProbeFailed(
             "independence of samples: this forward ran operations that were not proven, and other ones when it was repeated "
             "for the proof. What a forward computes must follow from its arguments, the modules' attributes and the random "
@@ -223,6 +226,9 @@ class _Runs:
         model, rows = self.aside.module, dict[str, Tensor]()
         # Processes that hold shards are handled already; see `distributed/agreement.py`.
         with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
+            for n, p in enumerate(self.aside.trained):
+                if p.numel() and not is_part(p) and not p.detach().any():  # zeros hide what is behind them
+                    p.data.copy_(noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype))
             args, kwargs = copied(arguments)
             try:
                 if with_rows:
