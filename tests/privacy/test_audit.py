@@ -148,8 +148,12 @@ def test_samples_that_begin_to_mix_are_found_in_that_step(monkeypatch: pytest.Mo
     """Each sample then moves the others' gradients, by up to the bound each, and the accountant knows of one alone."""
     monkeypatch.undo()
     private, model = PrivateTraining(BOUND, NOISE, EXPECTED, DELTA, seed=0), CentredLater()
-    with private.attach(model), pytest.raises(SamplesMixed):
+
+    def trained() -> None:
         for (part,) in private.loader(TensorDataset(torch.randn(8, 3)), steps=10):
             private.backward(model(part))
             private.step()
+
+    with private.attach(model), pytest.raises(SamplesMixed):
+        trained()
     assert private.steps == CentredLater.begins
