@@ -26,6 +26,7 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import tensors_of
 
 HOOKS = "hooks"
 MODES = HOOKS, "derivatives", "expand"
@@ -369,6 +370,15 @@ class Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are detected on arrival
             return None
+        if (tape := self.recorder.tape) is None:
+            return self._then(module, args, kwargs, output)
+        with tape.paused():
+            returned = self._then(module, args, kwargs, output)
+            if output and returned is not None and returned is not output[0]:
+                tape.take_as_same(tensors_of(output[0]), tensors_of(returned))
+            return returned
+
+    def _then(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
         if not output:
             return self.then(self.path, module, args, kwargs)
         # Did any foreign hook run before this one?  The library's own hooks return the module's output unchanged.

@@ -34,6 +34,7 @@ from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import ALWAYS, Known, Planner
 from autograd_hacks.probe.routes import has_choosing, moves_as_proven
+from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
@@ -42,7 +43,8 @@ from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import made_by, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
+from autograd_hacks.support.untouched import Marks
 
 SLOW = 2.0
 """A proof that takes more seconds than this prints a note."""
@@ -61,6 +63,11 @@ class Recorder:
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
+    # ``is_shown(recorder, ran, plan, samples)``: whether the tape shows that samples are independent, if that is asked
+    is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
+    # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
+    check_tape: Callable[[Tape], None]  # raises for operations that are opaque
+    why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
     def __init__(self) -> None:
@@ -71,6 +78,9 @@ class Recorder:
         self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
         self.is_aside = False  # whether the library runs its own forwards and backward passes
+        self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
+        self.batch: Batch | None = None  # the arguments of that forward
+        self.marks: Marks | None = None  # how that forward began
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
@@ -118,6 +128,7 @@ class Recorder:
         """Cleans up after a forward that ended by an interrupt (not an Exception), for which torch calls no hook."""
         self.forward.running = None
         self.reduction.release()
+        self._stop()
 
     @contextmanager
     def aside(self, plan: Plan | None = None) -> Iterator[None]:
@@ -125,9 +136,9 @@ class Recorder:
 
         plan: the plan to use; by default found as for any forward
         """
-        own, theirs = kept(self, "is_aside", "_plan", "_known"), kept(self.forward)
+        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch", "marks"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
-            self.is_aside, self._plan, self._known = True, plan, None
+            self.is_aside, self._plan, self._known, self.tape = True, plan, None, None
             self.backward.wants_grad, self.forward.running = True, None
             self.forward.restart()
             yield
@@ -145,6 +156,7 @@ class Recorder:
         if self.forward.running is not None and path:
             return
         self.forward.running = None
+        self._forget()
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -158,6 +170,23 @@ class Recorder:
             self.backward.watch_behind()
         self.record.stage = running_stage()
         self.forward.running = path if is_on else None
+        known, before = self._known, self.tape
+        self._stop()
+        is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
+        if is_asked and known is not None and known.batch is not None:
+            self.batch, self.marks = known.batch, Marks(modules_of(model))
+            kept = [] if before is None else before.kept(self.marks.tensors)
+            self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
+            self.tape.start()
+
+    def _forget(self) -> None:
+        self._known = None
+
+    def _stop(self) -> None:
+        """Ends the tape of a forward."""
+        if self.tape is not None:
+            self.tape.stop()
+        self.tape = self.batch = self.marks = None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan for a forward."""
@@ -175,6 +204,8 @@ class Recorder:
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
         """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
+        if not path and self.tape is not None:
+            self.tape.stop()
         if not Switch.on() or self.forward.running != path:
             return None
         self.forward.running = None
@@ -189,7 +220,9 @@ class Recorder:
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
         with plainly_saved():
-            return self._end(path, model, ran, output)
+            returned = self._end(path, model, ran, output)
+        self.batch = self.marks = None  # they hold the arguments
+        return returned
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
@@ -258,7 +291,9 @@ class Recorder:
             is_known, off = self.place(ran, plan, samples)
             if not is_known:
                 return True
-            return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
+            if plan.zeros and plan.has_opened(self.record.held(ran.parameters)):
+                return True
+            return not self.is_shown(self, ran, plan, samples)
 
         def proof() -> None:
             nonlocal samples, is_proven, off
@@ -271,10 +306,12 @@ class Recorder:
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
             if (took := perf_counter() - began) > SLOW and self.planner.probes != ALWAYS:
+                later = 'Later checks are rare; add_hooks(probe="once") turns them off'
+                if self.planner.independent:
+                    later = "Forwards with the same operations need no further check of that; others do, when they come"
                 print(
                     f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
-                    "its "
-                    'kind. Later checks are rare; add_hooks(probe="once") turns them off',
+                    f"its kind. {later}",
                     file=sys.stderr,
                 )
             plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)

@@ -31,7 +31,6 @@ from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed
-from autograd_hacks.support.untouched import Aside
 
 TRIES = 6
 """How many hypotheses about the samples' places in the outputs are tried."""
@@ -83,8 +82,7 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
             for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
                 plan.disproven, plan.unsure = plan.disproven | disproven, plan.unsure | unsure
     if recorder.planner.independent and known.batch is not None and (model := next(iter(ran.modules), None)) is not None:
-        aside = known.aside or Aside(model, ran.arguments)  # if the forward began before a proof was known to be due
-        show_independent(recorder, aside, known.batch, ran, plan, found.hypothesis.samples)
+        show_independent(recorder, model, known.aside, known.batch, ran, plan, found.hypothesis.samples)
     return found.hypothesis.samples
 
 

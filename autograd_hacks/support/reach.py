@@ -250,7 +250,7 @@ def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
     return ProbeFailed(
         f"independence of samples: the check runs the model again, but can't restore {where}, of type "
         f"{type(thing).__name__} ({why}). Nothing has been run. Pass what it yields to the model as an argument, or use an "
-        "object that copy.deepcopy accepts. To skip the check, use independent=False."
+        "object that copy.deepcopy accepts. Training that is not private can leave the check out: independent=False."
     )
 
 

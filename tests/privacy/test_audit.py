@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining
+from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.privacy import training as of_training
 from autograd_hacks.privacy.accounting import spent
 from autograd_hacks.privacy.poisson import Mark
@@ -144,6 +145,31 @@ def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: st
     planted(monkeypatch, mistake)
     found, stated = audited()
     assert found > stated
+
+
+class CentredLater(Weights):
+    """Centres its input over the batch, without a gradient, from some step on."""
+
+    begins, forwards = 3, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x - x.mean(0) if self.forwards > self.begins else x)
+
+
+def test_samples_that_begin_to_mix_are_found_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample then moves the others' gradients, by up to the bound each, and the accountant knows of one alone."""
+    monkeypatch.undo()
+    private, model = PrivateTraining(BOUND, NOISE, 4.0, DELTA, seed=SEED), CentredLater()
+
+    def trained() -> None:
+        for (part,) in private.loader(TensorDataset(torch.randn(8, 3)), steps=10):
+            private.backward(model(part))
+            private.step()
+
+    with private.attach(model), pytest.raises(SamplesMixed):
+        trained()
+    assert private.steps == CentredLater.begins
 
 
 def test_equal_noise_of_two_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
