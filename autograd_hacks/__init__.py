@@ -5,11 +5,9 @@ loss_fn(model(x), y).backward()
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
-import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.capture import hooks as _hooks
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.compiled.face import compile
@@ -38,9 +36,6 @@ from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.store import Store
 from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
-
-# Pickles of hooked models from older versions refer to these module names.
-_sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], _hooks))
 
 __version__ = "0.1.0"
 
