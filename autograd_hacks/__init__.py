@@ -25,6 +25,7 @@ from autograd_hacks.support.suggestions import hint as _hint
 from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
+from autograd_hacks.verbs.during_backward import during_backward
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
@@ -34,7 +35,6 @@ from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.store import Store
-from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
 __version__ = "0.1.0"
@@ -61,7 +61,6 @@ __all__ = [
     "Store",
     "clip_grad1_norm_",
     "during_backward",
-    "streaming",
     "describe",
     "verify",
     "check_rows",

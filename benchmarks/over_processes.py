@@ -86,7 +86,7 @@ def made(engine: str, way: str) -> tuple[nn.Module, Callable[[Tensor], None]]:
         # The first pass has nothing to reduce, and the second is the engine's own, of a forward of its own.
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             loss = losses(x).mean()
-            with autograd_hacks.streaming(model) as streamed:
+            with autograd_hacks.during_backward(model, "norms") as streamed:
                 loss.backward()
         with autograd_hacks.pause_hooks():
             (losses(x) * (BOUND / streamed.norms).clamp(max=1)).mean().backward()

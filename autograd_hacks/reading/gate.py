@@ -50,8 +50,7 @@ def read(
     check_scale(scaling)
     if record.on_arrival is not None:
         raise NothingRecorded(
-            "inside during_backward, or with streaming, each layer's record is freed during the pass. Read after that "
-            "context."
+            "inside during_backward, each layer's record is freed during the pass. Read after that context."
         )
     for segment in record.segments:
         segment.read = True  # also if the read fails

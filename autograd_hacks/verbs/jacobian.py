@@ -38,7 +38,7 @@ def per_sample_jacobian(
     It runs one backward pass for each entry.  Verbs return the output's axes after the samples'.  For logits, ``norms()`` is
     (N, C), and ``gram(other)``, the tangent kernel, is (N, C, M, C).  For tokens' losses, ``norms()`` is (N, T), and
     ``weighted_sum(w)`` takes (N, T).  ``.grad`` and the record of other passes don't change, also within `accumulate` and
-    `streaming`.
+    `during_backward`.
 
     output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
     outputs, such as tokens' losses, with the samples on axis 0; two more passes then check that samples don't mix in it

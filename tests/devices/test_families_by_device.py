@@ -38,7 +38,7 @@ def test_verbs_that_take_passes_of_their_own(device: torch.device, name: str) ->
     matrix, v = written(rows), {key: torch.randn_like(p) for key, p in model.named_parameters()}
     flat = torch.cat([own.flatten() for own in v.values()])
     with autograd_hacks.add_hooks(model):
-        with autograd_hacks.streaming(model, gram=True, dot=v) as streamed:
+        with autograd_hacks.during_backward(model, "norms", "gram", dot=v) as streamed:
             losses(model(x)).mean().backward()
         assert_close(streamed.norms, matrix.norm(dim=1))
         assert_close(streamed.gram, matrix @ matrix.mT)

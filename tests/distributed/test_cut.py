@@ -70,7 +70,7 @@ def verbs(way: str, probe: bool) -> None:
         assert_close(whole(p.grad1.mean(0)), whole(p.grad), **NEAR)
     autograd_hacks.verify(net, args=(x,))
     assert len(autograd_hacks.describe(net).rows) == len(rows)
-    with autograd_hacks.streaming(net, dot=v, gram=True, project=5) as streamed:
+    with autograd_hacks.during_backward(net, "norms", "gram", dot=v, project=5) as streamed:
         autograd_hacks.backward(losses(net(x), y))
     assert_close(streamed.norms, joint(rows), **NEAR)
     assert_close(streamed.dot, along, **NEAR)

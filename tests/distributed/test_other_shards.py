@@ -36,7 +36,7 @@ def sharded() -> None:
                     ShardedParameters, match=r"split over processes.*FSDP1.*Use torch.distributed.fsdp.fully_shard"
                 ):
                     run(x)
-                with pytest.raises(ShardedParameters), autograd_hacks.streaming(hooked):
+                with pytest.raises(ShardedParameters), autograd_hacks.during_backward(hooked, "norms"):
                     pass
                 for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
                     with pytest.raises(ShardedParameters):

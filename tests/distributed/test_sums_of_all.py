@@ -106,7 +106,7 @@ def streams(way: str, name: str) -> None:
         model = spread_out(way, name)
         autograd_hacks.add_hooks(model, param_grad=param_grad)
         for _ in range(3):
-            with autograd_hacks.streaming(model) as streamed:
+            with autograd_hacks.during_backward(model, "norms") as streamed:
                 squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
             assert_close(streamed.norms, norms[own(SIZES)])
             model.zero_grad()

@@ -178,7 +178,7 @@ def test_a_models_rows_are_projected_as_autograds_are(entries: int) -> None:
     assert_close(grads.project(32, seed=7, kind="sjlt", entries=entries), expected)
     assert_close(grads.select(slice(1, 3)).project(32, seed=7, kind="sjlt", entries=entries), expected[1:3])
     assert not torch.allclose(grads.project(32, seed=7), expected)
-    with autograd_hacks.streaming(model, project=32, seed=7, kind="sjlt", entries=entries) as streamed:
+    with autograd_hacks.during_backward(model, "norms", project=32, seed=7, kind="sjlt", entries=entries) as streamed:
         F.cross_entropy(model(x), y).backward()
     assert_close(streamed.projection, expected)
 
@@ -197,6 +197,6 @@ def test_maps_that_there_are_not_are_refused() -> None:
             grads.project(**options)
     with pytest.raises(TypeError, match=r"entries=1\.5"):
         grads.project(8, kind="sjlt", entries=1.5)
-    inside = autograd_hacks.streaming(model, project=8, kind="sjlt", entries=3)
+    inside = autograd_hacks.during_backward(model, "norms", project=8, kind="sjlt", entries=3)
     with pytest.raises(ValueError, match="during_backward: project=8 with entries=3"), inside:
         pass

@@ -92,7 +92,7 @@ def everything(model: nn.Module, x: Tensor) -> dict[str, Any]:
             "table": str(autograd_hacks.describe(model)),
         }
         autograd_hacks.verify(model, samples=2)
-        with autograd_hacks.streaming(model, gram=True, project=3) as streamed:
+        with autograd_hacks.during_backward(model, "norms", "gram", project=3) as streamed:
             losses().mean().backward()
         found["streamed"] = streamed.norms, streamed.gram, streamed.projection
         autograd_hacks.backward(losses())

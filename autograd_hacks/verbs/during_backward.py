@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -18,8 +18,8 @@ from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import (
+    ON_DURING_BACKWARD,
     ON_PASSES,
-    ON_STREAMING,
     HigherOrderError,
     NothingRecorded,
     NotReduced,
@@ -47,43 +47,6 @@ WHAT = ("grad1", "norms", "gram")
 """The quantities that `during_backward` computes by name."""
 
 
-def streaming(
-    model: nn.Module,
-    dot: Mapping[str, Tensor] | Tensor | None = None,
-    gram: bool = False,
-    project: int | None = None,
-    seed: int = 0,
-    loss_type: str | None = None,
-    scale: float | Tensor = 1.0,
-    budget: int = BUDGET,
-    kind: str = "signs",
-    entries: int = 1,
-) -> AbstractContextManager[Streamed]:
-    """`during_backward` with the norms and any other quantities::
-
-        with autograd_hacks.streaming(model) as streamed:
-            loss.backward(retain_graph=True)
-        weights = (max_norm / streamed.norms).clamp(max=1)
-
-    gram: also compute the inner products of all pairs, (N, N)
-
-    The other arguments are those of `during_backward`.
-    """
-    what = ("norms", "gram") if gram else ("norms",)
-    return during_backward(
-        model,
-        *what,
-        dot=dot,
-        project=project,
-        seed=seed,
-        kind=kind,
-        entries=entries,
-        loss_type=loss_type,
-        scale=scale,
-        budget=budget,
-    )
-
-
 @contextmanager
 def during_backward(
     model: nn.Module,
@@ -97,7 +60,7 @@ def during_backward(
     weights: Tensor | None = None,
     kind: str = "signs",
     entries: int = 1,
-) -> Iterator[Streamed]:
+) -> Iterator[Quantities]:
     """A context that computes quantities during one backward pass and frees each layer's activations early.
 
     A layer's input and output gradient are freed as soon as its parameters' gradients are known::
@@ -131,7 +94,7 @@ def during_backward(
         given = f"was given {unknown[0]!r}" if unknown else "was given nothing to compute"
         raise ValueError(
             f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, dot=, project= and "
-            "weights=." + ON_STREAMING
+            "weights=." + ON_DURING_BACKWARD
         )
     recorder = recorder_of(model)
     record = recorder.record
@@ -164,14 +127,14 @@ def during_backward(
         )
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
-        raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_STREAMING)
+        raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_DURING_BACKWARD)
     if record.accumulating:
         raise RuntimeError(
-            "during_backward and streaming are for one backward pass, but this model is accumulating several; leave "
-            "accumulate(model) first" + ON_PASSES
+            "during_backward is for one backward pass, but this model is accumulating several; leave accumulate(model) first"
+            + ON_PASSES
         )
     record.clear()
-    streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
+    found, stream = Quantities(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
 
     def undo() -> None:
         record.on_arrival = None
@@ -183,18 +146,19 @@ def during_backward(
 
     with restored(undo):
         record.on_arrival = stream.arrived
-        yield streamed
-        vars(streamed).update(stream.end())
+        yield found
+        vars(found).update(stream.end())
 
 
 def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
-            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor" + ON_STREAMING
+            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor"
+            + ON_DURING_BACKWARD
         )
 
 
-class Streamed(Shown):
+class Quantities(Shown):
     """The results of `during_backward`, available after the context's end.
 
     * ``norms``: N
@@ -256,7 +220,8 @@ class _Stream:
         """
         if current.is_hess:
             raise RuntimeError(
-                "backprop_hess was called inside during_backward, which is for one ordinary backward pass" + ON_STREAMING
+                "backprop_hess was called inside during_backward, which is for one ordinary backward pass"
+                + ON_DURING_BACKWARD
             )
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
@@ -268,7 +233,7 @@ class _Stream:
             raise RuntimeError(
                 f"{self.names.get(name, name)} received gradient a second time in one backward pass, because reentrant "
                 "checkpoints share its layer; its rows were already read. Use use_reentrant=False, or read after the pass."
-                + ON_STREAMING
+                + ON_DURING_BACKWARD
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
@@ -324,7 +289,7 @@ class _Stream:
         if len(w) != form.samples:
             raise ValueError(
                 f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
-                f"has {form.samples} samples" + ON_STREAMING
+                f"has {form.samples} samples" + ON_DURING_BACKWARD
             )
         return form
 
