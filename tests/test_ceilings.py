@@ -16,7 +16,7 @@ ROOMS = ["privacy", "curvature", "compiled", "distributed", "integrations"]
 """Folders of the package that the core could do without."""
 GRAPH = "graph"
 """The folder of the laws, which stands outside until it replaces what `GONE` lists."""
-CEILINGS = {"core": 14206, "rooms": 4645, GRAPH: 1500, "tests": 26587, "benchmarks": 3580}
+CEILINGS = {"core": 13996, "rooms": 4516, GRAPH: 1500, "tests": 26170, "benchmarks": 3580}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""
@@ -58,7 +58,7 @@ GONE = {
 
 A file or class that defines most of the same is the same under another name, so it isn't gone.
 """
-LAWS_ARE_TO_REPLACE = set(GONE)
+LAWS_ARE_TO_REPLACE = set(GONE) - {"capture/by_part.py", "distributed/cut.py"}
 """Those that are still there."""
 
 

@@ -24,7 +24,7 @@ from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts
-from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.trees import holds_numbers, is_packed, map_tensors, version_of
 
 Versions = list[tuple[Tensor, int]]
@@ -66,7 +66,7 @@ class OutputGrads:
     @property
     def length(self) -> float:
         """The 2-norm of all gradients together."""
-        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        return sum(float(grad.abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
 
 
 @dataclass(eq=False, kw_only=True)
@@ -113,7 +113,7 @@ class Use(ABC):
         received: the gradients of the pass, at all uses
         """
         if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
-            edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
+            edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
         if self.documents is not None:
@@ -124,7 +124,7 @@ class Use(ABC):
         """Whether a use without any earlier gradient still has none, or only rounding of zero.
 
         Raises ProbeFailed if it has more."""
-        if not any(bool(part_of(g).any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
+        if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
         if self.plan is not None:
             self.plan.pending = True
@@ -158,7 +158,7 @@ class Use(ABC):
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as rules expect it: in the parameters' dtype, whatever autocast made of it."""
-    tensor = part_of(tensor)
+    tensor = undivided(tensor)
     if type(tensor) is not Tensor and holds_numbers(tensor):  # of a user's tensor class
         tensor = tensor.as_subclass(Tensor)
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -263,7 +263,7 @@ class LayerCall(Use, Call):
                 f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
                 "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
-        form, shape = forms[name], part_of(self.edges[name].parameter).shape
+        form, shape = forms[name], self.edges[name].parameter.shape
         if form.samples != rows or tuple(form.shape) != shape:
             raise BatchSizeError(
                 f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "

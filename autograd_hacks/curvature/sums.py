@@ -26,7 +26,6 @@ from autograd_hacks.curvature.kronecker import (
     weight_of,
     weights_by_bias,
 )
-from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms import Form
@@ -74,7 +73,6 @@ class Sums:
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread = 0, spread_of(model, recorder_of(model))
-        refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be mistaken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from math import inf, nan, sqrt
 
 import torch
@@ -10,14 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.support.draws import Noise, check_noise, drawn
-from autograd_hacks.support.parts import cut_as
+from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -98,7 +95,7 @@ def clip_and_noise_(
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         own = grads_of(model, recorder, spread, loss_type, scale)
         grads = write_where_it_saves(own, budget, recorder, written)
-        found = _taken(grads, parts, groups, mask, recorder, budget // 4)
+        found = _taken(grads, parts, groups, mask, budget // 4)
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
     with spread.weights():
@@ -113,7 +110,7 @@ def clip_and_noise_(
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size)
     if multiplier:
-        _add_noise(model, spread, recorder, deviation, noise)
+        _add_noise(model, spread, deviation, noise)
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w, 0.0) for w in weights]
@@ -186,7 +183,6 @@ def _taken(
     parts: list[Part],
     groups: Tensor | None,
     mask: Tensor | None,
-    recorder: Recorder,
     budget: int,
 ) -> _Taken:
     if groups is not None:
@@ -202,7 +198,7 @@ def _taken(
 
     def lengths(whole: PerSampleGrads) -> list[Tensor]:
         own = [whole if len(parts) == 1 else cut(whole, part) for part in parts]
-        return [over_stages(x.norms(budget=budget), recorder.record) for x in own]
+        return [x.norms(budget=budget) for x in own]
 
     by_part = lengths(grads)
     norms = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
@@ -239,25 +235,16 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         )
 
 
-def _add_noise(model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, noise: Noise) -> None:
-    """Adds noise to ``.grad``.
-
-    Processes that share a batch use the same noise, each its part.  Stages of a pipeline use different noise.
-    """
-    stage = None if recorder.record.stage is None else recorder.record.stage()
+def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
+    """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
     is_shared = bool(spread.groups())
     if noise is None or isinstance(noise, torch.Generator):
         if is_shared:  # all use a generator with the state of the first process's
             on = next((p.device for p in model.parameters()), torch.device("cpu"))
             noise = noise or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
             noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
-        if stage is not None:
-            device = torch.device("cpu") if noise is None else noise.device
-            seed = int(torch.randint(2**62, (), generator=noise, device=device))
-            key = sha256(repr((seed, stage.stage_index)).encode()).digest()
-            noise = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
         is_shared = False
     for name, p in model.named_parameters():
         if p.requires_grad and p.grad is not None:
             found = drawn(noise, name, p, deviation)
-            p.grad += cut_as(spread.firsts(found) if is_shared else found, p)
+            p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)

@@ -356,8 +356,7 @@ class PrivateTraining:
             raise ValueError(
                 f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}; "
                 "expected the same number, because otherwise samples are left out or counted twice. Wrap the model by "
-                "DistributedDataParallel or fully_shard over all processes. Under tensor or pipeline parallelism use a "
-                "loader of your own and clip_and_noise_." + ON_PRIVATE
+                "DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
             )
 
     def _clipped(self, mark: Mark, scale: float | Tensor) -> PrivateStep:

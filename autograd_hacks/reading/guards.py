@@ -1,12 +1,11 @@
 """Checks whether a record may be read.  Each check raises an error that says what to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
@@ -18,7 +17,6 @@ from autograd_hacks.errors import (
     NothingRecorded,
     ProbeFailed,
     SamplesMixed,
-    ShardedParameters,
     StaleRecord,
     UnseenGradient,
     VerificationFailed,
@@ -69,12 +67,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     """The segments to read.  Raises if there are none, or if their rows can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    if record.stage is not None and any(p.captures for segment in record.segments for p in segment.passes):
-        raise UnseenGradient(
-            "a zero-bubble schedule of torch.distributed.pipelining splits the backward pass: one part for a stage's "
-            "inputs, others for its weights. Layers see several gradients, so rows can't be computed. Use a schedule with "
-            "whole backward passes: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B."
-        )
     check_unseen(parameters, record)
     if not record.segments:
         no_backward = (
@@ -96,7 +88,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 "the last backward pass did not finish, so its rows are incomplete. Repeat the forward and the backward "
                 "pass."
             )
-        check_parts(record, recorded.received)
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
@@ -226,16 +217,6 @@ def check_shown(use: Use) -> None:
         "Call add_hooks(model, independent=True) first, then call the model itself with a batch of tensors in which "
         "samples differ."
     )
-
-
-def check_parts(record: Record, uses: Iterable[Use]) -> None:
-    """Raises if a loss was differentiated through layers that are split over processes."""
-    if record.comparing and any(isinstance(use, PartCall) for use in uses):
-        raise ShardedParameters(
-            "a backward pass with create_graph=True reached layers that are split over processes. In tensor parallel, "
-            "losses with derivatives have no per-sample gradients, because torch computes other derivatives for such "
-            "graphs than on one process. Keep these layers whole."
-        )
 
 
 def check_seen(use: Use, grads: OutputGrads) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
@@ -35,8 +34,7 @@ class Algebra(Matrix):
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            rows = {name: self._placed(form.dense()) for name, form in self.items()}
-            return {name: self.cuts[name].joined(x) if name in self.cuts else x for name, x in rows.items()}
+            return self._each(lambda _, form: form.dense())
 
     @overload
     def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
@@ -52,11 +50,9 @@ class Algebra(Matrix):
         """
         with self.reading():
             if per_parameter:
-                norms = {name: form.norms(budget) for name, form in self.items()}
-                return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
+                return self._each(lambda _, form: form.norms(budget))
             forms, factor = without_factor(self)
-            norms = {name: form.norms(budget) for name, form in forms.items()}
-            joined = whole_norms(norms, self.cuts, lambda own: matrix.joint_norms(own.values(), self._row_count))
+            joined = matrix.joint_norms([form.norms(budget) for form in forms.values()], self._row_count)
             return self._placed(joined * abs(factor))
 
     @overload
@@ -83,7 +79,7 @@ class Algebra(Matrix):
 
         with self.reading():
             if per_parameter:
-                return self._each({name: along(name, form) for name, form in self.items()})
+                return self._each(along)
             return self._added(along)
 
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
@@ -152,11 +148,14 @@ class Algebra(Matrix):
                 f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
                 "preconditioned(metric) to both." + ON_METRICS
             )
+
+        def products(name: str, form: Form) -> Tensor:
+            return form.gram(other[name], budget)
+
         if not per_parameter:
-            return self._between(other, lambda name, form: form.gram(other[name], budget))
+            return self._between(other, products)
         with self.reading(), other.reading():
-            products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
-            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
+            return {name: other._placed(x, x.ndim - 1) for name, x in self._each(products).items()}
 
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
         """The inner products ⟨gₙ, g′ₘ⟩ of this process's N samples with all M samples of all processes, (N, M).
@@ -183,12 +182,8 @@ class Algebra(Matrix):
                     f"for the largest parameter; the limit is {limit / 2**20:,.0f} MiB. Project them by "
                     "gram_of_all(dim=4096), or raise limit."
                 )
-            shape = self.samples, int(count)
-
-            def products(forms: Mapping[str, Form]) -> Tensor:
-                return matrix.added((form.gram(Dense(everyones(form.dense()))) for form in forms.values()), shape)
-
-            return whole_sum(self, self.cuts, products)
+            products = (form.gram(Dense(everyones(form.dense()))) for form in self.values())
+            return matrix.added(products, (self.samples, int(count)))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """The weighted sum of squares Σₙ wₙ gₙ², elementwise, {name: shape}.
@@ -288,11 +283,10 @@ class Algebra(Matrix):
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
         if rank is not None:
-            if dim is not None or not per_parameter or self.cuts or kind != "signs":
+            if dim is not None or not per_parameter or kind != "signs":
                 raise ValueError(
                     f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
-                    "expected project(rank=..., per_parameter=True), and parameters that are not cut over processes."
-                    + ON_VERBS
+                    "expected project(rank=..., per_parameter=True)." + ON_VERBS
                 )
             with self.reading():
                 sides = {n: random_sides(n, form.shape, rank, seed, form.like.device) for n, form in self.items()}
@@ -301,12 +295,12 @@ class Algebra(Matrix):
         count = dim or 0
 
         def projected(name: str, form: Form) -> Tensor:
-            random = matrix.random_map(name, form.shape, count, seed, self.cuts.get(name), kind, entries)
+            random = matrix.random_map(name, form.shape, count, seed, kind, entries)
             return form.project(random, budget)
 
         with self.reading():
             if per_parameter:
-                return self._each({name: projected(name, form) for name, form in self.items()})
+                return self._each(projected)
             return self._added(projected, count)
 
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
@@ -320,15 +314,12 @@ class Algebra(Matrix):
         rank: the largest number of terms
         budget: bytes to use beside the result
 
-        Raises ValueError for a rank below 1, and for parameters that are cut over processes.
+        Raises ValueError for a rank below 1, and for rows of output entries.
         Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
         """
         arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
-        if self.cuts or self.entries:
-            raise ValueError(
-                f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
-                "expected one row per sample, for whole parameters." + ON_VERBS
-            )
+        if self.entries:
+            raise ValueError("low_rank: these are rows of output entries; expected one row per sample." + ON_VERBS)
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}
 

@@ -10,7 +10,6 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
@@ -60,9 +59,7 @@ def clip_grad1_norm_(
     all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
     then changes ``.grad`` by at most max_norm / batch_size
     process_group: as in `per_sample_grads`. The sum and N cover the samples of all these processes
-    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model. In a pipeline
-    (``torch.distributed.pipelining``) every stage calls this function, and the norms over all stages are used by default;
-    give them if a process has several stages
+    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model
 
     Returns the norms of this process's samples before clipping, N, without the scale.
 
@@ -83,7 +80,7 @@ def clip_grad1_norm_(
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
+        lengths = grads.norms(budget=budget // 4) if norms is None else norms
         return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -15,7 +14,6 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Pass, Segment, disagreement
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
-from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import (
     ON_DURING_BACKWARD,
@@ -28,15 +26,14 @@ from autograd_hacks.forms import Form, scale
 from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
+from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
 from autograd_hacks.reading.scale import check_no_tokens, check_scale
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
-from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
-from autograd_hacks.verbs.matrix import added, along_own, check_map, joint_norms, random_map
+from autograd_hacks.verbs.matrix import along_own, check_map, joint_norms, random_map
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
@@ -86,8 +83,7 @@ def during_backward(
     budget: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
-    quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch or
-    its layers.
+    quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch.
     """
     asked = what or any(own is not None for own in (dot, project, weights))
     if (unknown := [word for word in what if word not in WHAT]) or not asked:
@@ -123,7 +119,7 @@ def during_backward(
     if project is not None:
         check_map("during_backward: project", project, kind, entries)
         verbs["projection"] = lambda name, form: form.project(
-            random_map(name, form.shape, project, seed, stream.cuts.get(name), kind, entries), budget
+            random_map(name, form.shape, project, seed, kind, entries), budget
         )
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
@@ -203,15 +199,7 @@ class _Stream:
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and the call that it came from
         self._sums: dict[str, Tensor] = {}  # the new ``.grad``
-        # Each verb's results, by the first parameter that is cut alike; '' for parameters that all processes have.
-        self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
-
-    @cached_property
-    def cuts(self) -> dict[str, Cut]:
-        return cuts_of(self.model, self.record)
-
-    def own(self, name: str, x: Tensor) -> Tensor:
-        return self.cuts[name].own(x) if name in self.cuts else x
+        self._found: dict[str, list[Tensor]] = {what: [] for what in verbs}  # each verb's results
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Takes a parameter to which a pass has brought all its gradients.
@@ -237,7 +225,6 @@ class _Stream:
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
-        check_parts(self.record, calls)
         for call in calls:
             if self.is_private:
                 check_shown(call)
@@ -266,13 +253,11 @@ class _Stream:
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
-        own = self.cuts.get(name)
-        place = "" if own is None else next(n for n, cut in self.cuts.items() if cut.groups == own.groups)
         for what, verb in self.verbs.items():
             value = verb(name, form)
             if value is None:  # the verb has written its result
                 continue
-            found = self._found[what].setdefault(place, [])
+            found = self._found[what]
             if what == "norms" or not found:  # norms of a row's parts are combined later; all else adds up
                 found.append(value)
             else:
@@ -295,7 +280,7 @@ class _Stream:
 
     def along(self, name: str, form: Form, v: Tensor, w: Tensor | None, budget: int) -> Tensor:
         """J v.  With weights it also computes the new ``.grad`` in the same pass over the form."""
-        v = self.own(name, v).to(form.like.device).conj().resolve_conj()
+        v = v.to(form.like.device).conj().resolve_conj()
         if w is None:
             return form.dot(v, budget)
         total, found = form.sum_and_dot(self._weights(name, form, w), v, budget)
@@ -314,10 +299,10 @@ class _Stream:
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
     def _set_grads(self) -> None:
-        if self.cuts or spread_of(self.model, self._recorder).mesh is not None:
+        if spread_of(self.model, self._recorder).mesh is not None:
             raise NotReduced(
-                "during_backward was given weights, but this process has only a part of the samples or of the layers, and "
-                ".grad would hold that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
+                "during_backward was given weights, but this process has only a part of the samples, and .grad would hold "
+                "that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
                 "processes."
             )
         set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
@@ -333,11 +318,8 @@ class _Stream:
         if self._sets_grads:
             self._set_grads()
         self.has_ended = True
-        return {what: self._whole(what, found) for what, found in self._found.items() if found}
-
-    def _whole(self, what: str, found: Mapping[str, list[Tensor]]) -> Tensor:
-        def joined(own: Mapping[str, list[Tensor]]) -> Tensor:
-            parts = [part for of_one in own.values() for part in of_one]
-            return joint_norms(parts, len(parts[0])) if what == "norms" else added(parts, ())
-
-        return (whole_norms if what == "norms" else whole_sum)(found, self.cuts, joined)
+        return {
+            what: joint_norms(found, len(found[0])) if what == "norms" else found[0]
+            for what, found in self._found.items()
+            if found
+        }

@@ -158,16 +158,10 @@ class PerSampleGrads(Algebra):
 
         metric: a map for every parameter, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
 
-        Raises ValueError for a parameter without a map, for a map that doesn't fit a parameter's shape, and if a layer is
-        cut over processes.
+        Raises ValueError for a parameter without a map, and for a map that doesn't fit a parameter's shape.
         """
         if not isinstance(metric, Metric):
             raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
-        if self.cuts:
-            raise ValueError(
-                f"preconditioned: {next(iter(self.cuts))} is cut over processes, but a map needs the whole. Take dense()"
-                + ON_METRICS
-            )
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
         maps, forms = metric._of(named, list(self)), dict[str, Form]()

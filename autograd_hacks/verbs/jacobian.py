@@ -12,7 +12,6 @@ from autograd_hacks.capture.arrivals import announced, returned_in
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
@@ -84,7 +83,7 @@ def per_sample_jacobian(
         if len(chunks) > 1:
             forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
         samples, entries = len(first), first.shape[1:]
-        of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
+        of = weakref.ref(model), "Jacobian", [samples], entries
         return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 
