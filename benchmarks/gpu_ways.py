@@ -12,7 +12,6 @@ import torch.nn as nn
 from gpu_report import PLAIN
 from peers import clipping
 from systems import CLIPPED, GRAD1, SKIPPED, SYSTEMS, Found, Maker, Step, hooked, hooks_alone, loop, plain, trainable
-from torch import Tensor
 from workloads import Batch, Workload
 
 import autograd_hacks
@@ -65,8 +64,8 @@ def with_kernels(fused: float | None) -> Maker:
 
 def projected(model: nn.Module) -> Found:
     """Each parameter's rows between two random maps, as gradients are stored for attribution."""
-    found: dict[str, Tensor] = autograd_hacks.per_sample_grads(model).project(rank=RANK, per_parameter=True)
-    return found
+    low = autograd_hacks.Metric.low_rank(model, RANK)
+    return autograd_hacks.per_sample_grads(model).preconditioned(low).dense()
 
 
 def in_graph(verb: str) -> Maker:

@@ -20,7 +20,7 @@ from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_de
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
 
@@ -184,7 +184,7 @@ class Forward:
             samples=self.samples,
             layouts=layouts,
             recomputed_in=None if running is None else weakref.ref(running),
-            versions=[(x, version_of(x)) for x in tensors_in(args, kwargs)],
+            versions=versions_of(tensors_in(args, kwargs)),
             graph=weakref.ref(graph),
             is_first=is_first,
             plan=self.record.plan,

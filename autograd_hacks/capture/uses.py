@@ -25,10 +25,7 @@ from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.parts import undivided
-from autograd_hacks.support.trees import holds_numbers, is_packed, map_tensors, version_of
-
-Versions = list[tuple[Tensor, int]]
-"""Tensors, each with the number of in-place changes so far."""
+from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
 
 Pull = Callable[[str, Form], Form]
 """``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
@@ -339,8 +336,7 @@ class NodeUse(Use):
                     rows = carried_back(Value(*node.next_functions[value.place]), form.dense(), leaves)  # type: ignore[arg-type]
                     found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
-        held = (x for form in forms for leaf in form.leaves() for x in leaf.held)
-        self.versions = [(x, version_of(x)) for x in held]
+        self.versions = versions_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
         return found
 
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:

@@ -44,11 +44,11 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
                     known = names[id(inner), local]
                     if known is not None and p is not None and id(p) not in slots:
                         found.append((known, p))
-    refuse_parts([known for known, p in found if is_part(p)])
-    for known, p in found:
-        record.names[p] = known
-        record.gathered[known] = p
-        recorder.backward.watch(p)
+    refuse_parts([known for known, seen in found if is_part(seen)])
+    for known, seen in found:
+        record.names[seen] = known
+        record.gathered[known] = seen
+        recorder.backward.watch(seen)
 
 
 @contextmanager

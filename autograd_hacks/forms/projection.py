@@ -274,6 +274,7 @@ def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
 
 
 AnyMap = RandomMap | SparseMap
+"""The map of a projection."""
 
 
 def check_is_map(random: object) -> None:
@@ -284,9 +285,6 @@ def check_is_map(random: object) -> None:
             "parameter's name, and a form doesn't know that. Take grads.project(dim, per_parameter=True)[name], for the "
             "grads that the form is from."
         )
-
-
-"""The map of a projection."""
 
 
 def _is_ordinary() -> bool:

@@ -25,6 +25,7 @@ from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
+from autograd_hacks.support.trees import stepped_outside
 from autograd_hacks.verbs.arguments import check_count
 from autograd_hacks.verbs.clipping import check_numbers
 from autograd_hacks.verbs.hooking import add_hooks
@@ -437,9 +438,7 @@ class PrivateTraining:
 
 def _check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises ValueError if an optimizer steps parameters that aren't the model's."""
-    ours = {id(p) for p in model.parameters()}
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
+    if others := [tuple(p.shape) for optimizer in optimizers for p in stepped_outside(model, optimizer)]:
         raise ValueError(
             f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
             f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "

@@ -24,7 +24,7 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import modules_of, version_of
+from autograd_hacks.support.trees import modules_of, overwritten_in
 
 _MICRO_BATCHES = (
     "If both passes are of the same samples, add their losses up first, so that each sample has one row. For micro-batches "
@@ -227,13 +227,11 @@ def check_seen(use: Use, grads: OutputGrads) -> None:
             "without prepend=True, or call remove_hooks and add_hooks after registering it."
         )
     for kind, watched in (("input", use.versions), ("gradient at the output", zip(grads.at, grads.versions))):
-        for tensor, version in watched:
-            if tensor is not None and version_of(tensor) != version:
-                raise StaleRecord(
-                    f"{use.place}: its {kind}, of shape {tuple(tensor.shape)}, was overwritten in place after the layer "
-                    f"read it (version {version_of(tensor)}; expected {version}). Read the per-sample gradients before "
-                    "that, or give the layer a copy: x.clone()."
-                )
+        if wrong := overwritten_in(watched):
+            raise StaleRecord(
+                f"{use.place}: its {kind}, a {wrong} after the layer read it. Read the per-sample gradients before that, or "
+                "give the layer a copy: x.clone()."
+            )
 
 
 def _trains(layer: nn.Module) -> bool:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
@@ -30,6 +32,11 @@ def check_scale(scale: float | Tensor) -> None:
         )
     if not 0 < float(value) < float("inf"):
         raise ValueError(f"scale is {float(value)}; expected a number above 0, the factor on the loss." + ON_REDUCTION)
+
+
+def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether ``unscale_`` was called for some optimizer since its last step, so that ``.grad`` has lost the scale."""
+    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())
 
 
 def check_ordinary(record: Record, what: str) -> None:

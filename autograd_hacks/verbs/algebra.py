@@ -14,12 +14,10 @@ from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
-from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
-from autograd_hacks.verbs.metric import random_sides
 
 if TYPE_CHECKING:
     from typing import Self
@@ -239,23 +237,21 @@ class Algebra(Matrix):
     @overload
     def project(
         self,
-        dim: int | None = None,
+        dim: int,
         seed: int = 0,
         budget: int = BUDGET,
         *,
         per_parameter: bool,
-        rank: int | None = None,
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> dict[str, Tensor]: ...
     def project(
         self,
-        dim: int | None = None,
+        dim: int,
         seed: int = 0,
         budget: int = BUDGET,
         *,
         per_parameter: bool = False,
-        rank: int | None = None,
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
@@ -268,40 +264,29 @@ class Algebra(Matrix):
         seed: the seed of R
         budget: bytes to use beside the result
         per_parameter: return {name: (N, dim)} instead, a projection of each parameter
-        rank: use with ``per_parameter`` instead of ``dim``. Returns {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P
-        and Q, as in `Metric.low_rank`. A vector becomes at most rank² numbers. A side of at most ``rank`` entries is left
-        as it is
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
         map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
         of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
         one, and of about √(6 / dim) with a sparse map
         entries: coordinates per number in a sparse map, 1 by default; must divide ``dim``
 
-        Raises ValueError for a ``dim`` or ``rank`` below 1, for both or neither of them, for an unknown kind, and for
-        ``entries`` below 1 or that don't divide ``dim``.
+        For small matrices Pᵀ Gₙ Q take ``grads.preconditioned(Metric.low_rank(model, rank)).dense()``.
+
+        Raises ValueError for a ``dim`` below 1, for an unknown kind, and for ``entries`` below 1 or that don't divide
+        ``dim``.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        if rank is not None:
-            if dim is not None or not per_parameter or kind != "signs":
-                raise ValueError(
-                    f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
-                    "expected project(rank=..., per_parameter=True)." + ON_VERBS
-                )
-            with self.reading():
-                sides = {n: random_sides(n, form.shape, rank, seed, form.like.device) for n, form in self.items()}
-                return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
         matrix.check_map("project: dim", dim, kind, entries)
-        count = dim or 0
 
         def projected(name: str, form: Form) -> Tensor:
-            random = matrix.random_map(name, form.shape, count, seed, kind, entries)
+            random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
             return form.project(random, budget)
 
         with self.reading():
             if per_parameter:
                 return self._each(projected)
-            return self._added(projected, count)
+            return self._added(projected, dim)
 
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
         """The best low-rank approximation of each sample's gradient, {name: (left, right)}.

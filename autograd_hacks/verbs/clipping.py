@@ -6,14 +6,14 @@ from math import inf
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.reading.scale import check_scale, is_unscaled
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -88,7 +88,7 @@ def clip_grad1_norm_(
 
     with spread.weights():
         (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
-        weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
+        weights = clip_weights(lengths, float(max_norm))
         if scaler is not None and scaler.is_enabled():
             # Every optimizer must skip its step, whichever parameter overflowed.
             weights = weights.where(lengths.isfinite(), torch.nan)
@@ -126,8 +126,7 @@ def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) ->
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler" + ON_SCALERS)
     # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
-    states = scaler._per_optimizer_states.values() if scaler is not None and scaler.is_enabled() else ()
-    if any(state["stage"] is OptState.UNSCALED for state in states):
+    if scaler is not None and scaler.is_enabled() and is_unscaled(scaler):
         raise RuntimeError(
             "clip_grad1_norm_ was called after scaler.unscale_(optimizer). It writes scaled gradients into .grad, and "
             "scaler.step(optimizer) would not divide by the scale again. Call unscale_ after clip_grad1_norm_, or not at "

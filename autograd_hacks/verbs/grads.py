@@ -15,7 +15,7 @@ from autograd_hacks.forms import BUDGET, Form, scale
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix, statistics
 from autograd_hacks.verbs.algebra import Algebra
 from autograd_hacks.verbs.arguments import LIMIT, kind_of
@@ -172,7 +172,7 @@ class PerSampleGrads(Algebra):
                 except ValueError as error:
                     raise ValueError(f"preconditioned, {name!r}: the metric has {error}" + ON_METRICS) from error
         made = self.with_forms(forms, self.samples)
-        made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
+        made._versions += [(name, versions_of(by.tensors())) for name, by in maps.items()]
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None

@@ -23,7 +23,7 @@ from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import overwritten_in, versions_of
 from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of, name_among, unwrapped
 
 T = TypeVar("T")
@@ -199,7 +199,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self.spread = Spread({}, None) if spread is None else spread
         # The tensors that forms hold, with their version counters now.
         self._versions = [
-            (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
+            (name, versions_of(x for leaf in form.leaves() for x in leaf.held)) for name, form in forms.items()
         ]
 
     def __dir__(self) -> list[str]:
@@ -326,12 +326,11 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     def _check(self) -> None:
         self.spread.check()
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:
+        for name, versions in self._versions:
+            if wrong := overwritten_in(versions):
                 raise StaleRecord(
-                    f"the per-sample gradients of {name!r} need a tensor of shape {tuple(tensor.shape)} that was "
-                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
-                    "before that, or give the layer a copy: x.clone()."
+                    f"the per-sample gradients of {name!r} need a {wrong} since they were taken. Read before that, or give "
+                    "the layer a copy: x.clone()."
                 )
 
     def _shapes(self) -> dict[str, torch.Size]:
