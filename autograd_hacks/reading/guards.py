@@ -229,7 +229,7 @@ def check_seen(use: Use, grads: OutputGrads) -> None:
     for kind, watched in (("input", use.versions), ("gradient at the output", zip(grads.at, grads.versions))):
         if wrong := overwritten_in(watched):
             raise StaleRecord(
-                f"{use.place}: its {kind}, a {wrong} after the layer read it. Read the per-sample gradients before that, or "
+                f"{use.place}: its {kind}, {wrong} after the layer read it. Read the per-sample gradients before that, or "
                 "give the layer a copy: x.clone()."
             )
 

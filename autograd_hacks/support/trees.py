@@ -269,7 +269,7 @@ def overwritten_in(versions: Iterable[tuple[Tensor | None, int]]) -> str:
     for tensor, version in versions:
         if tensor is not None and version_of(tensor) != version:
             now = f"version {version_of(tensor)}; expected {version}"
-            return f"tensor of shape {tuple(tensor.shape)} that was overwritten in place ({now})"
+            return f"of shape {tuple(tensor.shape)}, was overwritten in place ({now})"
     return ""
 
 

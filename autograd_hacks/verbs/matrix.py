@@ -329,8 +329,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         for name, versions in self._versions:
             if wrong := overwritten_in(versions):
                 raise StaleRecord(
-                    f"the per-sample gradients of {name!r} need a {wrong} since they were taken. Read before that, or give "
-                    "the layer a copy: x.clone()."
+                    f"a tensor that the per-sample gradients of {name!r} need, {wrong} since they were taken. Read before "
+                    "that, or give the layer a copy: x.clone()."
                 )
 
     def _shapes(self) -> dict[str, torch.Size]:
