@@ -134,7 +134,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, ended.reader = True, None
+        ended.finished, self.record.reader = True, None
         # Other passes of backprop_hess, or of `accumulate`, follow.
         self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
         self.running, self.unanswered, self._left = None, 0, None

@@ -44,6 +44,7 @@ class Repeated(NamedTuple):
     """The parts of a layer call that stay the same from forward to forward: for most calls, all but the tensors."""
 
     fields: dict[str, Any]  # fields of `LayerCall`
+    names: dict[str, str]  # of the parameters that train, in the model, by their names in the layer
     place: Place
     rule: Rule
     shape: torch.Size  # of its output
@@ -64,10 +65,11 @@ class Repeated(NamedTuple):
         own = call.layer._parameters
         if call.kwargs or call.slots != 1 or not call.edges.keys() <= own.keys():
             return None
-        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision", "documents")
+        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision", "documents", "edges")
         fields = {name: value for name, value in vars(call).items() if name not in made}
         owned = [(n, p, p.requires_grad, (p.dtype, p.device)) for n, p in own.items() if p is not None]
-        return cls(fields, place, rule, noted.hooks[0][1].shape, tuple(owned))
+        names = {local: edge.name for local, edge in call.edges.items()}
+        return cls(fields, names, place, rule, noted.hooks[0][1].shape, tuple(owned))
 
     def holds(self, layer: nn.Module, output: Tensor, samples: int | None) -> bool:
         """Whether a new call is of the same kind."""
@@ -99,9 +101,8 @@ class Forward:
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self._task = NO_TASK  # the backward pass in which it began, if checkpointing runs the whole model again
         self._calls: dict[str, int] = {}  # how many calls of each layer there were, by path
-        # By parameter (id), in this forward and the previous one.  Finding a parameter's node takes 2 µs.
+        # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
         self._edges_now: dict[int, Edge] = {}
-        self._edges_before: dict[int, Edge] = {}
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -128,12 +129,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self._calls, self.noted, self._task = {}, [], current_task()
-        self._edges_before, self._edges_now = self._edges_now, {}
-
-    def forget_edges(self) -> None:
-        """Makes the next forward look up parameters' names and nodes again."""
-        self._edges_before, self._edges_now = {}, {}
+        self._calls, self.noted, self._task, self._edges_now = {}, [], current_task(), {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -211,6 +207,7 @@ class Forward:
         own.update(steady.fields)
         own["args"], own["versions"], own["graph"] = (x,), [(x, version_of(x))], weakref.ref(graph)
         own["state"] = {name: (p, p._version) for name, p, _, _ in steady.owned}
+        own["edges"] = {name: self._edge(p, steady.names[name]) for name, p, _, _ in steady.owned if name in steady.names}
         if layer._buffers:
             own["state"] |= {name: (b, version_of(b)) for name, b in layer._buffers.items() if b is not None}
         own["forward"], own["is_first"], own["precision"] = self.record.forwards, is_first, autocast_dtype(x.device)
@@ -243,18 +240,19 @@ class Forward:
 
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
         """The edges of those parameters that require gradients, by their names in the module."""
-        found = {}
-        left_out = self.record.left_out
-        for local, p in parameters.items():
-            if p.requires_grad and not (left_out and self.record.name_of(p, path, local) in left_out):
-                edge = self._edges_now.get(id(p)) or self._edges_before.get(id(p))
-                if edge is None or edge.kind != (p.dtype, p.device) or edge.parameter is not p:
-                    self.backward.watch(p)
-                    edge = Edge(self.record.name_of(p, path, local), p, node_of(p), (p.dtype, p.device))
-                found[local] = edge
-                if p in self.record.names:  # other tensors may get another name
-                    self._edges_now[id(p)] = edge
-        return found
+        left_out, name_of = self.record.left_out, self.record.name_of
+        trained = {local: p for local, p in parameters.items() if p.requires_grad}
+        names = {local: name_of(p, path, local) for local, p in trained.items()}
+        return {local: self._edge(p, names[local]) for local, p in trained.items() if names[local] not in left_out}
+
+    def _edge(self, p: Tensor, name: str) -> Edge:
+        edge = self._edges_now.get(id(p))
+        if edge is None:
+            self.backward.watch(p)
+            edge = Edge(name, p, node_of(p))
+            if p in self.record.names:  # other tensors may get another name
+                self._edges_now[id(p)] = edge
+        return edge
 
     def _count(self, path: str) -> int:
         """How many earlier calls of the layer this forward had; `Plan.AGAIN` if checkpointing repeats the call."""

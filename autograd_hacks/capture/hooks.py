@@ -128,7 +128,6 @@ def add_hooks(
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts the missing hooks on a model and its layers."""
     parts, forward = parts_of_composites(model), recorder.forward
-    forward.forget_edges()
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None

@@ -195,7 +195,7 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, is_proven = self._proven(model, known, ran)
+        samples, is_proven, off = self._proven(model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             ran.documents.leaks.update(plan.leaks)
@@ -207,7 +207,7 @@ class Recorder:
         if plan.checkpoints and samples:
             self.look_inside(self, ran, plan, samples)
         self.forward.remember(plan, ran.noted)
-        off = self._off_graph(plan, ran, samples)
+        off = self._off_graph(plan, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
@@ -222,34 +222,39 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
 
-    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
-        """The reader of the forward's graph."""
+    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
+        """The reader of the forward's graph.  found: what was read already"""
         is_assumed = plan is self.planner.static
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        off = ran.off or OffGraph(ran, plan, samples or 0)
+        off = found or OffGraph(ran, plan, samples or 0)
         off.documents = ran.documents
         return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
 
-    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool]:
+    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
         """Runs the proof of a forward if it is due, or if the forward has something that the plan doesn't know.
 
-        Returns N, and whether the proof ran."""
+        Returns N, whether the proof ran, and what was read from the graph."""
         plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
+        off: OffGraph | None = None  # it holds the forward, so the forward doesn't hold it: tensors in a cycle stay alive
         if known is not None:
             samples = known.samples
             if plan.counted_at is not None and plan.counted_at < len(ran.outputs):
                 samples = ran.outputs[plan.counted_at].shape[0]
 
         def is_due() -> bool:
+            nonlocal off
             if known is None or prove is None:
                 return False
-            if plan.pending or not plan.knows(ran.documents) or not self.place(ran, plan, samples):
+            if plan.pending or not plan.knows(ran.documents):
+                return True
+            is_known, off = self.place(ran, plan, samples)
+            if not is_known:
                 return True
             return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
 
         def proof() -> None:
-            nonlocal samples, is_proven
+            nonlocal samples, is_proven, off
             if known is None or prove is None:
                 return
             self.pool.clear()
@@ -266,7 +271,7 @@ class Recorder:
                     file=sys.stderr,
                 )
             plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)
-            self.place(ran, plan, samples)
+            _, off = self.place(ran, plan, samples)
             is_proven = True
 
         if not self.is_aside:
@@ -276,13 +281,16 @@ class Recorder:
         self.forward.samples = samples
         if known is not None and plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
-        return samples, is_proven
+        return samples, is_proven, off
 
-    def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
-        """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
+    def place(self, ran: Ran, plan: Plan, samples: int | None) -> tuple[bool, OffGraph | None]:
+        """Sets where each call's samples are.
+
+        Returns whether the plan knows everything in the forward, and what it reads from the graph, if anything."""
         routes = None
-        is_same = recall(ran, plan, samples or 0)
-        is_known = is_same or (not plan.pending and (bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0)))
+        off = recall(ran, plan, samples or 0)
+        is_known = off is not None or not plan.pending
+        is_known = is_known and (off is not None or bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0))
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:
@@ -304,20 +312,19 @@ class Recorder:
                 routes = routes or ran.routes(plan, samples or 0)
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
-        if is_same:
-            return is_known
+        if off is not None:
+            return is_known, off if plan.names else None
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)
         if plan.names or not (plan.mixing or plan.refused):  # even without such uses so far, there may be new ones
             off = OffGraph(ran, plan, samples or 0).find()
             is_known = is_known and off.is_known and off.is_told
             is_unseen |= off.is_unseen
-            ran.off = off if plan.names else None  # it holds the forward
         # If values select rows, any batch may be the first with a gradient at some use.
         is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
         if is_known and routes is None:
-            remember(ran, plan, ran.off, samples or 0)
-        return is_known
+            remember(ran, plan, off if plan.names else None, samples or 0)
+        return is_known, off if plan.names else None
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

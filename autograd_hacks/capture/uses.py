@@ -41,7 +41,6 @@ class Edge(NamedTuple):
     name: str  # the parameter's first name in the model
     parameter: Tensor
     node: Node
-    kind: tuple[torch.dtype, torch.device] | None = None  # the parameter's dtype and device, which determine its node
 
 
 @dataclass(eq=False, slots=True)

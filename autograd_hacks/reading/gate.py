@@ -188,7 +188,9 @@ def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
         isinstance(call, LayerCall) and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls
     ):
         return False
-    reader = current.reader = current.reader or Gate(Segment([current]), None)
+    reader = record.reader
+    if reader is None or reader.segment.passes[0] is not current:
+        reader = record.reader = Gate(Segment([current]), None)
     try:
         with torch.no_grad(), without_autocast([edge.parameter for edge in calls[0].edges.values()]):
             form = reader.form_so_far(name)

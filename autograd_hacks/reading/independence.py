@@ -117,7 +117,7 @@ class _Runs:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs)
                 else:
-                    with torch.no_grad(), Switch.paused_here():
+                    with torch.enable_grad(), Switch.paused_here():  # the forward may take derivatives itself
                         outputs = tensors_of(model(*args, **kwargs))
             except PerSampleGradientError:
                 raise

@@ -100,7 +100,7 @@ class Passes:
 
     def run(self) -> Found:
         """Runs the passes.  Runs them again if some calls turn out to belong to no sample, for the nodes behind these."""
-        open_calls: set[LayerCall] = set()
+        open_calls: set[LayerCall] = self.ran.taken_apart()
         while True:
             found = self._run(open_calls)
             others = {call for call, place in found.calls.items() if place.kind == NOT_OF_BATCH} - open_calls

@@ -1,13 +1,18 @@
 """Tables and bags that the strategies don't draw: offsets, weights, padding, tied and sparse ones, and refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_same, one_backward_per_sample, squares
 from steps import check, check_batches
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, StaleRecord
+from autograd_hacks.forms import Lookup
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -112,3 +117,35 @@ def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
             autograd_hacks.compute_grad1(layer, "sum")
             assert not layer.weight.grad[1].any()
             assert not layer.weight.grad1[:, 1].any()
+
+
+class Positions(nn.Module):
+    """A table that is read by one index for all samples, which may repeat."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.positions, self.out = nn.Embedding(7, 4), nn.Embedding(6, 4, **options), nn.Linear(4, 2)
+        self.register_buffer("at", torch.tensor([[0, 1, 1, 5, 3]]))
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return self.out(torch.tanh(self.embed(x) + self.positions(self.at)))
+
+        return checkpoint(run, x, use_reentrant=False) if self.checkpointed else run(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"padding_idx": -1}], ids=str)
+def test_positions_are_looked_up(options: dict[str, int], checkpointed: bool) -> None:
+    model, x = Positions(**options).double(), torch.randint(7, (3, 5))
+    expected = one_backward_per_sample(model, squares, x)
+    model.checkpointed = checkpointed
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            squares(model(x)).sum().backward()
+            model.at.copy_(model.at.flip(1))  # between the pass and the reading
+            grads = autograd_hacks.per_sample_grads(model, "sum")
+            model.at.copy_(model.at.flip(1))
+            assert checkpointed or isinstance(grads["positions.weight"], Lookup)  # else a derivative for each sample
+            assert_same(grads.dense(), expected)
