@@ -267,13 +267,12 @@ class CompiledStep(nn.Module):
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
         found = dict[str, Tensor]()
-        for name, p in self._named if multiplier else ():
-            if p.requires_grad:
-                noise = drawn(self._noise, name, p, multiplier * bound / expected)
-                if name in gradients:
-                    found[name] = noise.add_(gradients[name])
-                else:  # no sample's loss reaches it
-                    p.grad = noise if p.grad is None else p.grad.add_(noise)
+        named = [(name, p) for name, p in self._named if multiplier and p.requires_grad]
+        for (name, p), noise in zip(named, drawn(self._noise, named, multiplier * bound / expected)):
+            if name in gradients:
+                found[name] = gradients[name] + noise
+            else:  # no sample's loss reaches it
+                p.grad = noise.clone() if p.grad is None else p.grad.add_(noise)
         return found
 
     def _check_kept(self, found: Any) -> None:

@@ -95,7 +95,8 @@ class QuantileClip:
         # A sample counts 1/2 or -1/2, so it changes the count by 1/2, as `multiplier` assumes; with 0 or 1 it would be 1.
         count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2
         if multiplier:
-            count += float(drawn(noise, "the count of QuantileClip", torch.zeros(1, device="cpu"), self.deviation))
+            (own,) = drawn(noise, [("the count of QuantileClip", torch.zeros(1, device="cpu"))], self.deviation)
+            count += float(own)
         found = bound * exp(-self.rate * (count / expected + 0.5 - self.quantile))
         self.bound = min(max(found, self.least), self.most)
 

@@ -15,6 +15,7 @@ from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, w
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
+from autograd_hacks.support.philox import Stream
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -56,9 +57,11 @@ def clip_and_noise_(
     expected_batch_size: the divisor, above 0
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
-    noise: the source of the noise, a generator, by default torch's own. Or a function (name, shape, deviation) that returns
-    noise of that shape for a parameter and may keep a state: `SecureNoise`, `BandedNoise` or your own. Its deviation must
-    be the one that the accountant assumes. If processes share a batch, the noise of the first is used, so it is added once
+    noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
+    function (name, shape, deviation) that returns noise of that shape for a parameter and may keep a state: `SecureNoise`,
+    `BandedNoise` or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
+    noise that can be repeated: whoever guesses its seed can remove the noise, and torch's generator for the CPU keeps only
+    32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
     micro-batches except one
     loss_type: as in `per_sample_grads`
@@ -237,14 +240,14 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
 
 def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
     """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
-    is_shared = bool(spread.groups())
-    if noise is None or isinstance(noise, torch.Generator):
-        if is_shared:  # all use a generator with the state of the first process's
-            on = next((p.device for p in model.parameters()), torch.device("cpu"))
-            noise = noise or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-            noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
+    is_shared, on = bool(spread.groups()), next((p.device for p in model.parameters()), torch.device("cpu"))
+    if noise is None:
+        noise = Stream.secret()
+    elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's
+        noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
         is_shared = False
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.grad is not None:
-            found = drawn(noise, name, p, deviation)
-            p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)
+    if isinstance(noise, Stream) and is_shared:
+        noise, is_shared = Stream(*spread.firsts(torch.tensor(noise, device=on)).tolist()), False
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+    for (_, p), found in zip(named, drawn(noise, named, deviation)):
+        p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)  # type: ignore[operator]

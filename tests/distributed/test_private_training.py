@@ -14,9 +14,11 @@ from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining
 
+USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 
-def steps(way: str, secure: bool = False, **options: Any) -> None:
-    expected, model = by_hand(net(), *data()), net()
+
+def steps(way: str, secure: bool = False, groups: list[int] | None = None, **options: Any) -> None:
+    expected, model = by_hand(net(), *data(), groups=groups), net()
     run: nn.Module = model
     if way == "ddp":
         run = DistributedDataParallel(model)
@@ -25,17 +27,17 @@ def steps(way: str, secure: bool = False, **options: Any) -> None:
             fully_shard(layer)
         fully_shard(model)
     private = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED + (torch.distributed.get_rank() if secure else 0),
-                              secure=secure)  # fmt: skip
+                              secure=secure, groups=groups)  # fmt: skip
     optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
     with private.attach(run, optimizer):
         for _ in range(2):
-            for x, y in private.loader(TensorDataset(*data()), **options):
+            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **options):
                 private.backward(losses(run, x, y))
                 if (found := private.step()) is not None:
                     optimizer.step()
                     optimizer.zero_grad()
                     kept.append(len(found.norms))
-    assert private.history == [(NOISE, EXPECTED / 30, 2 * STEPS)]
+    assert private.history == [(NOISE, EXPECTED / (30 if groups is None else len(set(groups))), 2 * STEPS)]
     parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     if not secure:
         assert_close([p.detach() for p in parameters], [p.detach() for p in expected.parameters()], rtol=1e-4, atol=1e-5)
@@ -54,6 +56,16 @@ def each_way() -> None:
     for way in ("ddp", "fsdp2"):
         for options in ({}, {"micro_batch_size": 2}):
             steps(way, **options)
+
+
+def test_each_process_has_its_users_of_each_batch(both: Both) -> None:
+    both(each_users)
+
+
+def each_users() -> None:
+    for way in ("ddp", "fsdp2"):
+        for options in ({}, {"micro_batch_size": 7}):
+            steps(way, groups=USERS, **options)
 
 
 def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:

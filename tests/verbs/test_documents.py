@@ -14,7 +14,9 @@ import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer
 
 
-def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor]) -> dict[str, Tensor]:
+def one_by_one(
+    model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor], **options: bool
+) -> dict[str, Tensor]:
     """One backward pass for each document, which the model is given alone."""
     rows = []
     with autograd_hacks.pause_hooks():
@@ -22,7 +24,7 @@ def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Se
             begin = 0
             for length in lengths:
                 own = [x[n : n + 1, begin : begin + length] for x in given]
-                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters())))
+                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters()), **options))
                 begin += length
     return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
 

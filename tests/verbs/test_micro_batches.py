@@ -186,21 +186,6 @@ def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
         assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        *[(number, ValueError) for number in (0, -1, float("inf"), float("nan"))],
-        *[(thing, TypeError) for thing in (True, "5", torch.tensor([5.0]))],
-    ],
-)
-def test_batch_sizes_that_are_none(given: object, error: type[Exception]) -> None:
-    model = mlp()
-    autograd_hacks.add_hooks(model)
-    step(model, *batch())
-    with pytest.raises(error, match=r"batch_size=.*expected a number"):
-        autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=given)  # type: ignore[arg-type]
-
-
 # Passes that nobody has read, where .grad can't tell
 
 
