@@ -235,7 +235,7 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "cosine": directed(lambda g, v: g.cosine(v)),
     "second_moment": read(lambda g: (g.second_moment(), g.variance(), g.snr())),
     "noise_scale": read(lambda g: torch.stack(g.noise_scale())),
-    "project": read(lambda g: (g.project(5), g.project(5, per_parameter=True))),
+    "project": read(lambda g: (g.project(5), g.project(6, per_parameter=True))),
     "sjlt": read(lambda g: g.project(16, kind="sjlt", entries=2)),
     "reduce": read(lambda g: g.reduce(torch.tanh)),
     "select and group": read(lambda g: (g.select(slice(2)).norms(), g.scaled(g.norms()).norms())),
