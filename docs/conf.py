@@ -138,7 +138,7 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
 
 
 HANDED_OUT = {
-    *("PerSampleGrads", "Hooked", "Accumulation", "Streamed", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
+    *("PerSampleGrads", "Hooked", "Accumulation", "Quantities", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
     *("PrivateStep", "CheckedRows", "CheckedParameter", "Description", "Row", "LowRank", "NoiseScale"),
 }
 """Classes that functions return and nobody constructs: their constructors' arguments are not shown."""

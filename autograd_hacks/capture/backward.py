@@ -261,7 +261,7 @@ class Backward:
             home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if target is None and record.accumulating:
-                record.add(home)
+                record.segments = [*record.segments, home]
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one

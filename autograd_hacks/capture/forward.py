@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.by_part import PartCall, check_cut
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
@@ -20,9 +19,8 @@ from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
-from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
 
@@ -159,15 +157,12 @@ class Forward:
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
-        is_cut = any(map(is_part, owned.values()))
-        if is_cut:
-            check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
         # 3. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live, graph = (args, kwargs), GraphAlive()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         running = self.backward.running
-        call = (PartCall if is_cut else LayerCall)(
+        call = LayerCall(
             path=path,
             layer=layer,
             args=args,
@@ -185,7 +180,7 @@ class Forward:
             samples=self.samples,
             layouts=layouts,
             recomputed_in=None if running is None else weakref.ref(running),
-            versions=[(x, version_of(x)) for x in tensors_in(args, kwargs)],
+            versions=versions_of(tensors_in(args, kwargs)),
             graph=weakref.ref(graph),
             is_first=is_first,
             plan=self.record.plan,
@@ -240,7 +235,7 @@ class Forward:
             return ()
         if place is not None:
             return place.layouts
-        shape = part_of(outputs[0]).shape
+        shape = outputs[0].shape
         return (likeliest(shape, self.samples, axes_for(layer, len(shape))),)
 
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:

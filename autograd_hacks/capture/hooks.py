@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
-from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
+from autograd_hacks.errors import ON_HOOKS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.probe.planner import ALWAYS, ONCE, Planner, uncovered
@@ -28,10 +28,6 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 
-HOOKS = "hooks"
-MODES = HOOKS, "derivatives", "expand"
-"""All modes now do the same: losses may contain derivatives."""
-
 Settings = tuple[Planner, bool, bool, frozenset[str], Segments | None]
 """The settings of `add_hooks`: the planner, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
 
@@ -42,7 +38,6 @@ def add_hooks(
     probe: bool | str = True,
     param_grad: bool = True,
     reuse: bool = True,
-    mode: str = HOOKS,
     independent: bool = False,
     left_out: Collection[str] = (),
     segments: Segments | None = None,
@@ -62,7 +57,6 @@ def add_hooks(
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
     after a loss with derivatives, with reentrant checkpoints, and for parameters that have hooks of yours
     reuse: whether rows are written into an earlier step's memory, if nothing else refers to that memory
-    mode: no longer needed. Losses may contain derivatives of any order
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
@@ -85,7 +79,7 @@ def add_hooks(
 
     Outputs, gradients and ``state_dict`` don't change.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises ValueError for an unknown mode, a pattern that matches no parameter, and ``only`` with ``param_grad=False``;
+    Raises ValueError for a pattern that matches no parameter, and ``only`` with ``param_grad=False``;
     TypeError if ``model`` is not a module, or is a scripted or DataParallel module.  With ``param_grad=False``,
     ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward raises ValueError if the
     tree of axes doesn't fit its arguments, ProbeFailed if ``independent`` can't be checked, and ShardedParameters.
@@ -97,14 +91,6 @@ def add_hooks(
             + ON_HOOKS
         )
     check_hookable(model)
-    if mode not in MODES:
-        raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}" + ON_MODES)
-    if mode != HOOKS:
-        warnings.warn(
-            f"add_hooks(mode={mode!r}) is no longer needed: losses may contain derivatives without it. Leave mode out.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
     if probe not in (True, False, ONCE, ALWAYS):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False, {ONCE!r} or {ALWAYS!r}" + ON_HOOKS)
     if segments is not None:

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.by_part import check_forward, refuse_parts
 from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
@@ -27,7 +26,7 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.same_graph import recall, remember
 from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
-from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
+from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
@@ -39,7 +38,6 @@ from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -168,7 +166,6 @@ class Recorder:
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         if self.reduction.reducing:
             self.backward.watch_behind()
-        self.record.stage = running_stage()
         self.forward.running = path if is_on else None
         known, before = self._known, self.tape
         self._stop()
@@ -190,11 +187,8 @@ class Recorder:
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan for a forward."""
-        parts, self._ends = check_forward(model, (args, kwargs)), made_by((args, kwargs))
-        for name, p in parts if not path else ():
-            if p not in self.record.names:  # it was sharded after add_hooks
-                self.record.names[p] = name
-                self.backward.watch(p)
+        check_undivided(model, (args, kwargs))
+        self._ends = made_by((args, kwargs))
         if not path and not self.is_aside:
             self.learn(model, self)
         known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
@@ -248,7 +242,6 @@ class Recorder:
         self.forward.remember(plan, ran.noted)
         off = self._off_graph(plan, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        refuse_parts([n for n in plan.names if n in ran.parameters and is_part(ran.parameters[n])])
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
         returned = without_grad(self.backward, plan, ran, off, output, is_watched) if is_lean else None

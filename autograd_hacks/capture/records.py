@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,7 +176,6 @@ class Record:
     # For `verify`: the arguments of the model's last forward with gradients.  Tensors are weak references.
     arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
-    stage: weakref.ref[Any] | None = None  # the pipeline stage that ran the last forward
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last one
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
@@ -195,12 +193,6 @@ class Record:
     reader: Any = None  # compares rows with what arrives, while a pass runs.  It holds the pass, so no pass holds it
     # Takes a parameter's rows while the pass runs.  Gets the pass, the name, and the gradient if it is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
-
-    def add(self, segment: Segment) -> None:
-        """Adds a segment: last, or in the order of forwards, because a schedule may run the last micro-batch first."""
-        self.segments = [*self.segments, segment]
-        if self.stage is not None:
-            self.segments.sort(key=lambda own: min(own.forwards))
 
     def clear(self, why: str = "") -> None:
         """Discards the record.  why: for messages, why there is nothing to read"""

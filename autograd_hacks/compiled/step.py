@@ -30,6 +30,7 @@ from autograd_hacks.errors import (
     UnsupportedOperation,
 )
 from autograd_hacks.forms import Outer
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.by_tensor import ByTensor
@@ -347,7 +348,7 @@ def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ gₙ · min(1, max_norm / ‖gₙ‖), or the mean."""
     norms = apart.norms(step._budget) * factor
-    weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
+    weights = clip_weights(norms, float(step._numbers["max_norm"] or 0))
     if step.verb == "clip_and_noise":
         # Undo the loss's own reduction first.  Samples that are not finite add nothing.
         weights = weights * factor / float(step._numbers["expected_batch_size"] or 1)

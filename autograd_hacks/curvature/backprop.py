@@ -15,12 +15,10 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
@@ -72,7 +70,6 @@ def passes_for(
     try:
         with outside_inference(), announced(output, losses) as root:
             leaves = leaves_of(root)
-            refuse_curvature(any(map(is_part, leaves)))
             wanted = [leaf for leaf in leaves if any(leaf is p for p in chosen or ())]
             if chosen is not None and all(isinstance(leaf, nn.Parameter) for leaf in leaves) and wanted:
                 leaves = wanted  # autograd then skips every node that leads to none of these

@@ -27,7 +27,7 @@ from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.metric import SHARE, Metric, dampings
+from autograd_hacks.verbs.metric import SHARE, Metric, dampings, in_eigenbasis
 from autograd_hacks.verbs.per_sample import grads_of
 
 
@@ -73,12 +73,8 @@ class EKFAC(Shown):
         return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
 
     def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
-        left, right = self.sides
-        x = v.to(by.dtype).reshape(-1, *by.shape)
-        x = x if left is None else left.mT @ x
-        x = (x if right is None else x @ right) * by
-        x = x if left is None else left @ x
-        return (x if right is None else x @ right.mT).view(v.shape)
+        found: Tensor = in_eigenbasis(self.sides, by, by.shape)(v.to(by.dtype).reshape(-1, *by.shape), by.shape)
+        return found.view(v.shape)
 
 
 @overload

@@ -10,6 +10,7 @@ import torch.nn as nn
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -67,7 +68,7 @@ class DPOptimizer(_DPOptimizer):
         assert isinstance(norms, torch.Tensor)
         finite = norms.isfinite()
         grads, norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])
-        sums = grads.weighted_sum((self.max_grad_norm / (norms + 1e-6)).clamp(max=1))
+        sums = grads.weighted_sum(clip_weights(norms + 1e-6, self.max_grad_norm))
         names = {id(p): name for name, p in self.model.named_parameters()}
         for p in self.params:
             total = sums[names[id(p)]].to(p.dtype)

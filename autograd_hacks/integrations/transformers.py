@@ -1,5 +1,4 @@
-"""Hugging Face's Trainer: callbacks that measure steps, and clip them, by hooks or in compiled steps; and a private "
-"trainer."""
+"""Hugging Face's Trainer: callbacks that measure or clip steps, by hooks or compiled, and a private trainer."""
 
 from __future__ import annotations
 

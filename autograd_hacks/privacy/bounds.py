@@ -12,17 +12,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import check_state, kind_of, names_matching
 
 Weigh = Callable[[Tensor, float], Tensor]
 """A function from N norms and a bound to N weights, with weight · norm ≤ bound."""
-
-
-def flat(norms: Tensor, bound: float) -> Tensor:
-    """min(1, C / ‖g‖): Abadi et al. 2016, arXiv:1607.00133."""
-    return (bound / norms).clamp(max=1)
 
 
 def automatic(norms: Tensor, bound: float, stability: float = 0.01) -> Tensor:
@@ -35,7 +31,7 @@ def psac(norms: Tensor, bound: float, r: float = 0.1) -> Tensor:
     return bound / (norms + r / (norms + r))
 
 
-RULES: dict[str, Weigh] = {"flat": flat, "per_parameter": flat, "automatic": automatic, "psac": psac}
+RULES: dict[str, Weigh] = {"flat": clip_weights, "per_parameter": clip_weights, "automatic": automatic, "psac": psac}
 """{a value of ``clip``: the function for its weights}"""
 
 
@@ -136,7 +132,7 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
     if isinstance(clip, str):
         return RULES[clip](norms, bound)
     if isinstance(clip, QuantileClip):
-        return flat(norms, bound)
+        return clip_weights(norms, bound)
     w = clip(norms)
     if not isinstance(w, Tensor) or w.shape != norms.shape:
         raise ValueError(f"clip returned {kind_of(w)}; expected {len(norms)} weights, one for each norm" + ON_CLIPPING)

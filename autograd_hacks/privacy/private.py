@@ -9,14 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.support.draws import Noise, check_noise, drawn
-from autograd_hacks.support.parts import cut_as
+from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import kind_of
@@ -102,7 +100,7 @@ def clip_and_noise_(
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         own = grads_of(model, recorder, spread, loss_type, scale)
         grads = write_where_it_saves(own, budget, recorder, written)
-        found = _taken(grads, parts, groups, mask, recorder, max(1, budget // 4))
+        found = _taken(grads, parts, groups, mask, max(1, budget // 4))
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
     with spread.weights():
@@ -117,7 +115,7 @@ def clip_and_noise_(
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
     if multiplier:
-        _add_noise(model, spread, recorder, deviation, noise)
+        _add_noise(model, spread, deviation, noise)
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w, 0.0) for w in weights]
@@ -180,7 +178,6 @@ def _taken(
     parts: list[Part],
     groups: Tensor | None,
     mask: Tensor | None,
-    recorder: Recorder,
     budget: int,
 ) -> _Taken:
     if groups is not None:
@@ -196,7 +193,7 @@ def _taken(
 
     def lengths(whole: PerSampleGrads) -> list[Tensor]:
         own = [whole if len(parts) == 1 else cut(whole, part) for part in parts]
-        return [over_stages(x.norms(budget=budget), recorder.record) for x in own]
+        return [x.norms(budget=budget) for x in own]
 
     by_part = lengths(grads)
     norms = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
@@ -233,26 +230,16 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         )
 
 
-def _add_noise(model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, noise: Noise) -> None:
-    """Adds noise to ``.grad``.
-
-    Processes that share a batch use the same noise, each its part.  Stages of a pipeline use different noise.
-    """
-    stage = None if recorder.record.stage is None else recorder.record.stage()
+def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
+    """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
     is_shared, on = bool(spread.groups()), next((p.device for p in model.parameters()), torch.device("cpu"))
     if noise is None:
         noise = Stream.secret()
-    elif isinstance(noise, torch.Generator):
-        if is_shared:  # all use a generator with the state of the first process's
-            noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
-            is_shared = False
-        if stage is not None:
-            bits = torch.randint(-(2**63), 2**63 - 1, (2,), generator=noise, device=noise.device)
-            noise = Stream(*bits.tolist())
-    if isinstance(noise, Stream):
-        if is_shared:
-            noise, is_shared = Stream(*spread.firsts(torch.tensor(noise, device=on)).tolist()), False
-        noise = noise if stage is None else noise.part(stage.stage_index)
+    elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's
+        noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
+        is_shared = False
+    if isinstance(noise, Stream) and is_shared:
+        noise, is_shared = Stream(*spread.firsts(torch.tensor(noise, device=on)).tolist()), False
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]
     for (_, p), found in zip(named, drawn(noise, named, deviation)):
-        p.grad += cut_as(spread.firsts(found) if is_shared else found, p)  # type: ignore[operator]
+        p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)  # type: ignore[operator]

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.trees import stepped_outside
 
 PART = 2**16
 """How many numbers of a gradient are read at once: more of them would not fit into a processor's cache."""
@@ -133,8 +134,7 @@ class NoisyGrads:
 
 def check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises ValueError if an optimizer steps parameters that aren't the model's."""
-    ours = set(model.parameters())
-    if others := [tuple(p.shape) for own in optimizers for p in _parameters(own) if p.requires_grad and p not in ours]:
+    if others := [tuple(p.shape) for own in optimizers for p in stepped_outside(model, own)]:
         raise ValueError(
             f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
             f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "

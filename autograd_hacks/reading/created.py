@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput
-from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.off_graph import OffGraph, Ran, fit
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
@@ -55,8 +54,6 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
     if own is None or own.forward.running is not None:  # then it belongs to that forward's graph
         return
     own.record.comparing = True
-    if isinstance(use, PartCall):
-        return  # its rows are refused then
     if isinstance(use, NodeUse):
         _watch(recorder, node, use, use.layouts if use.labels is None else (use.labels,), (), {v.place for v in use.values})
     elif isinstance(use, LayerCall) and hook is not None:

@@ -26,7 +26,6 @@ from autograd_hacks.reading.guards import (
 )
 from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.parts import part_of
 
 
 def read(
@@ -49,8 +48,7 @@ def read(
     check_loss_type(loss_type)
     if record.on_arrival is not None:
         raise NothingRecorded(
-            "inside during_backward, or with streaming, each layer's record is freed during the pass. Read after that "
-            "context."
+            "inside during_backward, each layer's record is freed during the pass. Read after that context."
         )
     for segment in record.segments:
         segment.read = True  # also if the read fails
@@ -172,8 +170,7 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     if len(forms) == 1 or all(form is None for form in forms):
         return forms[0]
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
-    own = part_of(parameter)
-    filled = (Zero(size, own.shape, own) if form is None else form for form, size in zip(forms, sizes))
+    filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))
 
 

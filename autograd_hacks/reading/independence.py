@@ -19,9 +19,7 @@ from torch import Tensor
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering
-from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
 from autograd_hacks.distributed.shards import alone
-from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
@@ -244,8 +242,8 @@ class _Runs:
                     f"raised {type(error).__name__}: {error}. Training that is not "
                     "private can leave the check out: independent=False."
                 ) from error
-            buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
-            return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)
+            buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
+            return _Seen([x.detach().clone() for x in outputs], buffers, rows)
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,9 +255,7 @@ class _Runs:
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
-                losses = [
-                    _along(whole_of(x), slot) for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested
-                ]
+                losses = [_along(x, slot) for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested]
             if not losses:
                 return outputs, {}
             torch.autograd.backward(losses)
@@ -275,12 +271,6 @@ class _Runs:
 
         rounds: whether to ignore differences that rounding explains
         """
-        own, mesh = self._differing(first, other, kept, rounds), mesh_of_parts(self.aside.module.parameters())
-        if mesh is None:
-            return own
-        return next((found for found in from_all(own, mesh) if found[0]), own)  # what one process finds, all must know
-
-    def _differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         every = tuple(range(len(first.outputs)))
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch.amp.grad_scaler import OptState
+
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.support.layout import Layout
@@ -16,6 +19,11 @@ def check_loss_type(loss_type: str | None) -> None:
             f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
             "autograd_hacks.backward(losses)." + ON_REDUCTION
         )
+
+
+def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether ``unscale_`` was called for some optimizer since its last step, so that ``.grad`` has lost the scale."""
+    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())
 
 
 def check_ordinary(record: Record, what: str) -> None:

@@ -81,7 +81,6 @@ _NAMES = {
     """,
     # Where a budget is for what is kept, from batch to batch or from norms to sums, 0 keeps nothing.
     Range("[0, inf]", kind="number of bytes"): "limit compile.budget over.budget",
-    Range("[1, inf]", kind="number of bytes"): "compute_hess.budget compute_hess_over.budget",
     Range("[1, inf)", kind="whole number of bytes"): "budget",
     Range("(0, 1)"): "delta tolerance",
     Range("(0, 1]"): "threshold noise_for.rate",

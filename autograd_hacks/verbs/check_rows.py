@@ -23,6 +23,7 @@ from autograd_hacks.errors import (
     VerificationFailed,
 )
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
+from autograd_hacks.support.display import percent
 from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
@@ -39,7 +40,6 @@ from autograd_hacks.verbs.comparisons import (
     Rows,
     counted,
     exact,
-    percent,
 )
 
 _PREFIXES = ("_module.", "module.", "_orig_mod.")

@@ -16,7 +16,7 @@ from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix, statistics
 from autograd_hacks.verbs.algebra import Algebra
 from autograd_hacks.verbs.arguments import LIMIT, kind_of
@@ -163,16 +163,10 @@ class PerSampleGrads(Algebra):
 
         metric: a map for every parameter, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
 
-        Raises ValueError for a parameter without a map, for a map that doesn't fit a parameter's shape, and if a layer is
-        cut over processes.
+        Raises ValueError for a parameter without a map, and for a map that doesn't fit a parameter's shape.
         """
         if not isinstance(metric, Metric):
             raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
-        if self.cuts:
-            raise ValueError(
-                f"preconditioned: {next(iter(self.cuts))} is cut over processes, but a map needs the whole. Take dense()"
-                + ON_METRICS
-            )
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
         maps, forms = metric._of(named, list(self)), dict[str, Form]()
@@ -183,7 +177,7 @@ class PerSampleGrads(Algebra):
                 except ValueError as error:
                     raise ValueError(f"preconditioned, {name!r}: the metric has {error}" + ON_METRICS) from error
         made = self.with_forms(forms, self.samples)
-        made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
+        made._versions += [(name, versions_of(by.tensors())) for name, by in maps.items()]
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture import hooks
-from autograd_hacks.capture.hooks import HOOKS, recorder_of
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
@@ -42,7 +42,6 @@ def add_hooks(
     probe: bool | str = True,
     param_grad: bool = True,
     reuse: bool = True,
-    mode: str = HOOKS,
     independent: bool = False,
     only: str | Iterable[str] | None = None,
     segments: Segments | None = None,
@@ -51,7 +50,7 @@ def add_hooks(
     if only is not None and isinstance(model, nn.Module):
         names = [name for name, _ in model.named_parameters()]
         left_out = set(names).difference(names_matching(only, model, names))
-    handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out, segments)
+    handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, independent, left_out, segments)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.is_shown = look_inside, is_shown

@@ -12,7 +12,6 @@ from autograd_hacks.capture.arrivals import announced, returned_in
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
@@ -40,7 +39,7 @@ def per_sample_jacobian(
     It runs one backward pass for each entry.  Verbs return the output's axes after the samples'.  For logits, ``norms()`` is
     (N, C), and ``gram(other)``, the tangent kernel, is (N, C, M, C).  For tokens' losses, ``norms()`` is (N, T), and
     ``weighted_sum(w)`` takes (N, T).  ``.grad`` and the record of other passes don't change, also within `accumulate` and
-    `streaming`.
+    `during_backward`.
 
     output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
     outputs, such as tokens' losses, with the samples on axis 0; two more passes then check that samples don't mix in it
@@ -84,7 +83,7 @@ def per_sample_jacobian(
         if len(chunks) > 1:
             forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
         samples, entries = len(first), first.shape[1:]
-        of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
+        of = weakref.ref(model), "Jacobian", [samples], entries
         return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 

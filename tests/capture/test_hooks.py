@@ -201,16 +201,6 @@ def test_a_copys_dead_hooks_leave_no_key_behind(model: nn.Sequential) -> None:
             assert not p._backward_hooks
 
 
-def test_hooked_models_that_earlier_versions_have_pickled() -> None:
-    twin = mlp()
-    for layer in twin.modules():
-        # What such a pickle holds for a hook, when these were in a module of that name.
-        layer.register_forward_hook(pickle.loads(b"cautograd_hacks.hooks\n_Unhooked\n(tR."))
-        layer.register_forward_pre_hook(pickle.loads(b"cautograd_hacks.hooks\n_Unhooked\n(tR."))
-    step(twin, *batch())
-    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in twin.modules())
-
-
 def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)

@@ -79,7 +79,7 @@ def test_streaming_and_accumulating() -> None:
         norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
         for _ in range(2):
             total = laplacian(model, x.clone().requires_grad_()).sum()
-            with autograd_hacks.streaming(model, loss_type="sum") as stream:
+            with autograd_hacks.during_backward(model, "norms", loss_type="sum") as stream:
                 total.backward()
             torch.testing.assert_close(stream.norms, norms)
             model.zero_grad()

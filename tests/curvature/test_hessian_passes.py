@@ -125,7 +125,7 @@ def test_rows_of_passes_are_no_gradients() -> None:
         autograd_hacks.clip_grad1_norm_(model, 1.0)
     with pytest.raises(ValueError, match="loss_type"):
         autograd_hacks.per_sample_grads(model, loss_type="mean")
-    with pytest.raises(RuntimeError, match="during_backward"), autograd_hacks.streaming(model):
+    with pytest.raises(RuntimeError, match="during_backward"), autograd_hacks.during_backward(model, "norms"):
         autograd_hacks.backprop_hess(model(x))
     autograd_hacks.backprop_hess(model(x))
     autograd_hacks.verify(model)

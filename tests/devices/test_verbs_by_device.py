@@ -156,7 +156,7 @@ def arrived(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 
 def streamed(model: nn.Module, x: Tensor, path: Path) -> Any:
-    with autograd_hacks.streaming(model, gram=True) as found:
+    with autograd_hacks.during_backward(model, "norms", "gram") as found:
         each(model, x).mean().backward()
     return found.norms, found.gram
 
@@ -235,7 +235,7 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "cosine": directed(lambda g, v: g.cosine(v)),
     "second_moment": read(lambda g: (g.second_moment(), g.variance(), g.snr())),
     "noise_scale": read(lambda g: torch.stack(g.noise_scale())),
-    "project": read(lambda g: (g.project(5), g.project(rank=2, per_parameter=True))),
+    "project": read(lambda g: (g.project(5), g.project(6, per_parameter=True))),
     "sjlt": read(lambda g: g.project(16, kind="sjlt", entries=2)),
     "reduce": read(lambda g: g.reduce(torch.tanh)),
     "select and group": read(lambda g: (g.select(slice(2)).norms(), g.scaled(g.norms()).norms())),

@@ -129,7 +129,7 @@ def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
         assert_close(grads.dot(row), grads.gram()[:, m])
         assert_close(grads.dot(row), grads.gram_of_all()[:, m])
         assert_close(grads.cosine(row)[m].real, torch.ones(()).double())
-    with autograd_hacks.streaming(model, dot=v) as streamed:
+    with autograd_hacks.during_backward(model, "norms", dot=v) as streamed:
         autograd_hacks.backward(squares(model(x)), "sum")
     assert_close(streamed.dot.real, change, rtol=1e-6, atol=1e-6)
 

@@ -270,7 +270,7 @@ def test_within_accumulate_and_streaming() -> None:
             model(x).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_close(model[0].weight.grad1, expected["0.weight"].sum(1).repeat(2, 1, 1))
-        with autograd_hacks.streaming(model, loss_type="sum") as streamed:
+        with autograd_hacks.during_backward(model, "norms", loss_type="sum") as streamed:
             check(per_sample_jacobian(model, model(x)), expected)
             model(x).sum().backward()
         assert_close(streamed.norms, torch.cat([own.sum(1).flatten(1) for own in expected.values()], 1).norm(dim=1))
