@@ -225,8 +225,9 @@ class _Runs:
         # Processes that hold shards are handled already; see `distributed/agreement.py`.
         with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
             for n, p in enumerate(self.aside.trained):
-                if p.numel() and not is_part(p) and not p.detach().any():  # zeros hide what is behind them
-                    p.data.copy_(noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype))
+                # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
+                if p.numel() and not is_part(p) and not p.detach().any():
+                    p.data.copy_(noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32)
             args, kwargs = copied(arguments)
             try:
                 if with_rows:

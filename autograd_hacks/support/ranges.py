@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autograd_hacks.support.internals import tree_leaves
+from autograd_hacks.support.trees import unpacked
+
 F = TypeVar("F", bound=Callable[..., Any])
 _CONTAINERS: dict[str, tuple[str, tuple[type, ...]]] = {
     "": ("a {}", ()),
     "dictionary": ("a {}, or a dictionary of such", (Mapping,)),
     "list": ("a list, each a {}", (list, tuple)),
-    "tree": ("a {}, or a tree of such", (list, tuple, dict)),
+    "tree": ("a {}, or a tree of such", ()),
 }
 """{name: what messages say, and its types}.  In a tree, None stands for no number."""
 
@@ -53,12 +56,14 @@ class Range:
 
     def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
         """None for a number in the range, ValueError for another number, TypeError for anything else."""
+        if self._inside == "tree" and value is not None:
+            errors = [self._of_one(x) for x in tree_leaves(unpacked(value)) if x is not None]
+            return next((error for error in errors if error), None)
         if not isinstance(value, self._types):
             return TypeError if self._inside == "list" else self._of_one(value)
-        is_tree = self._inside == "tree"
         held: Any = value.values() if isinstance(value, Mapping) else value
-        errors = [self.refusal(x) if is_tree else self._of_one(x) for x in held if x is not None or not is_tree]
-        return next((error for error in errors if error), None if held or is_tree else ValueError)
+        errors = [self._of_one(x) for x in held]
+        return next((error for error in errors if error), None if held else ValueError)
 
     def _of_one(self, value: Any) -> type[TypeError | ValueError] | None:
         if not self._fits(value):

@@ -46,7 +46,7 @@ class Program(nn.Module):
 def steps(model: nn.Module) -> Iterator[int]:
     """A private training's steps, by their numbers."""
     data = TensorDataset(torch.randn(60, 5), torch.randint(3, (60,)))
-    private = PrivateTraining(0.3, 1.0, 12, 1e-3, seed=4)
+    private = PrivateTraining(0.3, 1.0, 12, 1e-3, seed=2**64 + 4)
     with private.attach(model):
         for x, y in private.loader(data, steps=8):
             yield private.steps
