@@ -159,6 +159,14 @@ def _clipped(model: nn.Module, losses: Callable[[], Tensor]) -> None:
     autograd_hacks.clip_grad1_norm_(model, 1.0)
 
 
+def _jacobian(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+    autograd_hacks.per_sample_jacobian(model, losses()[:, None]).norms()
+
+
+def _along(grads: autograd_hacks.PerSampleGrads) -> None:
+    grads.dot({name: torch.ones(rows.shape[1:]) for name, rows in grads.dense().items()})
+
+
 VERBS: list[Callable[[nn.Module, Callable[[], Tensor]], None]] = [
     _of_rows,
     _clipped,
@@ -168,7 +176,10 @@ VERBS: list[Callable[[nn.Module, Callable[[], Tensor]], None]] = [
     _read(lambda grads: grads.gram_of_all()),
     _read(lambda grads: grads.project(3)),
     _read(lambda grads: grads.weighted_sum(torch.ones(3))),
-    _read(lambda grads: grads.dense()),
+    _read(lambda grads: grads.second_moment()),
+    _read(lambda grads: grads.gram()),
+    _read(_along),
+    _jacobian,
     _unread,
     _forward_alone,
 ]
