@@ -118,7 +118,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             self.is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_paused:
+        if self.is_paused or func.namespace == "profiler":  # marks for profilers, as DistributedDataParallel sets them
             return func(*args, **kwargs) if kwargs else func(*args)
         note, numbers, noted = self._noted, self._numbers, list[Any]()
         if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
@@ -158,6 +158,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             key = key if key[0] else self._key(x)
             number = self._numbers.get(key)
             return (self._found(x, key) if number is None else number,)
+        if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
+            return str(x._type())
         return [self._noted(y) for y in x] if type(x) in (list, tuple) else x
 
     def _key(self, x: Tensor) -> Any:
