@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Final
 
@@ -99,10 +100,16 @@ def varying(label: Owned) -> Sequence[int]:
     return [d for d, size in enumerate(label.samples.shape) if size != 1] if isinstance(label, Entries) else ()
 
 
+@lru_cache(256)
+def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
+    """The sample of each entry on an axis.  Never written to."""
+    return torch.arange(size, device=device) // inner % samples
+
+
 def order_on(label: Owned, dim: int, size: int, samples: int, device: Any = None) -> Tensor | None:
     """The sample of each entry on one axis, if it changes along no other."""
     if isinstance(label, At):
-        return None if label.dim != dim else torch.arange(size, device=device) // label.inner % samples
+        return None if label.dim != dim else _regular(size, label.inner, samples, device)
     if isinstance(label, One):
         return torch.full((size,), label.sample, device=device)
     own = label.samples
@@ -117,7 +124,7 @@ def entries(label: Owned, shape: Shape, samples: int, device: Any = None) -> Ten
     if isinstance(label, One):
         return torch.full(sizes, label.sample, device=device)
     sizes[label.dim] = shape[label.dim]
-    return (torch.arange(shape[label.dim], device=device) // label.inner % samples).view(sizes)
+    return _regular(shape[label.dim], label.inner, samples, device).view(sizes)
 
 
 def on_axis(order: Tensor, dim: int, axes: int) -> Entries:
@@ -238,6 +245,8 @@ def folded(label: Owned, dim: int, times: int, shape: Shape, samples: int) -> La
     """The label of a value that stood ``times`` times behind itself on an axis.  shape: the value's own"""
     if dim not in varying(label) or times == 1:
         return label
+    if not times:
+        return None
     size = shape[dim]
     if isinstance(label, At) and size % (samples * label.inner) == 0:
         return At(dim, size // (samples * label.inner), label.inner)
@@ -247,6 +256,19 @@ def folded(label: Owned, dim: int, times: int, shape: Shape, samples: int) -> La
     return Entries(most.squeeze(dim)) if bool(((parts == most) | (parts < 0)).all()) else SUM
 
 
+def tidied(found: Entries, shape: Shape, samples: int) -> Owned:
+    """`At`, if every entry that gets anything is where it would be."""
+    own = found.samples
+    for d in varying(found):
+        size = shape[d]
+        if size and size % samples == 0:
+            for inner in dict.fromkeys((size // samples, 1)):
+                at = At(d, size // (samples * inner), inner)
+                if not bool(((own != entries(at, shape, samples, own.device)) & (own >= 0)).any()):
+                    return at
+    return found
+
+
 def scattered(order: Tensor, index: Tensor, size: int) -> Tensor | None:
     """The sample of each of ``size`` entries, of which ``index`` says where each of some went; None if samples meet in one.
 
@@ -254,4 +276,4 @@ def scattered(order: Tensor, index: Tensor, size: int) -> Tensor | None:
     """
     found = torch.full((size,), NOBODY, dtype=order.dtype, device=order.device)
     found.scatter_reduce_(0, index, order, "amax")
-    return found if bool(((found[index] == order) | (order < 0)).all()) else None
+    return None if bool(((found[index] != order) & (order >= 0)).any()) else found

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 
 from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
-from autograd_hacks.graph.label import MIXED, SUM, Label, One, Owned, Several, joined, linked
+from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, One, Owned, Several, joined, linked
 from autograd_hacks.graph.moves import MOVES, Move
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
@@ -39,6 +39,7 @@ class Kind:
     law: its law that moves labels, with or without values, or None
     by_values: whether the law reads saved tensors
     is_stateless: whether its backward depends on nothing but what it shows
+    has_operands: whether it saves tensors
     """
 
     name: str
@@ -48,8 +49,11 @@ class Kind:
     law: Rule | None = None
     by_values: bool = False
     is_stateless: bool = False
+    has_operands: bool = True
 
     def named(self, values: Any) -> dict[str, Any]:
+        if not self.numbers:
+            return {}
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
 
 
@@ -99,7 +103,7 @@ def kind_of_name(name: str, kind: type) -> Kind:
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:
     numbers = tuple(n for n in reads if hasattr(kind, SAVED + n))
     get = attrgetter(*(SAVED + n for n in numbers)) if numbers else None
-    return Kind(name, numbers, get, **more)
+    return Kind(name, numbers, get, has_operands=bool(_raw_names(kind)), **more)
 
 
 _BY_TYPE: dict[type, Kind | None] = {}
@@ -163,8 +167,7 @@ def is_recomputed(node: Any) -> bool:
     return any(_is_recomputed(getattr(node, name)) for name in _raw_names(type(node)))
 
 
-@dataclass(frozen=True)
-class Law:
+class Law(NamedTuple):
     """What a node does to labels in one forward.
 
     ins: the labels that it gives to its inputs
@@ -190,40 +193,45 @@ def law_of(
     alone: for each input, whether it is made of parameters alone
     """
     there = [label for label in labels if label is not None]
-    if any(isinstance(label, Several) for label in there):
-        are_sums = all(label is SUM for label in there)
-        return Law([None if own is None else SUM if are_sums else MIXED for own in ins])
     first = there[0]
-    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
+    if any([type(label) is Several for label in there]):
+        several = SUM if all([label is SUM for label in there]) else MIXED
+        return Law([None if own is None else several for own in ins])
+    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all([label == first for label in there])):
         return Law([None if own is None else first for own in ins])
     if kind.entry is not None:
-        found = _by_entry(kind.entry, labels, outs, ins, samples, kind.named(numbers))
-        if kind.entry.multiplies and None in ins and any(
-            isinstance(label, Several) and not own for label, own in zip(found, alone)
-        ):
-            return _asked(node, labels, samples, may_recompute)
+        found = _by_entry(kind.entry, labels, outs, ins, alone, samples, kind.named(numbers))
+        if kind.entry.multiplies and None in ins:
+            for label, own in zip(found, alone):
+                if type(label) is Several and not own:  # the other factor may be a permutation
+                    return _asked(node, labels, samples, may_recompute)
         return Law(found)
     is_use = all(own is None or is_own for own, is_own in zip(ins, alone))
     if is_use and (kind.law is None or kind.by_values):
         return Law([None if own is None else SUM for own in ins])
     if kind.law is None:
         return _asked(node, labels, samples, may_recompute)
-    reader = Reader(node, may_recompute)
-    more = {"read": reader} if kind.by_values else {}
-    several: list[Label] = [None] * len(ins)
+    reader, given = Reader(node, may_recompute), kind.named(numbers)
+    if kind.by_values:
+        given["read"] = reader
+    found = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
             continue
-        own = kind.law(label, o, outs, ins, samples, **more, **kind.named(numbers))
+        own = kind.law(label, o, outs, ins, samples, **given)
         if own is None:
             return _asked(node, labels, samples, may_recompute)
-        several = [joined(a, b, shape or (), samples) if shape is not None else None for a, b, shape in zip(several, own, ins)]
-    return Law(several, reader.seen or None)
+        if len(there) == 1:
+            found = own
+        else:
+            found = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(found, own, ins)]
+    return Law(found, reader.seen or None)
 
 
 def _by_entry(
-    entry: Axes, labels: Sequence[Label], outs: Shapes, ins: Shapes, samples: int, numbers: dict[str, Any]
-) -> list[Label]:
+    entry: Axes, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool], samples: int,
+    numbers: dict[str, Any],
+) -> list[Label]:  # fmt: skip
     found: list[Label] = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
@@ -232,7 +240,9 @@ def _by_entry(
         for k, own in enumerate(ins):
             if own is None:
                 continue
-            if links is not None:
+            if alone[k] and isinstance(label, Entries):
+                now: Label = SUM  # a use; rows of which samples it has is said at the node's output
+            elif links is not None:
                 now = linked(label, links[k], own)  # type: ignore[arg-type]  # owned, see `law_of`
             elif own == outs[o]:
                 now = label

@@ -172,7 +172,10 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -
     left = out[d] - sum(_size(own, d) for own in ins if own is not None)
     sizes = [_size(own, d) if own is not None else left if k == hidden[0] else 0 for k, own in enumerate(ins)]
     starts = [0, *accumulate(sizes)]
-    return [cut(label, d, start, size, 1, out, samples) for start, size in zip(starts, sizes)]
+    return [
+        None if own is not None and len(own) != len(out) else cut(label, d, start, size, 1, out, samples)
+        for own, start, size in zip(ins, starts, sizes)
+    ]
 
 
 def _size(own: Shape, d: int) -> int:
@@ -220,7 +223,7 @@ def _before(shape: Sequence[int], repeats: Sequence[int], d: int) -> list[int]:
 @move("flip", reads="dims")
 def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any) -> list[Label]:
     out = outs[o] or ()
-    own = [d for d in some_axes(dims, len(out)) if d in varying(label)]
+    own = [d for d in some_axes(dims, len(out)) if d in varying(label)] if dims else []
     return [Entries(entries(label, out, samples).flip(own)) if own else label]
 
 

@@ -41,48 +41,43 @@ class Trace:
         shapes: list[Shapes] = []
         edges: list[Sequence[tuple[int, int] | None]] = []
         key: list[Hashable] = [tuple((place[node], number) for node, number in roots)]
+        find, known = place.get, _BY_TYPE.get
         for node in nodes:
             kind = type(node)
             if kind is Leaf:
                 x = node.variable
-                sizes: Any = (x.shape,)
-                kinds.append(LEAF)
-                numbers.append(None)
-                shapes.append(sizes)
-                edges.append(())
-                key += (id(x) if id(x) in parameters else 0, sizes)
-                continue
-            own = _BY_TYPE.get(kind) or kind_of(node)
-            made = node._input_metadata
-            sizes = (made[0].shape,) if len(made) == 1 else tuple([m.shape for m in made])
-            if ends and node in ends:
-                kinds.append(END)
-                numbers.append(None)
-                shapes.append(sizes)
-                edges.append(())
-                key += (END, sizes)
-                continue
-            read = None if own.get is None else own.get(node)
-            ahead: list[tuple[int, int] | None] = []
-            for other, number in node.next_functions:
-                if other is None:
-                    ahead.append(None)
-                    continue
-                k = place.get(other)
-                if k is None:
-                    k = place[other] = len(nodes)
-                    nodes.append(other)
-                ahead.append((k, number))
-            to = tuple(ahead)
+                own, read, to = LEAF, None, ()
+                sizes: Any = (tuple(x.shape),)
+                key.append(id(x) if id(x) in parameters else 0)
+            else:
+                made = node._input_metadata
+                sizes = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
+                if ends and node in ends:
+                    own, read, to = END, None, ()
+                else:
+                    own = known(kind) or kind_of(node)
+                    get = own.get
+                    read = None if get is None else get(node)
+                    ahead: list[tuple[int, int] | None] = []
+                    for edge in node.next_functions:
+                        other, number = edge
+                        if other is None:
+                            ahead.append(None)
+                            continue
+                        k = find(other)
+                        if k is None:
+                            k = place[other] = len(nodes)
+                            nodes.append(other)
+                        ahead.append((k, number))
+                    to = tuple(ahead)
             kinds.append(own)
             numbers.append(read)
             shapes.append(sizes)
             edges.append(to)
-            key += (own, read, sizes, to)
         self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends = parameters, ends
-        self.key: Hashable = tuple(key)
+        self.key: Hashable = (tuple(key), tuple(kinds), tuple(numbers), tuple(shapes), tuple(edges))
 
     def leaf(self, k: int) -> Tensor:
         x: Tensor = self.nodes[k].variable

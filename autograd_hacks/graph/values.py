@@ -30,6 +30,8 @@ from autograd_hacks.graph.label import (
     is_owned,
     linked,
     put,
+    scattered,
+    tidied,
     varying,
     viewed,
 )
@@ -63,7 +65,7 @@ def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samp
     at, index = at.expand(sizes), index.expand(sizes)
     whole = [own[d] if k == d else size for k, size in enumerate(sizes)]
     found = torch.full(whole, NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(d, index, at, "amax")
-    return Entries(found) if bool(((found.gather(d, index) == at) | (at < 0)).all()) else MIXED
+    return tidied(Entries(found), own, samples) if bool(((found.gather(d, index) == at) | (at < 0)).all()) else MIXED
 
 
 def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> Entries:
@@ -82,6 +84,8 @@ def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> 
 def _narrowed(found: Tensor, own: Shape) -> Label:
     """The label of a tensor that was broadcast, from the labels of the copies."""
     found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
+    if not found.numel() and prod(own):
+        return None
     links = broadcast(found.shape, own)
     lost = [k for k in range(found.ndim) if k not in links and found.shape[k] != 1]
     if lost and found.numel():
@@ -116,6 +120,8 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
 @value("gather", reads="dim")
 def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
     out, own = outs[o] or (), ins[0] or ()
+    if not out:
+        return [label]
     d = axis(dim, len(out))
     if d in varying(label):
         label = _scattered(label, d, read("index"), out, own, samples)  # type: ignore[assignment]
@@ -173,7 +179,7 @@ def _flat(label: Owned, o: int, outs: Shapes, own: Shape, samples: int, read: Re
     at = entries(label, out, samples, index.device).expand(*out).reshape(-1)
     size = prod(own)
     found = _scattered(Entries(at), 0, index.reshape(-1) % max(1, size), [len(at)], [size], samples)
-    return Entries(found.samples.view(*own)) if isinstance(found, Entries) else found
+    return viewed(found, [size], own, samples) if isinstance(found, Owned) else found
 
 
 @value("put")
@@ -195,7 +201,8 @@ class Indexed:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
             given += index.nonzero().unbind(1) if is_mask and index is not None else [index]
         self.dims = [d for d, index in enumerate(given) if index is not None]
-        self.indices = torch.broadcast_tensors(*[index.long() for index in given if index is not None])
+        there = [index if index.dtype == torch.long else index.long() for index in given if index is not None]
+        self.indices = there if len(there) == 1 else torch.broadcast_tensors(*there)
         self.shape = self.indices[0].shape
         self.whole, self.axes = whole, len(self.shape)
         self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
@@ -210,22 +217,36 @@ class Indexed:
         """The indexed axes before the others; x: of the whole's axes."""
         return x.permute(*self.dims, *self.left)
 
-    def scattered(self, at: Tensor) -> Label:
+    def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
-        rest = [self.place_of(d) for d in self.left]
-        at = at.permute(*[k for k in range(at.ndim) if k not in rest], *rest)
-        rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
+        flat = self._flat()
         sizes = [self.whole[d] for d in self.dims]
-        flat = torch.zeros_like(self.indices[0])
-        for size, index in zip(sizes, self.indices):
-            flat = flat * size + index % max(1, size)
-        index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
-        found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
-        found.scatter_reduce_(0, index, rows, "amax")
-        if not bool(((found.gather(0, index) == rows) | (rows < 0)).all()):
+        rest = [self.place_of(d) for d in self.left]
+        if self.axes == 1 and at.numel() == self.shape[0]:  # rows that were picked: one sample each
+            found = scattered(at.reshape(-1), flat, prod(sizes))
+        else:
+            at = at.permute(*[k for k in range(at.ndim) if k not in rest], *rest)
+            rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
+            index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
+            found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
+            found.scatter_reduce_(0, index, rows, "amax")
+            if bool(((found.gather(0, index) != rows) & (rows >= 0)).any()):
+                found = None
+        if found is None:
             return MIXED
-        order = [*self.dims, *self.left]
-        return Entries(found.view(*sizes, *rows.shape[1:]).permute(*[order.index(d) for d in range(len(order))]))
+        axes = [*self.dims, *self.left]
+        left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
+        found = found.view(*sizes, *left).permute(*[axes.index(d) for d in range(len(axes))])
+        return tidied(Entries(found), self.whole, samples)
+
+    def _flat(self) -> Tensor:
+        """Where the indices point to in the indexed axes, laid out one behind the other."""
+        flat: Tensor | None = None
+        for d, index in zip(self.dims, self.indices):
+            own = index % max(1, self.whole[d])
+            flat = own if flat is None else flat * self.whole[d] + own
+        assert flat is not None
+        return flat
 
     def read(self, at: Tensor) -> Tensor:
         """The label of the result, from that of the whole."""
@@ -241,8 +262,8 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read)
     out, own = outs[o] or (), ins[0] or ()
     by = Indexed(read("indices"), own)
     moved = range(by.start, by.start + by.axes)
-    if isinstance(label, One) or set(varying(label)) & set(moved):
-        return [by.scattered(entries(label, out, samples, by.indices[0].device))]
+    if isinstance(label, One) or not set(varying(label)).isdisjoint(moved):
+        return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
     return [linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(own))], own)]
 
 
@@ -267,7 +288,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read)
 
 @value("masked_scatter")
 def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    found: list[Label] = [label]
+    found: list[Label] = [None if ins[0] is None else linked(label, broadcast(outs[o] or (), ins[0]), ins[0])]
     for own in ins[1:]:
         if own is None:
             found.append(None)
@@ -286,7 +307,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read)
     out, own = outs[o] or (), ins[0] or ()
     if set(varying(label)) <= {len(out) - 1} and not isinstance(label, One):
         return [linked(label, [ALONE, len(out) - 1], own)]
-    return [Indexed([read("indices"), None], own).scattered(entries(label, out, samples))]
+    return [Indexed([read("indices"), None], own).scattered(entries(label, out, samples), samples)]
 
 
 @value("_pack_padded_sequence", reads="batch_first")
@@ -299,4 +320,4 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
     time = torch.cat([torch.full((n,), t) for t, n in enumerate(sizes)])
     row = torch.cat([torch.arange(n) for n in sizes])
     by = Indexed([row, time] if batch_first else [time, row], own)
-    return [by.scattered(entries(label, out, samples))]
+    return [by.scattered(entries(label, out, samples), samples)]

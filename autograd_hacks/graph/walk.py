@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import Label, Several, is_owned, joined
+from autograd_hacks.graph.axes import broadcast
+from autograd_hacks.graph.label import SUM, Label, Several, is_owned, joined, linked
 from autograd_hacks.graph.laws import Deferred, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
-from autograd_hacks.graph.label import SUM
 from autograd_hacks.support.graph import operands_of
 
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
@@ -60,6 +60,14 @@ class Read(NamedTuple):
     node: int
     name: str
     value: Any
+
+
+class Asked(NamedTuple):
+    """A node that was asked, with the labels at its outputs and its answer."""
+
+    node: int
+    outs: tuple[Label, ...]
+    ins: tuple[Label, ...]
 
 
 @dataclass
@@ -102,7 +110,8 @@ class Walk:
     mixes: where samples mix
     mixed: the leaves of parameters that lie behind a mix
     read: the saved values on which labels rest
-    asked: the nodes that were asked; nothing about them holds for another forward
+    asked: the nodes that were asked; their answers hold for this forward alone
+    met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     unknown: nodes behind the deferred ones
@@ -113,10 +122,11 @@ class Walk:
     mixes: list[Mix] = field(default_factory=list)
     mixed: set[int] = field(default_factory=set)
     read: list[Read] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
+    met_zero: bool = False
 
 
 class _Edge(NamedTuple):
@@ -155,23 +165,33 @@ def walked(
         kind = kinds[k]
         if kind is LEAF or kind is END or outs.count(None) == len(outs):
             continue
-        has_owners = not any(isinstance(label, Several) for label in outs)
+        has_owners = True
+        for label in outs:
+            if type(label) is Several:
+                has_owners = False
         if own[k] and not has_owners:
             continue
-        ahead = edges[k]
+        ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
-        alone = [edge is not None and own[edge[0]] for edge in ahead]
         try:
-            law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
+            if entry is not None and entry.rule is None and has_owners and len(outs) == 1:  # the most common case
+                of, answer = shapes[k][0], list[Label]()
+                for sizes in ins:
+                    answer.append(first if sizes == of else None if sizes is None else linked(first, broadcast(of, sizes), sizes))
+            else:
+                alone = [edge is not None and own[edge[0]] for edge in ahead]
+                law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
+                answer, why = law.ins, law.why
+                if law.read:
+                    walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+                if law.was_asked:
+                    walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+                    walk.met_zero |= any(edge is not None and label is None for edge, label in zip(ahead, answer))
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
             continue
-        if law.read:
-            walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
-        if law.was_asked:
-            walk.asked.append(k)
-        for place, (edge, label) in enumerate(zip(ahead, law.ins)):
+        for place, (edge, label) in enumerate(zip(ahead, answer)):
             if edge is None or label is None:
                 continue
             j, at = edge
@@ -179,9 +199,9 @@ def walked(
             labels[j][at] = label if before is None or before is label else joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
-                    meetings.setdefault(j, []).append(_Edge(k, place, label, law.why))
+                    meetings.setdefault(j, []).append(_Edge(k, place, label, why))
                 elif isinstance(label, Several):
-                    lost.append(_Edge(k, place, label, law.why))
+                    lost.append(_Edge(k, place, label, why))
     for j, met in meetings.items():
         if kinds[j] is LEAF or any(isinstance(label, Several) for label in labels[j]):
             walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
@@ -203,8 +223,10 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
                 if edge is not None and not own[edge[0]]:
                     break
             else:
-                walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
-                own[k] = origin == OWN
+                own[k] = True
+                if kind.has_operands or None in trace.edges[k]:
+                    walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
+                    own[k] = origin == OWN
     return own
 
 
