@@ -196,11 +196,12 @@ def walked(
                 continue
             j, at = edge
             before = labels[j][at]
-            labels[j][at] = label if before is None or before is label else joined(before, label, ins[place] or (), samples)
+            now = label if before is None or before is label else joined(before, label, ins[place] or (), samples)
+            labels[j][at] = now
             if has_owners:
                 if own[j]:
                     meetings.setdefault(j, []).append(_Edge(k, place, label, why))
-                elif isinstance(label, Several):
+                elif type(label) is Several or (type(now) is Several and type(before) is not Several):
                     lost.append(_Edge(k, place, label, why))
     for j, met in meetings.items():
         if kinds[j] is LEAF or any(isinstance(label, Several) for label in labels[j]):
