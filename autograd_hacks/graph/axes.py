@@ -235,6 +235,16 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, 1, ALONE), (0, ALONE, 2)]
 
 
+@axes("_grouped_mm", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Rows in groups, each with a matrix of its own, M K and G K N; or a product of batches."""
+    more: list[Links] = [broadcast(outs[o] or (), s) for s in ins[2:]]
+    if len(outs[o] or ()) == 3:
+        are_batches = all(s is None or len(s) == 3 for s in ins[:2])
+        return [(0, 1, ALONE), (0, ALONE, 2), *more] if are_batches else [[MIX] * len(s or ()) for s in ins]
+    return [(0, ALONE) if len(ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX), (ALONE, MIX, 1)[-len(ins[1] or (0, 0, 0)) :], *more]
+
+
 @axes("addbmm", multiplies=True)
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     return [broadcast(outs[o] or (), ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
@@ -335,7 +345,7 @@ def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]
 def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]:
     n, last = len(outs[0] or ()), len(normalized_shape)
     if o:
-        return [[ALONE if d < n - last else d - n + last for d in range(len(s or ()))] for s in ins]
+        return [[MIX if k or d < n - last else d - n + last for d in range(len(s or ()))] for k, s in enumerate(ins)]
     return [within(last, n) if len(s or ()) == n else range(n - last, n) for s in ins]
 
 
@@ -418,10 +428,16 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 )
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     """Matrices on the last two axes.  Columns of a right-hand side are taken to mix."""
+    out = outs[o] or ()
     lead = max(len(s) - 2 for s in ins if s is not None)
-    out = (outs[o] or ())[:lead]
-    return [[*broadcast(out, s[:-2]), MIX, MIX] if s is not None and len(s) - 2 <= len(out) and len(s) > 1
-            else [MIX] * len(s or ()) for s in ins]  # fmt: skip
+    found: list[Links] = []
+    for s in ins:
+        own = s or ()
+        if len(own) != lead + 1:  # one axis less: a vector, or a matrix of fewer batches
+            found.append([*broadcast(out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own))
+        else:
+            found.append(within(1, len(own)) if list(own) == list(out) else [MIX] * len(own))
+    return found
 
 
 @axes("mkldnn_rnn_layer", reads="")

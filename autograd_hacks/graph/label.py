@@ -146,9 +146,9 @@ def joined(a: Label, b: Label, shape: Shape, samples: int) -> Label:
     differ = (mine != theirs) & (mine >= 0) & (theirs >= 0)
     if bool(differ.any()):
         return MIXED
-    for own, other in ((a, theirs), (b, mine)):
-        if not isinstance(own, Entries) or (own.samples.shape == differ.shape and other.shape != differ.shape):
-            return own  # the regular one says as much
+    for own in (a, b):
+        if not isinstance(own, Entries):
+            return own  # it speaks of every entry
     return Entries(torch.maximum(mine, theirs))
 
 

@@ -25,11 +25,9 @@ from autograd_hacks.graph.label import (
     One,
     Owned,
     Shape,
-    cut,
     entries,
     is_owned,
     linked,
-    put,
     scattered,
     tidied,
     varying,
@@ -65,7 +63,20 @@ def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samp
     at, index = at.expand(sizes), index.expand(sizes)
     whole = [own[d] if k == d else size for k, size in enumerate(sizes)]
     found = torch.full(whole, NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(d, index, at, "amax")
-    return tidied(Entries(found), own, samples) if bool(((found.gather(d, index) == at) | (at < 0)).all()) else MIXED
+    if bool(((found.gather(d, index) != at) & (at >= 0)).any()):
+        return MIXED
+    return tidied(Entries(_longer(found, own)), own, samples)
+
+
+def _longer(at: Tensor, own: Shape) -> Tensor:
+    """Owners of a part, for a tensor that is longer or shorter on some axes."""
+    for d, size in enumerate(own):
+        if at.shape[d] > size:
+            at = at.narrow(d, 0, size)
+        elif 1 < at.shape[d] < size:
+            rest = [size - at.shape[d] if k == d else s for k, s in enumerate(at.shape)]
+            at = torch.cat([at, at.new_full(rest, NOBODY)], d)
+    return at
 
 
 def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> Entries:
@@ -96,14 +107,6 @@ def _narrowed(found: Tensor, own: Shape) -> Label:
     return Entries(found.reshape(found.shape[found.ndim - len(own) :]))
 
 
-def _laid(label: Owned, out: Shape, own: Shape, but: int, samples: int) -> Owned:
-    """The label in a tensor that may be longer than the output on other axes than one."""
-    for d in varying(label):
-        if d != but and own[d] != out[d]:
-            label = put(label, d, 0, out[d], 1, [*own[: d + 1], *out[d + 1 :]], samples)
-    return label
-
-
 # Along one axis.
 
 
@@ -125,7 +128,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
     d = axis(dim, len(out))
     if d in varying(label):
         label = _scattered(label, d, read("index"), out, own, samples)  # type: ignore[assignment]
-    return [_laid(label, out, own, d, samples) if is_owned(label) else label]
+    return [_as_long(label, own) if is_owned(label) else label]  # type: ignore[arg-type]
 
 
 @value("sort topk", reads="dim")
@@ -158,15 +161,15 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
         if own is None or not own:
             found.append(None if own is None else SUM if varying(label) else label)
             continue
-        part = _gathered(label, d, index := read("index"), out, samples) if d in varying(label) else label
-        shape = list(index.shape) if d in varying(label) else [*own]
-        for k in varying(part):  # the index may be shorter than what is scattered
-            if k != d and own[k] != out[k]:
-                part = cut(part, k, 0, min(own[k], out[k]), 1, out, samples)
-            if part is not label and shape[k] != own[k] and k in varying(part):
-                part = put(part, k, 0, shape[k], 1, [*own[: k + 1], *shape[k + 1 :]], samples)
-        found.append(part)
+        found.append(_as_long(_gathered(label, d, read("index"), out, samples) if d in varying(label) else label, own))
     return found
+
+
+def _as_long(label: Owned, own: Shape) -> Owned:
+    """The label of a tensor that is longer or shorter on some axes than the part of it that was used."""
+    if not isinstance(label, Entries):
+        return label
+    return Entries(_longer(label.samples, own))
 
 
 @value("take")

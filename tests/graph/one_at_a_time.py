@@ -113,13 +113,17 @@ def judge(
     if walk is None or trace is None:
         trace, walk = walk_of(outputs, samples, model, given, labels)
     passes, found = Passes(trace, outputs, labels, samples), Judged()
-    of_parameters = _made_of_parameters(trace, walk)
+    of_parameters = _behind(trace, [use[:2] for use in walk.uses if use.node >= 0])
+    mixed = [k for k, own in enumerate(walk.labels) if any(isinstance(label, Several) for label in own)]
+    unjudged = _behind(trace, [(k, place) for k in mixed for place in range(len(trace.edges[k]))])
     for k, kind in enumerate(trace.kinds):
         if kind is LEAF or k in walk.unknown or k in of_parameters:
             continue
         for number, label in enumerate(walk.labels[k]):
             owners = passes.owners(k, number)
             if owners is None:
+                continue
+            if label is None and k in unjudged:
                 continue
             _compare(found, f"{kind.name}, {tuple(owners.shape[1:])}", label, owners, samples)
     found.rows = _rows(passes, trace, walk)
@@ -141,9 +145,9 @@ def _compare(found: Judged, what: str, label: Label, owners: Tensor, samples: in
         found.owned += 1
 
 
-def _made_of_parameters(trace: Trace, walk: Walk) -> set[int]:
-    """Nodes behind uses, of which labels say only whether they go on."""
-    behind = [edge[0] for use in walk.uses if use.node >= 0 if (edge := trace.edges[use.node][use.place]) is not None]
+def _behind(trace: Trace, places: Sequence[tuple[int, int]]) -> set[int]:
+    """The nodes behind some nodes' inputs."""
+    behind = [edge[0] for k, place in places if (edge := trace.edges[k][place]) is not None]
     seen = set(behind)
     while behind:
         ahead = {edge[0] for edge in trace.edges[behind.pop()] if edge is not None} - seen
