@@ -242,7 +242,11 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     if len(outs[o] or ()) == 3:
         are_batches = all(s is None or len(s) == 3 for s in ins[:2])
         return [(0, 1, ALONE), (0, ALONE, 2), *more] if are_batches else [[MIX] * len(s or ()) for s in ins]
-    return [(0, ALONE) if len(ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX), (ALONE, MIX, 1)[-len(ins[1] or (0, 0, 0)) :], *more]
+    return [
+        (0, ALONE) if len(ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX),
+        (ALONE, MIX, 1)[-len(ins[1] or (0, 0, 0)) :],
+        *more,
+    ]
 
 
 @axes("addbmm", multiplies=True)
@@ -354,9 +358,7 @@ def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]
     batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward""",
     reads="training train update",
 )
-def _(
-    o: int, outs: Shapes, ins: Shapes, training: bool = True, train: bool = True, update: bool = True
-) -> list[Links]:
+def _(o: int, outs: Shapes, ins: Shapes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
     n = len(outs[0] or ())
     whole = [1 if d == 1 else MIX if training and train and update else d for d in range(n)]
     if o:

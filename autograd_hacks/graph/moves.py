@@ -318,5 +318,3 @@ def _(
     if weight is not None:
         found[1] = At(0, label.outer, of_groups * (weight[0] // groups))
     return found[: len(ins)]
-
-

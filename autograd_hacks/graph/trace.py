@@ -31,9 +31,7 @@ class Trace:
 
     __slots__ = ("edges", "ends", "key", "kinds", "nodes", "numbers", "parameters", "roots", "shapes")
 
-    def __init__(
-        self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()
-    ) -> None:
+    def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
         kinds: list[Kind] = []

@@ -136,9 +136,7 @@ class _Edge(NamedTuple):
     why: str
 
 
-def walked(
-    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()
-) -> Walk:
+def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
     """Labels all gradients behind the roots, and finds the uses.
 
     roots: labels of the trace's roots, by their number
@@ -177,7 +175,9 @@ def walked(
             if entry is not None and entry.rule is None and has_owners and len(outs) == 1:  # the most common case
                 of, answer = shapes[k][0], list[Label]()
                 for sizes in ins:
-                    answer.append(first if sizes == of else None if sizes is None else linked(first, broadcast(of, sizes), sizes))
+                    answer.append(
+                        first if sizes == of else None if sizes is None else linked(first, broadcast(of, sizes), sizes)
+                    )
             else:
                 alone = [edge is not None and own[edge[0]] for edge in ahead]
                 law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)

@@ -77,7 +77,9 @@ class Passes:
             self.alone.append(self._run(outputs, own))
         self.whole = self._run(outputs, whole)
 
-    def _run(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[dict[int, Sequence[Tensor | None]], list[Tensor | None]]:
+    def _run(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[dict[int, Sequence[Tensor | None]], list[Tensor | None]]:
         seen: dict[int, Sequence[Tensor | None]] = {}
         nodes = self.trace.nodes
         inner = [k for k, kind in enumerate(self.trace.kinds) if kind is not LEAF]
@@ -171,7 +173,11 @@ def _rows(passes: Passes, trace: Trace, walk: Walk) -> float:
             if own is not None and edge is not None:
                 at.append(GradientEdge(trace.nodes[edge[0]], edge[1]))
                 grads.append(own)
-        found = torch.autograd.grad(at, leaves, grads, retain_graph=True, allow_unused=True) if at and leaves else [None] * len(leaves)
+        found = (
+            torch.autograd.grad(at, leaves, grads, retain_graph=True, allow_unused=True)
+            if at and leaves
+            else [None] * len(leaves)
+        )
         for place, own, leaf in zip(places, found, leaves):
             want = passes.alone[n][1][place]
             want, own = (torch.zeros_like(leaf) if g is None else g for g in (want, own))

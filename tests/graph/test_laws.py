@@ -85,10 +85,15 @@ def placed(outs: Sequence[Sequence[int]], draws: random.Random) -> tuple[list[La
 
 def owners(node: Any, labels: Sequence[Label], samples: int) -> list[Tensor | None]:
     """One backward pass a sample: at each input, which samples contribute to each entry, N *shape."""
-    given = [(None if label is None else torch.randn(tuple(m.shape), dtype=m.dtype), label) for m, label in zip(made(node), labels)]
+    given = [
+        (None if label is None else torch.randn(tuple(m.shape), dtype=m.dtype), label)
+        for m, label in zip(made(node), labels)
+    ]
     found: list[Any] = []
     for n in range(samples):
-        own = [None if g is None else torch.where(entries(at, g.shape, samples) == n, g, torch.zeros_like(g)) for g, at in given]  # type: ignore[arg-type]
+        own = [
+            None if g is None else torch.where(entries(at, g.shape, samples) == n, g, torch.zeros_like(g)) for g, at in given
+        ]  # type: ignore[arg-type]
         out = call_node(node, own)
         assert out is not None
         found.append([None if ahead is None or x is None else fitted(x, Value(ahead, number)).nan_to_num(0, 0, 0) != 0

@@ -114,7 +114,9 @@ def test_an_index_that_is_written_to_between_forwards_is_seen() -> None:
 
 
 ZEROS = {
-    "BatchNorm's weight": lambda h, k: F.batch_norm(h, None, None, torch.full((4,), float(k)).double().requires_grad_(), None, True),
+    "BatchNorm's weight": lambda h, k: F.batch_norm(
+        h, None, None, torch.full((4,), float(k)).double().requires_grad_(), None, True
+    ),
     "a matrix over samples": lambda h, k: (k * (eye(0) + 1)) @ h,
     "a kernel over samples": lambda h, k: F.conv1d(h.t()[None], torch.full((4, 4, 3), float(k)).double(), padding=1)[0].t(),
     "a gate before a mean": lambda h, k: h + torch.full((), float(k)).double() * h.mean(0),

@@ -113,7 +113,9 @@ def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
     x = torch.randn(N, D).double()
     out = net[0](x) * net[1](x.mean(0))
     _, walk = walk_of([out], N, net, [x])
-    assert not walk.mixes  # its rows are those of this forward, see walk.py; that the mean is of the batch is no gradient's matter
+    assert (
+        not walk.mixes
+    )  # its rows are those of this forward, see walk.py; that the mean is of the batch is no gradient's matter
     out = net[0](x) * net[1](x).mean(0)
     _, walk = walk_of([out], N, net, [x])
     assert walk.mixes
