@@ -73,13 +73,13 @@ def register_law(*names: str, reads: Sequence[str] = ()) -> Callable[[Rule], Rul
     return enter
 
 
-def _node_name(operation: str) -> str:
+def node_name(operation: str) -> str:
     """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
     return "".join(word.title() for word in operation.split("_"))
 
 
 _BY_NODE = {
-    _node_name(name): name for name in (*AXES, *MOVES, *VALUES)
+    node_name(name): name for name in (*AXES, *MOVES, *VALUES)
 }  # one operation may stand in several tables: the later ones hold what is more exact
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
-from autograd_hacks.graph.laws import _node_name, kind_of, law_of
+from autograd_hacks.graph.laws import node_name, kind_of, law_of
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import VALUES
@@ -155,5 +155,5 @@ def test_all_kinds_of_the_tables_that_torch_makes_here_are_among_the_examples() 
 
 
 def kind_of_class(name: str) -> bool:
-    tables = {_node_name(n) for n in (*AXES, *MOVES, *VALUES)}
+    tables = {node_name(n) for n in (*AXES, *MOVES, *VALUES)}
     return name.split("Backward0")[0] in tables
