@@ -185,8 +185,9 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 
 @axes("nll_loss_backward nll_loss2d_backward")
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """The gradient of each sample's loss, and scores to which nothing comes."""
     n, g = len(outs[o] or ()), len(ins[0] or ())
-    return [[0, *range(2, n)] if g == n - 1 and g else [ALONE] * g, *[[ALONE] * len(s or ()) for s in ins[1:]]]
+    return [[0, *range(2, n)] if g == n - 1 and g else [ALONE] * g, *[range(len(s or ())) for s in ins[1:]]]
 
 
 @axes("ctc_loss _ctc_loss _cudnn_ctc_loss miopen_ctc_loss cudnn_ctc_loss")

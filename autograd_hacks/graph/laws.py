@@ -204,13 +204,13 @@ def law_of(
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
-                    return _asked(node, labels, samples, may_recompute)
+                    return asked(node, labels, samples, may_recompute)
         return Law(found)
     is_use = all(own is None or is_own for own, is_own in zip(ins, alone))
     if is_use and (kind.law is None or kind.by_values):
         return Law([None if own is None else SUM for own in ins])
     if kind.law is None:
-        return _asked(node, labels, samples, may_recompute)
+        return asked(node, labels, samples, may_recompute)
     reader, given = Reader(node, may_recompute), kind.named(numbers)
     if kind.by_values:
         given["read"] = reader
@@ -220,7 +220,7 @@ def law_of(
             continue
         own = kind.law(label, o, outs, ins, samples, **given)
         if own is None:
-            return _asked(node, labels, samples, may_recompute)
+            return asked(node, labels, samples, may_recompute)
         if len(there) == 1:
             found = own
         else:
@@ -252,7 +252,8 @@ def _by_entry(
     return found
 
 
-def _asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool) -> Law:
+def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool) -> Law:
+    """The labels of a node's inputs, by asking it.  Raises Deferred."""
     if is_recomputed(node) and not may_recompute:
         raise Deferred
     try:

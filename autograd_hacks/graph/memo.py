@@ -54,7 +54,7 @@ class Memo:
             return entry.walk
         self.misses += 1
         walk = walked(trace, roots, samples, memory)
-        if walk.met_zero:
+        if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
         parameters = trace.parameters

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
 from autograd_hacks.graph.label import SUM, Label, Several, is_owned, joined, linked
-from autograd_hacks.graph.laws import Deferred, law_of
+from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 
@@ -139,9 +139,23 @@ class _Edge(NamedTuple):
 def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
     """Labels all gradients behind the roots, and finds the uses.
 
+    Rules don't see what values hide, such as the branch that a ``where`` doesn't take.  So if samples seem to mix, the nodes
+    with saved values are asked before it is said.
+
     roots: labels of the trace's roots, by their number
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     """
+    walk = _walked(trace, roots, samples, memory, settled, exact=False)
+    if walk.mixes:
+        again = _walked(trace, roots, samples, memory, settled, exact=True)
+        if not again.mixes and not again.deferred:
+            return again
+    return walk
+
+
+def _walked(
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: bool
+) -> Walk:
     walk = Walk([[None] * len(own) for own in trace.shapes])
     if samples == 0:
         return walk
@@ -172,7 +186,8 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
         ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
-            if entry is not None and entry.rule is None and has_owners and len(outs) == 1:  # the most common case
+            is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
+            if not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1:  # the most common case
                 of, answer = shapes[k][0], list[Label]()
                 for sizes in ins:
                     answer.append(
@@ -180,7 +195,10 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
                     )
             else:
                 alone = [edge is not None and own[edge[0]] for edge in ahead]
-                law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
+                if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+                    law = asked(trace.nodes[k], outs, samples, k in settled)
+                else:
+                    law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
                 answer, why = law.ins, law.why
                 if law.read:
                     walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
