@@ -227,9 +227,9 @@ def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, 
 def put(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
     """The label of the whole, from that of entries start, start + step, ... on an axis, ``size`` of them; others get nothing.
 
-    Where the order is `At` on another axis, it is said of the whole axis.  shape: of the whole
+    Where the order lies on other axes, it is said of the whole axis.  shape: of the whole
     """
-    if samples == 1 or (isinstance(label, At) and label.dim != dim):
+    if samples == 1 or (not isinstance(label, One) and dim not in varying(label)):
         return label
     if isinstance(label, At) and step == 1 and start % (unit := samples * label.inner) == 0 and shape[dim] % unit == 0:
         return At(dim, shape[dim] // unit, label.inner)

@@ -116,4 +116,3 @@ def _agree(name: str, at: Tensor, own: Tensor, out: Shape) -> bool:
     if kind == node_name("embedding") and list(own.shape) == list(out[:-1]):
         return bool((own == at.expand(*out)[..., 0]).all())
     return True
-

@@ -20,6 +20,7 @@ from autograd_hacks.graph.label import (
     MIXED,
     NOBODY,
     SUM,
+    At,
     Entries,
     Label,
     One,
@@ -28,6 +29,8 @@ from autograd_hacks.graph.label import (
     entries,
     is_owned,
     linked,
+    on_axis,
+    order_on,
     scattered,
     tidied,
     varying,
@@ -147,8 +150,13 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
         if own is None or d not in varying(label):
             found.append(label if own is None or len(own) == len(out) else MIXED)
             continue
-        index = read("index").view([-1 if k == d else 1 for k in range(len(out))])
-        found.append(_gathered(label, d, index, out, samples))
+        index = read("index").view(-1)
+        order = order_on(label, d, out[d], samples, index.device)
+        if order is not None:
+            found.append(on_axis(order[index], d, len(out)))
+        else:
+            index = index.view([-1 if k == d else 1 for k in range(len(out))])
+            found.append(_gathered(label, d, index, out, samples))
     return found
 
 
@@ -222,6 +230,8 @@ class Indexed:
 
     def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
+        if (regular := self._regular(at, samples)) is not None:
+            return regular
         flat = self._flat()
         sizes = [self.whole[d] for d in self.dims]
         rest = [self.place_of(d) for d in self.left]
@@ -241,6 +251,19 @@ class Indexed:
         left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
         found = found.view(*sizes, *left).permute(*[axes.index(d) for d in range(len(axes))])
         return tidied(Entries(found), self.whole, samples)
+
+    def _regular(self, at: Tensor, samples: int) -> At | None:
+        """The label of the whole, if each entry went where its sample's entries lie in order on an axis."""
+        if self.start or any(at.shape[self.place_of(d)] != 1 for d in self.left):
+            return None
+        owners = at.reshape(at.shape[: self.axes])
+        for d, index in zip(self.dims, self.indices):
+            size = self.whole[d]
+            for inner in (size // samples, 1) if size and size % samples == 0 else ():
+                order = entries(At(0, 1, inner), (size,), samples, index.device)[index]
+                if not bool(((order != owners) & (owners >= 0)).any()):
+                    return At(d, size // (samples * inner), inner)
+        return None
 
     def _flat(self) -> Tensor:
         """Where the indices point to in the indexed axes, laid out one behind the other."""

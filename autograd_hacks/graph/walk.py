@@ -187,7 +187,9 @@ def _walked(
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1:  # the most common case
+            if (
+                not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
+            ):  # the most common case
                 of, answer = shapes[k][0], list[Label]()
                 for sizes in ins:
                     answer.append(
@@ -285,5 +287,5 @@ def _decide(trace: Trace, order: list[int], own: list[bool], lost: list[_Edge], 
 def _kept(x: Any) -> Any:
     """A copy, since a tensor of indices may be written to before the next forward."""
     if isinstance(x, Tensor):
-        return x.detach().clone()
+        return x.clone()
     return [_kept(own) for own in x] if isinstance(x, list | tuple) else x
