@@ -4,7 +4,7 @@ A node's backward is linear in the gradients at its outputs.  Random gradients o
 being zero, show which samples each entry of a result depends on: two calls for each binary digit of a sample's number.  An
 entry of one sample is not zero in one of the two calls for every digit; if it is in both for some digit, several samples
 contribute.  Only zeros are looked at, so operations whose backward isn't linear to the last bit (``logcumsumexp``) are judged
-like any other.  An entry that is zero in all calls gets nothing *in this forward*: an operand may be zero today.
+like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all calls gets nothing *in this forward*: an operand may be zero today.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, Owned,
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
 from autograd_hacks.support.sweep import call_node, fitted
 from autograd_hacks.support.switch import Switch
+
+
+ROUNDING = 2**12
+"""How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
 
 
 class CannotAsk(Exception):
@@ -38,12 +42,27 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         assert isinstance(label, Owned)
         g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws).to(like.device, like.dtype)
         given.append((g, entries(label, like.shape, samples).to(like.device)))
-    there: list[list[Tensor | None]] = [[] for _ in node.next_functions]  # by input, digit and half: what isn't zero
+    digits = max(1, (samples - 1).bit_length())
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
-        for digit in range(max(1, (samples - 1).bit_length())):
-            for half in (0, 1):
-                _ask(node, [_half(own, digit, half) for own in given], there)
-    return [None if ahead is None else _owners(own, samples, outs) for (ahead, _), own in zip(node.next_functions, there)]
+        passes = [_ask(node, [_half(own, digit, half) for own in given]) for digit in range(digits) for half in (0, 1)]
+        whole = _ask(node, [None if own is None else torch.where(own[1] >= 0, own[0], 0) for own in given])
+    found: list[Label] = []
+    for place, (ahead, _) in enumerate(node.next_functions):
+        of_place = [own[place] for own in passes]
+        is_sum = ahead is None or _adds_up(whole[place], of_place[:2])
+        found.append(None if ahead is None else _owners(of_place, samples, outs) if is_sum else MIXED)
+    return found
+
+
+def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
+    """Whether what the node makes of the batch's gradients is what it makes of the samples', or depends on all of them.
+
+    A Function may divide by a norm over the batch, which no zero shows."""
+    if whole is None:
+        return all(x is None for x in parts)
+    most = whole.abs().nan_to_num(0, 0, 0).max() if whole.numel() else 0
+    rest = whole - sum(x for x in parts if x is not None)
+    return bool((rest.abs().nan_to_num(0, 0, 0) <= ROUNDING * torch.finfo(whole.dtype).eps * most).all())
 
 
 def _drawn(dtype: torch.dtype) -> torch.dtype:
@@ -57,23 +76,25 @@ def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor 
     return torch.where((at >= 0) & ((at >> digit) % 2 == half), g, 0)
 
 
-def _ask(node: Any, grads: list[Tensor | None], there: list[list[Tensor | None]]) -> None:
+def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     try:
         found = call_node(node, grads)
     except Exception as error:
         raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
-    for place, (ahead, number) in enumerate(node.next_functions):
-        x = None if ahead is None or found is None else found[place]
-        there[place].append(None if ahead is None or x is None else fitted(x, Value(ahead, number)) != 0)
+    ahead = node.next_functions
+    return [
+        None if at is None or found is None or (x := found[place]) is None else fitted(x, Value(at, number))
+        for place, (at, number) in enumerate(ahead)
+    ]
 
 
 def _owners(given: list[Tensor | None], samples: int, outs: Sequence[Label]) -> Label:
     like = next((x for x in given if x is not None), None)
     if like is None:
         return None
-    there = [torch.zeros_like(like) if x is None else x for x in given]
+    there = [torch.zeros_like(like, dtype=torch.bool) if x is None else x != 0 for x in given]
     low, high = there[0::2], there[1::2]
-    several, owner, anybody = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.long), torch.zeros_like(like)
+    several, owner, anybody = there[0] & False, torch.zeros_like(like, dtype=torch.long), there[0] & False
     for digit, (a, b) in enumerate(zip(low, high)):
         several |= a & b
         anybody |= a | b

@@ -3,7 +3,8 @@
     PYTHONPATH=tests/graph python -m pytest -p shadow tests/programs
 
 A test fails if a label or a row is wrong.  A summary says where laws refuse what the package reads, and where laws find uses
-without refusing.  Forwards that have no batch axis, or whose graph a hook of the user's watches, are left out.
+without refusing.  Left out: forwards that have no batch axis, and those with hooks, Functions and
+checkpoints of the user's, which would see the passes.
 """
 
 from collections import Counter
@@ -16,7 +17,9 @@ from one_at_a_time import judge, traced
 
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import At, Label, One
+from autograd_hacks.graph.laws import is_recomputed
 from autograd_hacks.graph.memo import Memo
+from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -48,7 +51,7 @@ def end(self: Recorder, path: str, model: Any, ran: Any, output: Any) -> Any:
     samples = found[0][2]
     given = [x for x in tree_leaves(ran.arguments) if isinstance(x, torch.Tensor)]
     trace, memory = traced([x for x, _, _ in found], model, given)
-    if len(trace.nodes) > MOST or any(getattr(x, "_backward_hooks", None) for x, _, _ in found):
+    if len(trace.nodes) > MOST or any(is_users(node) or is_recomputed(node) for node in trace.nodes) or any(getattr(x, "_backward_hooks", None) for x, _, _ in found):
         counts["left out"] += 1
         return returned
     labels = [label_of(layout, tuple(x.shape), samples) for x, layout, _ in found]

@@ -1,5 +1,7 @@
 """Each forward is labelled by itself: programs that change are right, or refused, in the very step."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -128,3 +130,25 @@ def test_parameters_with_a_row_for_each_sample() -> None:
     found = judge([out], N, net)
     assert not found.wrong
     assert found.rows < 1e-9
+
+
+class Normalises(torch.autograd.Function):
+    """A Function whose backward isn't linear: by the norm of a sample's gradient, or of the batch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_batch: bool) -> Tensor:
+        ctx.of_batch = of_batch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / (1e-9 + (g.norm() if ctx.of_batch else g.norm(dim=1, keepdim=True))), None
+
+
+@pytest.mark.parametrize("of_batch", [True, False])
+def test_a_function_that_normalises_gradients(of_batch: bool) -> None:
+    net = Net(lambda h, k: Normalises.apply(h, of_batch)).double()
+    out = net(torch.randn(N, D).double())
+    _, walk = walk_of([out], N, net)
+    assert bool(walk.mixes) == of_batch
+    assert judge([out], N, net).rows < 1e-9 or of_batch
