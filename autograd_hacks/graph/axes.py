@@ -1,9 +1,9 @@
 """What operations do with axes: the one table of laws that need no values.
 
-An operation's entry says with which axis of its output each axis of each input is walked in step: ``mm`` has (0, ALONE) and
-(ALONE, 1).  Read backwards, as `laws.py` does for autograd's nodes, it says where the samples of an input's gradient are, and
-if they are lost, that samples add up; read forwards it says where the samples of a result are.  Names are ATen's; the node of
-``aten.native_layer_norm`` is NativeLayerNormBackward0, that of its backward NativeLayerNormBackwardBackward0.
+An operation's entry says with which axis of its output each axis of each input is walked in step: ``mm`` has (0, ALONE)
+and (ALONE, 1).  Read backwards, as `laws.py` does for autograd's nodes, it says where the samples of an input's gradient
+are, and if they are lost, that samples add up; read forwards it says where the samples of a result are.  Names are ATen's;
+the node of ``aten.native_layer_norm`` is NativeLayerNormBackward0, that of its backward NativeLayerNormBackwardBackward0.
 
 A rule gets only shapes and the saved numbers that its entry names, so these and nothing else belong in a memo's key.
 """
@@ -70,14 +70,9 @@ def broadcast(out: Shape, own: Shape | None) -> Links:
     return [d + more if size == out[d + more] else ALONE for d, size in enumerate(own)]
 
 
-def along(dims: Sequence[int], n: int) -> Links:
-    """In step everywhere but along some axes, where entries mix."""
-    return [MIX if d in dims else d for d in range(n)]
-
-
-def within(last: int, n: int, leading: int | None = None) -> Links:
+def within(last: int, n: int) -> Links:
     """In step on the leading axes; entries mix along the last ones."""
-    return [d if d < (n - last if leading is None else leading) else MIX for d in range(n)]
+    return [d if d < n - last else MIX for d in range(n)]
 
 
 # Axes in another order.
@@ -207,8 +202,15 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 def _(o: int, outs: Shapes, ins: Shapes, dim: Any = -1) -> list[Links]:
     out = outs[o] or ()
     dims = some_axes(-1 if dim is None else dim, len(out)) if out else []
-    return [[MIX if e in dims else e for e in broadcast([s[d] if s and d in dims else size for d, size in enumerate(out)], s)]
-            if s is not None and len(s) == len(out) else [MIX] * len(s or ()) for s in ins]  # fmt: skip
+    found: list[Links] = []
+    for s in ins:
+        own = s or ()
+        if len(own) == len(out):
+            sizes = [own[d] if d in dims else size for d, size in enumerate(out)]
+            found.append([MIX if e in dims else e for e in broadcast(sizes, own)])
+        else:
+            found.append([MIX] * len(own))
+    return found
 
 
 @axes("renorm", reads="dim")
@@ -311,8 +313,9 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 
 
 @axes(
-    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
+    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable""",
     multiplies=True,
 )
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
@@ -329,14 +332,6 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 
 
 # Norms.
-
-
-def _normalised(out: Shape, ins: Shapes, last: int) -> list[Links]:
-    n = len(out)
-    return [
-        within(last, n) if len(s or ()) == n and k == 0 else [d + n - len(s or ()) for d in range(len(s or ()))]
-        for k, s in enumerate(ins)
-    ]
 
 
 @axes("native_layer_norm _fused_rms_norm fused_rms_norm", reads="normalized_shape")
@@ -377,7 +372,7 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 def _(o: int, outs: Shapes, ins: Shapes, C: int, group: int) -> list[Links]:
     """Channels are in step only if each is a group of its own."""
     n = len(outs[o] or ())
-    return [[0, 1 if C == group else MIX, *[MIX] * (n - 2)], *[(1,)] * (len(ins) - 1)]
+    return [[0, 1 if group == C else MIX, *[MIX] * (n - 2)], *[(1,)] * (len(ins) - 1)]
 
 
 # Windows, resampling, single matrices: samples lie before the places.
@@ -420,12 +415,12 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 @axes("channel_shuffle")
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     n = len(outs[o] or ())
-    return [along([1], n)]
+    return [[MIX if d == 1 else d for d in range(n)]]
 
 
 @axes(
-    """linalg_det linalg_slogdet linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_svd _linalg_svd linalg_eigh
-    _linalg_eigh linalg_eig linalg_qr linalg_lu_factor_ex linalg_lu lu_unpack linalg_matrix_exp linalg_pinv linalg_solve_ex
+    """linalg_det linalg_slogdet linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_svd _linalg_svd
+    linalg_eigh linalg_eig linalg_qr linalg_lu_factor_ex linalg_lu lu_unpack linalg_matrix_exp linalg_pinv linalg_solve_ex
     _linalg_solve_ex linalg_lu_solve linalg_solve_triangular triangular_solve cholesky_solve linalg_householder_product
     ormqr _linalg_det _linalg_slogdet _linalg_eigh linalg_lstsq""",
 )
@@ -443,7 +438,7 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     return found
 
 
-@axes("mkldnn_rnn_layer", reads="")
+@axes("mkldnn_rnn_layer")
 def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     """Time first: T N C, and states N C or 1 N C."""
     n = len(outs[o] or ())

@@ -1,6 +1,6 @@
 """The law of each kind of node: labels of the gradients at its outputs in, labels at its inputs out.
 
-Three classes: by rule (`axes.py`, `moves.py`), by rule from saved values (`values.py`), and by asking the node (`probed.py`).
+Three classes: by rule (`axes.py`, `moves.py`), by rule from saved values (`values.py`), by asking the node (`probed.py`).
 A kind is known by ``node.name()``: a node's type is not enough, since all nodes of other people's C++ have one type.
 """
 
@@ -113,7 +113,7 @@ def kind_of(node: Any) -> Kind:
     kind = type(node)
     found = _BY_TYPE.get(kind)
     if found is None:
-        found = kind_of_name(node.name(), kind)
+        found = kind_of_name(node.name(), kind)  # type: ignore[arg-type]  # types are hashable
         if kind.__name__ != "CppFunction":  # all nodes of other people's C++ have this type
             _BY_TYPE[kind] = found
     return found
@@ -153,8 +153,8 @@ class Reader:
 
 
 def _is_recomputed(raw: Any) -> bool:
-    return any(type(getattr(own, "data", None)).__module__ == "torch.utils.checkpoint"
-               for own in (raw if isinstance(raw, tuple | list) else (raw,)) if getattr(own, "unpack_hook", None))  # fmt: skip
+    hooked = [own for own in (raw if isinstance(raw, tuple | list) else (raw,)) if getattr(own, "unpack_hook", None)]
+    return any(type(own.data).__module__ == "torch.utils.checkpoint" for own in hooked)
 
 
 @cache
@@ -164,7 +164,7 @@ def _raw_names(kind: type) -> tuple[str, ...]:
 
 def is_recomputed(node: Any) -> bool:
     """Whether a checkpoint recomputes what a node saved."""
-    return any(_is_recomputed(getattr(node, name)) for name in _raw_names(type(node)))
+    return any(_is_recomputed(getattr(node, name)) for name in _raw_names(node.__class__))
 
 
 class Law(NamedTuple):
@@ -194,10 +194,10 @@ def law_of(
     """
     there = [label for label in labels if label is not None]
     first = there[0]
-    if any([type(label) is Several for label in there]):
-        several = SUM if all([label is SUM for label in there]) else MIXED
+    if any(type(label) is Several for label in there):
+        several = SUM if all(label is SUM for label in there) else MIXED
         return Law([None if own is None else several for own in ins])
-    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all([label == first for label in there])):
+    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
         return Law([None if own is None else first for own in ins])
     if kind.entry is not None:
         found = _by_entry(kind.entry, labels, outs, ins, alone, samples, kind.named(numbers))
@@ -214,18 +214,18 @@ def law_of(
     reader, given = Reader(node, may_recompute), kind.named(numbers)
     if kind.by_values:
         given["read"] = reader
-    found = [None] * len(ins)
+    answer: list[Label] = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
             continue
-        own = kind.law(label, o, outs, ins, samples, **given)
-        if own is None:
+        of_output = kind.law(label, o, outs, ins, samples, **given)
+        if of_output is None:
             return asked(node, labels, samples, may_recompute)
         if len(there) == 1:
-            found = own
+            answer = of_output
         else:
-            found = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(found, own, ins)]
-    return Law(found, reader.seen or None)
+            answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
+    return Law(answer, reader.seen or None)
 
 
 def _by_entry(

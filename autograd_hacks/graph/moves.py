@@ -36,7 +36,7 @@ from autograd_hacks.graph.label import (
     viewed,
 )
 
-Law = Callable[..., "list[Label]"]
+Law = Callable[..., "list[Label] | None"]
 
 
 @dataclass(frozen=True)

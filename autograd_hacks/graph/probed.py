@@ -3,8 +3,9 @@
 A node's backward is linear in the gradients at its outputs.  Random gradients of half of the samples at a time, the others'
 being zero, show which samples each entry of a result depends on: two calls for each binary digit of a sample's number.  An
 entry of one sample is not zero in one of the two calls for every digit; if it is in both for some digit, several samples
-contribute.  Only zeros are looked at, so operations whose backward isn't linear to the last bit (``logcumsumexp``) are judged
-like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all calls gets nothing *in this forward*: an operand may be zero today.
+contribute.  Only zeros are looked at, so an operation whose backward isn't linear to the last bit (``logcumsumexp``) is
+judged like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all
+calls gets nothing *in this forward*: an operand may be zero today.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, Owned,
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
 from autograd_hacks.support.sweep import call_node, fitted
 from autograd_hacks.support.switch import Switch
-
 
 ROUNDING = 2**12
 """How far the samples' parts may be from the whole, in units in the last place of the largest entry."""

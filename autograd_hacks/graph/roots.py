@@ -1,8 +1,8 @@
 """Where a walk begins: the outputs of a model, and on which of their axes the samples are.
 
-An output's axis is a hypothesis: a walk from it must arrive at the memory of the arguments with each sample's entries in their
-order.  A scalar output, such as the loss that a model returns itself, is no root: it is followed, through sums and means alone,
-to the values that are added up.
+An output's axis is a hypothesis: a walk from it must arrive at the memory of the arguments with each sample's entries in
+their order.  A scalar output, such as the loss that a model returns itself, is no root: it is followed, through sums and
+means alone, to the values that are added up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.support.graph import Leaf, operands_of
 
-_ADD_UP = {node_name(name) for name in """sum mean nansum nll_loss nll_loss_forward nll_loss2d mse_loss smooth_l1_loss huber_loss
-binary_cross_entropy binary_cross_entropy_with_logits""".split()}  # fmt: skip
-_GO_ON = {node_name(name) for name in "add sub neg mul div _to_copy clone view squeeze unsqueeze alias rsub".split()}
-_BY_ROWS = {node_name(name) for name in "mm addmm linear convolution".split()}
+_SUMS = """sum mean nansum nll_loss nll_loss_forward nll_loss2d mse_loss smooth_l1_loss huber_loss binary_cross_entropy
+binary_cross_entropy_with_logits"""
+_LINEAR, _PRODUCTS = "add sub neg mul div _to_copy clone view squeeze unsqueeze alias rsub", "mm addmm linear convolution"
+_ADD_UP, _GO_ON, _BY_ROWS = ({node_name(name) for name in names.split()} for names in (_SUMS, _LINEAR, _PRODUCTS))
 
 
 def frontier(roots: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]] | None:
@@ -65,7 +65,7 @@ def candidates(shape: Shape, samples: int, first: int = 0) -> list[Label]:
 def rooted(
     trace: Trace, given: Mapping[int, tuple[Tensor, int]], samples: int, memory: Memory, first: int = 0
 ) -> tuple[dict[int, Label], Walk] | None:
-    """The roots' labels under which the arguments' samples stay in their order, and the walk from there; None if there are none.
+    """The roots' labels under which the arguments' samples stay in order, and the walk from there; None without any.
 
     given: {address of an argument's memory: the argument, and the axis of its samples}
     """

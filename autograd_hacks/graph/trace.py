@@ -1,7 +1,7 @@
 """One forward's graph as plain numbers, and the key under which it is remembered.
 
-Nodes are numbered in the order in which they are met from the roots.  The key holds all that laws by rule can read: kinds, the
-saved numbers that laws name, sizes, edges, parameters by identity and other leaves by order.
+Nodes are numbered in the order in which they are met from the roots.  The key holds all that laws by rule can read: kinds,
+the saved numbers that laws name, sizes, edges, parameters by identity and other leaves by order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Trace:
             kind = type(node)
             if kind is Leaf:
                 x = node.variable
-                own, read, to = LEAF, None, ()
+                own, read = LEAF, None
+                to: tuple[tuple[int, int] | None, ...] = ()
                 sizes: Any = (tuple(x.shape),)
                 key.append(id(x) if id(x) in parameters else 0)
             else:

@@ -1,7 +1,7 @@
 """Laws of operations that move entries as a saved tensor says: the index family, masks, sorting, packing.
 
-``law(label, o, outs, ins, samples, read, **numbers)`` gives the labels of the inputs; ``read(name)`` gives a saved tensor.  A
-law reads only if the samples lie on an axis on which entries are moved, so that the walk knows which values it rests on.
+``law(label, o, outs, ins, samples, read, **numbers)`` gives the labels of the inputs; ``read(name)`` gives a saved tensor.
+A law reads only if the samples lie on an axis on which entries are moved, so the walk knows on which values it rests.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> 
 def _narrowed(found: Tensor, own: Shape) -> Label:
     """The label of a tensor that was broadcast, from the labels of the copies."""
     found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
-    if not found.numel() and prod(own):
+    if not found.numel() and 0 not in own:
         return None
     links = broadcast(found.shape, own)
     lost = [k for k in range(found.ndim) if k not in links and found.shape[k] != 1]
@@ -131,7 +131,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
     d = axis(dim, len(out))
     if d in varying(label):
         label = _scattered(label, d, read("index"), out, own, samples)  # type: ignore[assignment]
-    return [_as_long(label, own) if is_owned(label) else label]  # type: ignore[arg-type]
+    return [_as_long(label, own) if is_owned(label) else label]
 
 
 @value("sort topk", reads="dim")
@@ -295,11 +295,12 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read)
 
 @value("index_put _unsafe_index_put _index_put_impl")
 def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    out, found = outs[o] or (), [label, *[None] * (len(ins) - 1)]
+    out = outs[o] or ()
+    found: list[Label] = [label, *[None] * (len(ins) - 1)]
     if len(ins) > 1 and (own := ins[1]) is not None:
         by = Indexed(read("indices"), out)
-        found[1] = _narrowed(by.read(entries(label, out, samples, by.indices[0].device)), own)  # type: ignore[call-overload]
-    return found  # type: ignore[return-value]
+        found[1] = _narrowed(by.read(entries(label, out, samples, by.indices[0].device)), own)
+    return found
 
 
 @value("masked_select")

@@ -1,9 +1,10 @@
 """Whose each gradient is, in one forward: labels from the roots down, and where parameters meet the batch.
 
 A *use* is an edge from a node whose output has owners to a value that no sample owns: a parameter, behind views, casts and
-stateless operations on parameters and buffers alone, or a value that is made of parameters and of tensors without a graph of
-which nothing says that they are of the batch (a table of positions).  Where several samples contribute to any other value, samples
-mix there.
+stateless operations on parameters and buffers alone, or a value that is made of parameters and of tensors without a graph
+of which nothing says that they are of the batch (a table of positions).  The rows of such a value are always those of this
+forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
+samples contribute to any other value, samples mix there.
 
 The labels are a function of the trace's key and of the values in ``read``; which tensors are the model's own or the batch's
 memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
@@ -190,18 +191,19 @@ def _walked(
             if (
                 not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
             ):  # the most common case
-                of, answer = shapes[k][0], list[Label]()
+                of, answer = shapes[k][0] or (), list[Label]()
                 for sizes in ins:
-                    answer.append(
-                        first if sizes == of else None if sizes is None else linked(first, broadcast(of, sizes), sizes)
-                    )
+                    if sizes is None or sizes == of:
+                        answer.append(None if sizes is None else first)
+                    else:
+                        answer.append(linked(first, broadcast(of, sizes), sizes))  # type: ignore[arg-type]  # it has owners
             else:
                 alone = [edge is not None and own[edge[0]] for edge in ahead]
                 if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
                     law = asked(trace.nodes[k], outs, samples, k in settled)
                 else:
                     law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
-                answer, why = law.ins, law.why
+                answer, why = list(law.ins), law.why
                 if law.read:
                     walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
                 if law.was_asked:
@@ -258,9 +260,8 @@ def _decide(trace: Trace, order: list[int], own: list[bool], lost: list[_Edge], 
         kind = trace.kinds[k]
         if own[k]:
             continue
-        if kind is LEAF or kind is END or any(is_owned(label) for label in walk.labels[k]):
-            of_batch[k] = True
-        elif any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k]):
+        is_owned_here = kind is LEAF or kind is END or any(is_owned(label) for label in walk.labels[k])
+        if is_owned_here or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k]):
             of_batch[k] = True
         elif any(label is not None for label in walk.labels[k]):
             walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])

@@ -1,6 +1,6 @@
 """Pairs of forwards whose graphs look alike: the same kinds of nodes, the same numbers that Python can read, the same sizes.
-What differs is a tensor's values, or what C++ or a Function keeps to itself.  Each is ``make(k)`` for k = 0 and 1, and the axis of
-the samples in what it returns."""
+What differs is a tensor's values, or what C++ or a Function keeps to itself.  Each is ``make(k)`` for k = 0 and 1, and the
+axis of the samples in what it returns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -188,7 +188,7 @@ PAIRS: dict[str, tuple[Callable[[int], Tensor], int]] = {
     "einsum": (lambda k: torch.einsum("nm,mc->nc", eye(k), h()), 0),
     "kron": (lambda k: torch.kron(torch.tensor([[1.0 - k, k]], dtype=torch.float64), h()), 0),
     "kernel over the samples' axis": (
-        lambda k: F.conv1d(h()[None], eye(0)[:, :, None] * torch.tensor([k, 1.0 - k, 0], dtype=torch.float64), padding=1), 2),
+        lambda k: F.conv1d(h()[None], eye(0)[:, :, None] * torch.tensor([k, 1.0 - k, 0]).double(), padding=1), 2),
     "convolution whose channels are samples": (lambda k: F.conv1d(h()[None], eye(k)[:, :, None]), 1),
     "conv_transpose whose channels are samples": (lambda k: F.conv_transpose1d(h()[None], eye(k)[:, :, None]), 1),
     "bilinear": (lambda k: F.bilinear(h().t(), ones(N, 1), eye(k)[..., None]).t(), 0),

@@ -1,4 +1,5 @@
-"""Random programs of many operations on a cube: samples, positions and features of one size, so that nothing is told by sizes."""
+"""Random programs of many operations on a cube: samples, positions and features are of one size, which so tells
+nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +111,8 @@ OPERATIONS: dict[str, Operation] = {
     "batch norm": lambda h, m, a, b: F.batch_norm(
         h.transpose(1, a % 3), m.vector.detach() * 0, m.vector.detach() * 0 + 1, training=b % 4 == 0).transpose(1, a % 3),
     "convolution": lambda h, m, a, b: m.kernel(h.transpose(0, a % 2)).transpose(0, a % 2).tanh(),
-    "depthwise convolution": lambda h, m, a, b: F.conv1d(h, m.constant[:, None, :1].expand(-1, 1, 3), padding=1, groups=m.size),
+    "depthwise convolution": lambda h, m, a, b: F.conv1d(
+        h, m.constant[:, None, :1].expand(-1, 1, 3), padding=1, groups=m.size),
     "pooled": lambda h, m, a, b: F.avg_pool1d(h, 3, 1, 1),
     "largest of neighbours": lambda h, m, a, b: F.max_pool1d(h.transpose(a % 3, 2), 3, 1, 1).transpose(a % 3, 2),
     "transposed": lambda h, m, a, b: h.transpose(a % 3, b % 3),
@@ -152,7 +154,8 @@ OPERATIONS: dict[str, Operation] = {
     "a Function": lambda h, m, a, b: Doubles.apply(h.tanh()),
     "dropout": lambda h, m, a, b: F.dropout(h, 0.3),
     "from before": lambda h, m, a, b: h + m.seen[a % len(m.seen)].tanh(),
-    "scaled by its size": lambda h, m, a, b: h / (1 + torch.linalg.vector_norm(h, dim=tuple(d for d in range(3) if d != a % 3), keepdim=True)),
+    "scaled by its size": lambda h, m, a, b: h / (
+        1 + torch.linalg.vector_norm(h, dim=tuple(_others(a)), keepdim=True)),
     "in complex numbers": lambda h, m, a, b: torch.fft.ifft(torch.fft.fft(h, dim=a % 3) * 0.5, dim=a % 3).real,
 }  # fmt: skip
 

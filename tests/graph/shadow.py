@@ -1,4 +1,5 @@
-"""Laws beside today's plans, in any test of the package: labels and rows of every hooked forward against one backward pass a sample.
+"""Laws beside the plans, in any test of the package: labels and rows of every hooked forward against one backward pass a
+sample.
 
     PYTHONPATH=tests/graph python -m pytest -p shadow tests/programs
 
@@ -7,6 +8,7 @@ without refusing.  Left out: forwards that have no batch axis, and those with ho
 checkpoints of the user's, which would see the passes.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -51,14 +53,20 @@ def end(self: Recorder, path: str, model: Any, ran: Any, output: Any) -> Any:
     samples = found[0][2]
     given = [x for x in tree_leaves(ran.arguments) if isinstance(x, torch.Tensor)]
     trace, memory = traced([x for x, _, _ in found], model, given)
-    if len(trace.nodes) > MOST or any(is_users(node) or is_recomputed(node) for node in trace.nodes) or any(getattr(x, "_backward_hooks", None) for x, _, _ in found):
+    if (
+        len(trace.nodes) > MOST
+        or any(is_users(node) or is_recomputed(node) for node in trace.nodes)
+        or any(getattr(x, "_backward_hooks", None) for x, _, _ in found)
+    ):
         counts["left out"] += 1
         return returned
     labels = [label_of(layout, tuple(x.shape), samples) for x, layout, _ in found]
     walk = memos.setdefault(id(self), Memo()).walk(trace, dict(enumerate(labels)), samples, memory)
     counts["forwards"] += 1
+    today = "refused" if self.record.plan.mixing else "read"
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1].split("[")[0]
     for mix in walk.mixes:
-        refused[f"{trace.kinds[mix.node].name} {mix.why}, today {'refused' if self.record.plan.mixing else 'read'}"] += 1
+        refused[f"{trace.kinds[mix.node].name} {mix.why}, today {today}, {test}"] += 1
     with Switch.paused_here(), torch.random.fork_rng():
         try:
             own = judge([x for x, _, _ in found], samples, model, labels=labels, walk=walk, trace=trace)

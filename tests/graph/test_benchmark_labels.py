@@ -1,5 +1,5 @@
-"""The benchmark's architectures in a small size, from their losses: labels and rows against one backward pass a sample, in three
-steps with other batches."""
+"""The benchmark's architectures in a small size, from their losses: labels and rows against one backward pass a sample, in
+three steps with other batches."""
 
 import pytest
 import torch

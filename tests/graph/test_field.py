@@ -1,5 +1,5 @@
-"""What could have sunk laws by node: checkpoints, losses that a model returns, loops over a hooked cell, shared layers, graphs
-that a backward pass makes, packed sequences."""
+"""What could have sunk laws by node: checkpoints, losses that a model returns, loops over a hooked cell, shared layers,
+graphs that a backward pass makes, packed sequences."""
 
 import warnings
 from typing import Any

@@ -1,5 +1,5 @@
-"""Models of each kind of architecture, with other words or pictures in each step: labels and rows against one backward pass a
-sample, and what a memo knows of the next step."""
+"""Models of each kind of architecture, with other words or pictures in each step: labels and rows against one backward pass
+a sample, and what a memo knows of the next step."""
 
 import warnings
 from typing import Any
