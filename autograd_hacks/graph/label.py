@@ -227,7 +227,7 @@ def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, 
 def put(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
     """The label of the whole, from that of entries start, start + step, ... on an axis, ``size`` of them.
 
-    Where the order lies on other axes, it is said of the whole axis.  shape: of the whole
+    Where the order lies on other axes, it holds for the whole axis.  shape: of the whole
     """
     if samples == 1 or (not isinstance(label, One) and dim not in varying(label)):
         return label

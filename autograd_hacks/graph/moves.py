@@ -243,7 +243,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any, 
 
 @move("diagonal", reads="offset dim1 dim2")
 def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
-    """The diagonal is the output's last axis; its entries' samples are said of their rows."""
+    """The diagonal is the output's last axis; its entries' samples are those of their rows."""
     own, out = ins[0] or (), outs[o] or ()
     a, b, last = axis(dim1, len(own)), axis(dim2, len(own)), len(out) - 1
     kept = [d for d in range(len(own)) if d not in (a, b)]

@@ -1,4 +1,4 @@
-"""Whose each gradient is, in one forward: labels from the roots down, and where parameters meet the batch.
+"""Which sample each gradient belongs to, in one forward: labels from the roots down, and where parameters meet the batch.
 
 A *use* is an edge from a node whose output has owners to a value that no sample owns: a parameter, behind views, casts and
 stateless operations on parameters and buffers alone, or a value that is made of parameters and of tensors without a graph
