@@ -103,7 +103,11 @@ def varying(label: Owned) -> Sequence[int]:
 @lru_cache(256)
 def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     """The sample of each entry on an axis.  Never written to."""
-    return torch.arange(size, device=device) // inner % samples
+    return torch.arange(size, device=device or "cpu") // inner % samples
+
+
+def _there(x: Tensor, device: Any) -> Tensor:
+    return x if device is None or x.device == device else x.to(device)
 
 
 def order_on(label: Owned, dim: int, size: int, samples: int, device: Any = None) -> Tensor | None:
@@ -111,18 +115,18 @@ def order_on(label: Owned, dim: int, size: int, samples: int, device: Any = None
     if isinstance(label, At):
         return None if label.dim != dim else _regular(size, label.inner, samples, device)
     if isinstance(label, One):
-        return torch.full((size,), label.sample, device=device)
-    own = label.samples
+        return torch.full((size,), label.sample, device=device or "cpu")
+    own = _there(label.samples, device)
     return own.flatten().expand(size) if own.numel() == own.shape[dim] or not own.numel() else None
 
 
 def entries(label: Owned, shape: Shape, samples: int, device: Any = None) -> Tensor:
     """The label as a tensor that broadcasts to the value's shape."""
     if isinstance(label, Entries):
-        return label.samples
+        return _there(label.samples, device)
     sizes = [1] * len(shape)
     if isinstance(label, One):
-        return torch.full(sizes, label.sample, device=device)
+        return torch.full(sizes, label.sample, device=device or "cpu")
     sizes[label.dim] = shape[label.dim]
     return _regular(shape[label.dim], label.inner, samples, device).view(sizes)
 
@@ -174,7 +178,7 @@ def linked(label: Owned, links: Links, shape: Shape) -> Label:
     taken = [e for e in links if e >= 0]
     rest = [e for e in range(own.ndim) if e not in taken]
     sizes = [own.shape[e] if e >= 0 else 1 for e in links]
-    return Entries(own.permute(*taken, *rest).reshape(sizes))
+    return Entries(own.permute([*taken, *rest]).reshape(sizes))
 
 
 def viewed(label: Owned, old: Shape, new: Shape, samples: int) -> Owned:
@@ -217,7 +221,7 @@ def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, 
         unit = samples * label.inner
         if step == 1 and start % unit == 0 and size % unit == 0:
             return At(dim, size // unit, label.inner)
-        order = (torch.arange(size) * step + start) // label.inner % samples
+        order = (torch.arange(size, device="cpu") * step + start) // label.inner % samples
         return One(int(order[0])) if size == 1 else on_axis(order, dim, len(shape))
     assert isinstance(label, Entries)
     index = torch.arange(size, device=label.samples.device) * step + start
@@ -227,9 +231,11 @@ def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, 
 def put(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
     """The label of the whole, from that of entries start, start + step, ... on an axis, ``size`` of them.
 
-    Where the order lies on other axes, it holds for the whole axis.  shape: of the whole
+    Where the order lies on other axes, it holds for the whole axis, unless a single entry was taken: of samples taken one by
+    one, each is another's.  shape: of the whole
     """
-    if samples == 1 or (not isinstance(label, One) and dim not in varying(label)):
+    is_taken_alone = isinstance(label, One) or (isinstance(label, Entries) and size == 1)
+    if samples == 1 or (dim not in varying(label) and not is_taken_alone):
         return label
     if isinstance(label, At) and step == 1 and start % (unit := samples * label.inner) == 0 and shape[dim] % unit == 0:
         return At(dim, shape[dim] // unit, label.inner)

@@ -89,7 +89,7 @@ def kind_of_name(name: str, kind: type) -> Kind:
         return _kind(name, kind, registered.reads, law=registered.law, is_stateless=True)
     if name in _IDENTITIES:
         return Kind(name, law=_identity)
-    found = re.fullmatch(r"(\w+?)Backwards?\d*(_copy)?", name)
+    found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)
     operation = _BY_NODE.get(found[1]) if found else None
     if operation is None or issubclass(kind, BackwardCFunction):
         return Kind(name)

@@ -284,7 +284,7 @@ def _unfolded(label: Owned, out: Shape, own: Shape, dimension: int, size: int, s
         zip(out, entries(label, out, samples).shape))])  # fmt: skip
     if at.numel() != out[d] * out[last]:
         return MIXED
-    index = torch.arange(out[d])[:, None] * step + torch.arange(size)
+    index = torch.arange(out[d], device=at.device)[:, None] * step + torch.arange(size, device=at.device)
     order = scattered(at.reshape(out[d], out[last]).flatten(), index.flatten(), own[d])
     return MIXED if order is None else on_axis(order, d, len(own))
 

@@ -33,14 +33,15 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
     """The labels at a node's inputs, from owned labels at its outputs.  Raises CannotAsk."""
     if node.name() == CHECKPOINT:
         raise CannotAsk("a reentrant checkpoint runs the forward again")
-    draws, metadata = torch.Generator().manual_seed(0), made(node)
+    draws, metadata = torch.Generator("cpu").manual_seed(0), made(node)
     given: list[tuple[Tensor, Tensor] | None] = []
     for like, label in zip(metadata, outs):
         if label is None:
             given.append(None)
             continue
         assert isinstance(label, Owned)
-        g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws).to(like.device, like.dtype)
+        g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws, device="cpu")
+        g = g.to(like.device, like.dtype)
         given.append((g, entries(label, like.shape, samples).to(like.device)))
     digits = max(1, (samples - 1).bit_length())
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):

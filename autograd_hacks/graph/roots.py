@@ -91,7 +91,7 @@ def _fits(trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], sam
         label, out = walk.labels[use.node][0], trace.shapes[use.node][0] or ()
         for own in _orders(trace.nodes[use.node], given, samples):
             if isinstance(label, Owned) and samples > 1:
-                if not _agree(trace.kinds[use.node].name, entries(label, out, samples), own, out):
+                if not _agree(trace.kinds[use.node].name, entries(label, out, samples, own.device), own, out):
                     return False
                 seen = True
     return seen
@@ -102,9 +102,11 @@ def _orders(node: Any, given: Mapping[int, tuple[Tensor, int]], samples: int) ->
     for x in operands_of(node):
         if x.layout == torch.strided and (known := given.get(x.untyped_storage().data_ptr())) is not None:
             whole, axis = known
-            place = torch.tensor(x.storage_offset() - whole.storage_offset())
+            place = torch.tensor(x.storage_offset() - whole.storage_offset(), device="cpu")
             for d, (size, stride) in enumerate(zip(x.shape, x.stride())):
-                place = place + (torch.arange(size) * stride).view([-1 if k == d else 1 for k in range(x.ndim)])
+                place = place + (torch.arange(size, device="cpu") * stride).view(
+                    [-1 if k == d else 1 for k in range(x.ndim)]
+                )
             yield place // max(1, whole.stride(axis)) % samples
 
 

@@ -226,7 +226,7 @@ class Indexed:
 
     def first(self, x: Tensor) -> Tensor:
         """The indexed axes before the others; x: of the whole's axes."""
-        return x.permute(*self.dims, *self.left)
+        return x.permute([*self.dims, *self.left])
 
     def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
@@ -238,7 +238,7 @@ class Indexed:
         if self.axes == 1 and at.numel() == self.shape[0]:  # rows that were picked: one sample each
             found = scattered(at.reshape(-1), flat, prod(sizes))
         else:
-            at = at.permute(*[k for k in range(at.ndim) if k not in rest], *rest)
+            at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
             rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
             index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
             found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
@@ -249,7 +249,7 @@ class Indexed:
             return MIXED
         axes = [*self.dims, *self.left]
         left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
-        found = found.view(*sizes, *left).permute(*[axes.index(d) for d in range(len(axes))])
+        found = found.view(*sizes, *left).permute([axes.index(d) for d in range(len(axes))])
         return tidied(Entries(found), self.whole, samples)
 
     def _regular(self, at: Tensor, samples: int) -> At | None:
@@ -334,7 +334,8 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read)
     out, own = outs[o] or (), ins[0] or ()
     if set(varying(label)) <= {len(out) - 1} and not isinstance(label, One):
         return [linked(label, [ALONE, len(out) - 1], own)]
-    return [Indexed([read("indices"), None], own).scattered(entries(label, out, samples), samples)]
+    by = Indexed([read("indices"), None], own)
+    return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
 
 
 @value("_pack_padded_sequence", reads="batch_first")
@@ -344,7 +345,7 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read,
     if 0 not in varying(label) and not isinstance(label, One):
         return [viewed(label, out, (1, *out), samples)]
     sizes = read("result1").tolist()
-    time = torch.cat([torch.full((n,), t) for t, n in enumerate(sizes)])
-    row = torch.cat([torch.arange(n) for n in sizes])
+    time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(sizes)])
+    row = torch.cat([torch.arange(n, device="cpu") for n in sizes])
     by = Indexed([row, time] if batch_first else [time, row], own)
-    return [by.scattered(entries(label, out, samples), samples)]
+    return [by.scattered(entries(label, out, samples, row.device), samples)]

@@ -147,3 +147,16 @@ def test_one_sample_after_several(samples: int) -> None:
         trace, memory = traced([net[1](net[0](torch.randn(n, 4).double()))], net)
         walk = memo.walk(trace, {0: One(0) if n == 1 else At(0)}, n, memory)
         assert len(walk.uses) == 4
+
+
+def test_another_default_device_changes_nothing() -> None:
+    net, x = layers(), torch.randn(N, 4).double()
+    h = net[0](x)
+    out = net[1](torch.cat([h[2:], h[:2]])[torch.tensor([1, 0, 3, 2])].flip(0).unfold(0, 1, 1)[..., 0].roll(1, 0))
+    trace, memory = traced([out], net, [x])
+    torch.set_default_device("meta")
+    try:
+        walk = walked(trace, {0: At(0)}, N, memory)
+    finally:
+        torch.set_default_device(None)
+    assert_same(walk, walked(trace, {0: At(0)}, N, memory))
