@@ -204,7 +204,9 @@ def law_of(
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
-                    return asked(node, labels, samples, may_recompute)
+                    law = asked(node, labels, samples, may_recompute)
+                    answer = [b if type(a) is Several and not law.why else a for a, b in zip(law.ins, found)]
+                    return law._replace(ins=answer)
         return Law(found)
     is_use = all(own is None or is_own for own, is_own in zip(ins, alone))
     if is_use and (kind.law is None or kind.by_values):
@@ -214,7 +216,7 @@ def law_of(
     reader, given = Reader(node, may_recompute), kind.named(numbers)
     if kind.by_values:
         given["read"] = reader
-    answer: list[Label] = [None] * len(ins)
+    answer = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
             continue

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import SUM, Label, Several, is_owned, joined, linked
+from autograd_hacks.graph.label import SUM, Label, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -84,12 +84,12 @@ class Memory:
 
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
         """What a node's own operands are, besides the values that other nodes made."""
-        operands = [_address(x) for x in operands_of(node)]
-        if any(own in self.given for own in operands):
+        operands = list(operands_of(node))
+        places = [_address(x) for x in operands if x.ndim]  # numbers aren't of the batch
+        if any(own in self.given for own in places):
             return BATCH
-        unknown = [own for own in operands if own not in self.known]
         bare = sum(edge is None for edge in edges)
-        return OPEN if unknown or bare > len(operands) else OWN
+        return OPEN if bare > len(operands) or any(own not in self.known for own in places) else OWN
 
 
 def _address(x: Tensor) -> int:
@@ -163,6 +163,7 @@ def _walked(
     order = trace.order()
     own = _own(trace, order, memory, walk)
     lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
+    owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
     meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
     labels, shapes, edges, kinds = walk.labels, trace.shapes, trace.edges, trace.kinds
     for number, label in roots.items():
@@ -170,6 +171,11 @@ def _walked(
         labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
         if own[k]:
             meetings.setdefault(k, []).append(_Edge(-1, number, label, ""))
+            continue
+        owned.add(k)
+        if type(labels[k][at]) is Several:
+            walk.mixes.append(Mix(-1, number, "two outputs are one value, with samples on other axes"))
+            walk.mixed.update(_leaves(trace, own, [k]))
     for k in order:
         outs = labels[k]
         if k in walk.unknown:
@@ -223,13 +229,16 @@ def _walked(
             if has_owners:
                 if own[j]:
                     meetings.setdefault(j, []).append(_Edge(k, place, label, why))
-                elif type(label) is Several or (type(now) is Several and type(before) is not Several):
+                    continue
+                if type(label) is not Several:
+                    owned.add(j)
+                if type(label) is Several or (type(now) is Several and type(before) is not Several):
                     lost.append(_Edge(k, place, label, why))
     for j, met in meetings.items():
         if kinds[j] is LEAF or any(isinstance(label, Several) for label in labels[j]):
             walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
     if lost:
-        _decide(trace, order, own, lost, memory, walk)
+        _decide(trace, order, own, owned, lost, memory, walk)
     return walk
 
 
@@ -253,15 +262,21 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
     return own
 
 
-def _decide(trace: Trace, order: list[int], own: list[bool], lost: list[_Edge], memory: Memory, walk: Walk) -> None:
+def _decide(
+    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[_Edge], memory: Memory, walk: Walk
+) -> None:
     """Tells uses of values that no sample owns from places where samples mix."""
     of_batch = [False] * len(order)
     for k in reversed(order):
         kind = trace.kinds[k]
         if own[k]:
             continue
-        is_owned_here = kind is LEAF or kind is END or any(is_owned(label) for label in walk.labels[k])
-        if is_owned_here or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k]):
+        if (
+            k in owned
+            or kind is LEAF
+            or kind is END
+            or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k])
+        ):
             of_batch[k] = True
         elif any(label is not None for label in walk.labels[k]):
             walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
@@ -275,14 +290,18 @@ def _decide(trace: Trace, order: list[int], own: list[bool], lost: list[_Edge], 
         else:
             walk.mixes.append(Mix(node, place, why))
             behind.append(edge[0])
+    walk.mixed.update(_leaves(trace, own, behind))
+
+
+def _leaves(trace: Trace, own: list[bool], behind: list[int]) -> set[int]:
+    """The parameters behind some nodes."""
     seen = set(behind)
     while behind:
         k = behind.pop()
-        if trace.kinds[k] is LEAF and own[k]:
-            walk.mixed.add(k)
         ahead = {edge[0] for edge in trace.edges[k] if edge is not None} - seen
         seen |= ahead
         behind += ahead
+    return {k for k in seen if trace.kinds[k] is LEAF and own[k]}
 
 
 def _kept(x: Any) -> Any:

@@ -124,6 +124,28 @@ def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
     assert len(walk.mixed) == 2
 
 
+@pytest.mark.parametrize("made", ["buffer", "here", "number"])
+def test_a_mask_on_a_weight_is_no_batch(made: str) -> None:
+    net, x = nn.Sequential(nn.Linear(D, D, bias=False)).double(), torch.randn(N, D).double()
+    net.register_buffer("mask", (torch.rand(D, D) < 0.5).double())
+    mask = net.mask if made == "buffer" else torch.ones(D, D).triu().double() if made == "here" else 0.5
+    out = (x @ (net[0].weight * mask)).tanh()
+    _, walk = walk_of([out], N, net, [x])
+    assert not walk.mixes
+    assert len(walk.uses) == 1
+    assert judge([out], N, net).rows < 1e-9
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_value_that_has_owners_is_of_the_batch_wherever_it_came_from(is_known: bool) -> None:
+    """What is centred over the batch mixes, even if nobody knows the memory of the model's arguments."""
+    net, x = nn.Sequential(nn.Linear(D, D)).double(), torch.randn(N, D).double()
+    h = net(x)
+    _, walk = walk_of([h - h.mean(0)], N, net, [x] if is_known else [])
+    assert walk.mixes
+    assert len(walk.mixed) == 2
+
+
 def test_parameters_with_a_row_for_each_sample() -> None:
     net = nn.ParameterDict({"rows": torch.randn(N, D), "shared": torch.randn(1, D)}).double()
     out = (torch.randn(N, D).double() * net["rows"]).tanh() + net["shared"].expand(N, D)
