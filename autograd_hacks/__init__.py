@@ -5,11 +5,9 @@ loss_fn(model(x), y).backward()
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
-import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.capture import hooks as _hooks
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.compiled.face import compile
@@ -27,6 +25,7 @@ from autograd_hacks.support.suggestions import hint as _hint
 from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
+from autograd_hacks.verbs.during_backward import during_backward
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
@@ -36,11 +35,7 @@ from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.store import Store
-from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
-
-# Pickles of hooked models from older versions refer to these module names.
-_sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], _hooks))
 
 __version__ = "0.1.0"
 
@@ -66,7 +61,6 @@ __all__ = [
     "Store",
     "clip_grad1_norm_",
     "during_backward",
-    "streaming",
     "describe",
     "verify",
     "check_rows",

@@ -19,10 +19,9 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks.errors import EXPLAINED, ProbeFailed, SamplesMixed, VerificationFailed
 from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
-from autograd_hacks.support.display import text_table
+from autograd_hacks.support.display import percent, text_table
 from autograd_hacks.support.pages import explained
 from autograd_hacks.support.trees import tensors_of
-from autograd_hacks.verbs.comparisons import percent
 
 TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
 TOOLS += ["laplace-torch"]

@@ -8,31 +8,10 @@ from dataclasses import replace
 
 import torch
 import torch.nn as nn
-from families import (
-    Make,
-    Size,
-    grouped,
-    hugging,
-    outputs,
-    plain_vit,
-    seeded,
-    sequences,
-    sizes,
-    text,
-    timm,
-    with_dropout,
-)
-from fields import FIELDS
+from families import Make, Size, grouped, hugging, outputs, plain_vit, seeded, sequences, sizes, text, timm, with_dropout
+from fields import FIELDS, speaking
 from torch import Tensor
-from workloads import (
-    ARCHITECTURE,
-    Batch,
-    UNet,
-    Workload,
-    hugging_face,
-    next_token,
-    pictures,
-)
+from workloads import Batch, UNet, Workload, hugging_face, next_token, pictures
 
 
 def with_tokens(name: str, own: Callable[[Size], Tensor]) -> Callable[[Size], Callable[[int], Batch]]:
@@ -62,15 +41,10 @@ whisper = hugging(
 wav2vec2 = hugging(
     "Wav2Vec2Model",
     "Wav2Vec2Config",
-    lambda size: {
-        "hidden_size": size.width, "num_hidden_layers": 2, "num_attention_heads": size.heads,
-        "intermediate_size": 2 * size.width, "conv_dim": size.dims[1:3], "conv_stride": (5, 4), "conv_kernel": (10, 3),
-        "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": size.heads,
-        "mask_time_prob": 0.0, "layerdrop": 0.0,
-    },
+    lambda size: speaking(size, mask_time_prob=0.0, layerdrop=0.0),
     lambda size: lambda step: {"input_values": torch.randn(size.samples, size.frames)},
     outputs("last_hidden_state"),
-)  # fmt: skip
+)
 clip = hugging(
     "CLIPVisionModelWithProjection",
     "CLIPVisionConfig",
@@ -90,24 +64,24 @@ def mixtral(size: Size) -> Workload:
     return replace(one_by_one(size), model=build, dtype=torch.float32)
 
 
-def lora(size: Size) -> Workload:
-    """Low-rank adapters, random ones, of a frozen Llama."""
-    base = llama(size)
+def adapted(base: Workload, rank: int) -> Workload:
+    """With low-rank adapters, random ones, of a frozen model's queries and values."""
 
     def build() -> nn.Module:
         peft = importlib.import_module("peft")
-        config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        adapted: nn.Module = peft.get_peft_model(base.model(), config)
-        return adapted.eval()
+        config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = base.model()
+        found: nn.Module = peft.get_peft_model(model, config)
+        return found.train(model.training)
 
-    return Workload(build, base.batch, base.losses, ARCHITECTURE)
+    return replace(base, model=build)
 
 
 def unet(size: Size) -> Workload:
     def batch(step: int) -> Batch:
         return {"x": torch.randn(size.samples, 3, size.image // 2, size.image // 2)}
 
-    return Workload(lambda: UNet(size.dims[0]), batch, seeded(lambda model, batch: model(**batch)), ARCHITECTURE, drawn=True)
+    return Workload(lambda: UNet(size.dims[0]), batch, seeded(lambda model, batch: model(**batch)), drawn=True)
 
 
 def denoiser(size: Size) -> Workload:
@@ -115,7 +89,7 @@ def denoiser(size: Size) -> Workload:
         x, noise = torch.randn(2, size.samples, 3, size.image // 2, size.image // 2)
         return {"x": x, "time": torch.rand(size.samples), "noise": noise}
 
-    return Workload(lambda: UNet(size.dims[0]), batch, lambda model, batch: model(**batch), ARCHITECTURE)
+    return Workload(lambda: UNet(size.dims[0]), batch, lambda model, batch: model(**batch))
 
 
 vit = timm("vit_tiny_patch16_224", lambda size: plain_vit(size) | {"proj_drop_rate": 0.1, "attn_drop_rate": 0.1})
@@ -172,7 +146,7 @@ ARCHITECTURES: dict[str, Make] = {
     "gpt2": gpt2,
     "gpt2, dropout": with_dropout(gpt2),
     "llama": llama,
-    "llama, LoRA": lora,
+    "llama, LoRA": lambda size: adapted(llama(size), 8),
     "gemma2": text("Gemma2ForCausalLM", "Gemma2Config", grouped),
     "qwen3": text("Qwen3ForCausalLM", "Qwen3Config", grouped),
     "phi": text("PhiForCausalLM", "PhiConfig", sizes),

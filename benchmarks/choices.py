@@ -59,10 +59,6 @@ def forms() -> Iterator[tuple[str, Form]]:
             yield f"{model}: {c} → {o}, {size}×{size}, {kernel}×{kernel} by {stride}", form
 
 
-def milliseconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    return {way: 1e3 * seconds(run, torch.get_default_device()) for way, run in ways.items()}
-
-
 def line(times: dict[str, float], chosen: str, among: list[str]) -> tuple[str, float]:
     """The times of some ways, and how much longer the chosen one takes than the best."""
     excess = times[chosen] / min(times[way] for way in among)
@@ -82,17 +78,16 @@ def measure(form: Form) -> tuple[str, float, float, float]:
     def read(rows: Tensor) -> None:
         row_norms(rows.flatten(1)), w @ rows.flatten(1)
 
-    times = milliseconds(
-        {
-            "products": lambda: norms_of_pairs([pair], 2**30),
-            "writing": lambda: Form.norms(form),
-            "sum": lambda: form.weighted_sum(w),
-            "held": lambda: read(form.dense(held)),
-            "new": lambda: read(form.dense(torch.empty(N, *form.shape))),
-            "transforms": lambda: sketched(form, True),
-            "rows": lambda: sketched(form, False),
-        }
-    )
+    ways: dict[str, Callable[[], object]] = {
+        "products": lambda: norms_of_pairs([pair], 2**30),
+        "writing": lambda: Form.norms(form),
+        "sum": lambda: form.weighted_sum(w),
+        "held": lambda: read(form.dense(held)),
+        "new": lambda: read(form.dense(torch.empty(N, *form.shape))),
+        "transforms": lambda: sketched(form, True),
+        "rows": lambda: sketched(form, False),
+    }
+    times = {way: 1e3 * seconds(run, torch.get_default_device()) for way, run in ways.items()}
     times["apart"] = times["sum"] + min(times["products"], times["writing"])
     by = "products" if by_products([pair], pair[0].device.type == "cuda") <= by_writing([pair]) else "writing"
     norms, first = line(times, by, ["products", "writing"])

@@ -1,12 +1,12 @@
 """What single steps cost on a device, timed one by one, for the table of ``autograd_hacks/forms/costs.json``."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from math import log2
 
 import torch
+from measuring import seconds as once
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
@@ -20,14 +20,7 @@ ROUNDS = 9
 
 def seconds(run: Timed, device: torch.device) -> float:
     """The median of `ROUNDS` calls, after two that don't count."""
-    found = []
-    for _ in range(2 + ROUNDS):
-        _wait(device)
-        begin = time.perf_counter()
-        run()
-        _wait(device)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[2:])
+    return statistics.median([once(run, device) for _ in range(2 + ROUNDS)][2:])
 
 
 def measured(device: torch.device, large: int) -> dict[str, float | None]:
@@ -100,8 +93,3 @@ def fused(device: torch.device, left: Tensor, right: Tensor, unit: float) -> flo
         seconds(lambda: tiles.sum_and_dot(*flat, ends, w, v), device) / products,
         seconds(lambda: affine.affine_rows(left, left, 1e-5, False), device) / (2 * moved),
     )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

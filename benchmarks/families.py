@@ -12,17 +12,7 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn as nn
 from torch import Tensor
-from workloads import (
-    ARCHITECTURE,
-    Batch,
-    Model,
-    Workload,
-    classification,
-    hugging_face,
-    next_token,
-    of_shape,
-    tokens,
-)
+from workloads import Batch, Model, Workload, classification, hugging_face, next_token, of_shape, tokens
 
 Make = Callable[["Size"], Workload]
 Losses = Callable[[Model, Batch], Tensor]
@@ -77,15 +67,7 @@ def import_timm() -> Any:
     """timm, where need be without torchvision, of which its models use names alone; wheels of it ask for one torch each."""
     absent = []
     if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-        inside = (
-            "transforms",
-            "transforms.functional",
-            "datasets",
-            "ops",
-            "ops.misc",
-            "models",
-            "models.feature_extraction",
-        )
+        inside = "transforms", "transforms.functional", "datasets", "ops", "ops.misc", "models", "models.feature_extraction"
         absent = ["torchvision", *(f"torchvision.{name}" for name in inside)]
         sys.modules |= {name: MagicMock() for name in absent}
         vars(sys.modules["torchvision.ops.misc"])["FrozenBatchNorm2d"] = nn.Identity
@@ -106,7 +88,7 @@ def timm(name: str, arguments: Callable[[Size], dict[str, Any]]) -> Make:
             net: nn.Module = made.eval()
             return net
 
-        return Workload(build, of_shape(size.samples, 3, size.image, size.image), classification, ARCHITECTURE)
+        return Workload(build, of_shape(size.samples, 3, size.image, size.image), classification)
 
     return make
 
@@ -126,7 +108,7 @@ def hugging(
     losses: Losses,
 ) -> Make:
     """A model of the transformers library in eval mode."""
-    return lambda size: Workload(hugging_face(model, config, **arguments(size)), batch(size), losses, ARCHITECTURE)
+    return lambda size: Workload(hugging_face(model, config, **arguments(size)), batch(size), losses)
 
 
 def text(

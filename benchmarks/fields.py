@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from families import Make, Size, hugging, outputs, sizes, text
 from torch import Tensor
-from workloads import ARCHITECTURE, Batch, Model, Workload, classification, multilayer
+from workloads import Batch, Model, Workload, classification, multilayer
 
 CLASSES, BOXES, FOUND = 5, 3, 7
 """Of detectors: kinds of things, things in an image, and how many a transformer proposes."""
@@ -170,7 +170,7 @@ def dit(size: Size) -> Workload:
         found = model((1 - t).sqrt() * batch["x"] + t.sqrt() * noise, time, batch["kind"])
         return (found - noise).square().flatten(1).mean(1)
 
-    return Workload(lambda: DiT(size), batch, losses, ARCHITECTURE)
+    return Workload(lambda: DiT(size), batch, losses)
 
 
 class DLRM(nn.Module):
@@ -202,7 +202,7 @@ def dlrm(size: Size) -> Workload:
         logits = model(batch["dense"], batch["words"], batch["item"])
         return F.binary_cross_entropy_with_logits(logits, batch["clicked"], reduction="none")
 
-    return Workload(lambda: DLRM(size.words, size.width), batch, losses, ARCHITECTURE)
+    return Workload(lambda: DLRM(size.words, size.width), batch, losses)
 
 
 class GCN(nn.Module):
@@ -255,7 +255,7 @@ def graphs(size: Size, model: Callable[[], nn.Module]) -> Workload:
     def losses(model: Model, batch: Batch) -> Tensor:
         return classification(lambda x: model(x, batch["edges"]), batch)
 
-    return Workload(model, batch, losses, ARCHITECTURE)
+    return Workload(model, batch, losses)
 
 
 class ActorCritic(nn.Module):
@@ -289,7 +289,7 @@ def actor_critic(size: Size) -> Workload:
             "log_p": -3 + 0.3 * torch.randn(size.samples), "gain": gain, "return": later,
         }  # fmt: skip
 
-    return Workload(lambda: ActorCritic(size.width), batch, ppo, ARCHITECTURE)
+    return Workload(lambda: ActorCritic(size.width), batch, ppo)
 
 
 def episodes(size: Size) -> Callable[[int], Batch]:
@@ -326,7 +326,7 @@ FIELDS: dict[str, Make] = {
         matched,
     ),
     "retina, one head on two levels": lambda size: Workload(
-        lambda: Pyramid(size.dims[0]), places(size), focal, ARCHITECTURE
+        lambda: Pyramid(size.dims[0]), places(size), focal
     ),
     "diffusion transformer": dit,
     "dlrm": dlrm,

@@ -18,8 +18,8 @@ BOUND, NOISE, BATCH = 1.0, 1.0, 32
 DIM = 256
 SEED = 5
 
-Run = Callable[[], Tensor]
-Make = Callable[["Given"], Run]
+Use = Callable[["Given"], Tensor]
+"""Makes everything anew, and returns its numbers."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,3 @@ def poisson(of: Given) -> Iterator[tuple[Tensor, Tensor]]:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def positions() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, CLASSES))
-
-
-def texts(of: Given) -> Iterator[Tensor]:
-    draws = torch.Generator().manual_seed(4)
-    for _ in range(len(of.train) // BATCH):
-        yield torch.randn(BATCH, 24, 64, generator=draws)
-
-
-def sequence_losses(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).logsumexp(2).square().mean(1)
-
-
-def checksums(rows: dict[str, Tensor]) -> Tensor:
-    """What tells rows from others without keeping them: N, layers."""
-    return torch.stack([rows[name].flatten(1).square().sum(1) for name in sorted(rows)], 1)

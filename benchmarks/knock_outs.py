@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from peers import torch_func
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from workloads import Workload
 
 import autograd_hacks
 from autograd_hacks import check_rows
@@ -39,7 +40,7 @@ Engine = Callable[[nn.Module, Tensor], Any]
 """Of a copy of the model and the batch: what check_rows takes."""
 
 
-def losses(model: nn.Module, ids: Tensor) -> Tensor:
+def losses(model: Callable[..., Any], ids: Tensor) -> Tensor:
     """Each sequence's loss: the sum over its tokens.  N"""
     returned = model(ids)
     logits = getattr(returned, "logits", returned)
@@ -154,24 +155,8 @@ def kronfluence(model: nn.Module, ids: Tensor) -> Tensor:
 
 def by_vmap(model: nn.Module, ids: Tensor) -> Rows:
     """torch.func's rows."""
-
-    def one(weights: Rows, text: Tensor) -> Tensor:
-        return losses(_Called(model, weights), text[None])[0]
-
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    rows: Rows = vmap(grad(one), (None, 0))(weights, ids)
-    return rows
-
-
-class _Called(nn.Module):
-    """A model with other weights."""
-
-    def __init__(self, model: nn.Module, weights: Rows) -> None:
-        super().__init__()
-        self.run = lambda ids: functional_call(model, weights, (ids,))
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.run(ids)
+    work = Workload(lambda: model, lambda step: {"ids": ids}, lambda model, batch: losses(model, batch["ids"]))
+    return torch_func(work, model)(work.batch(0))
 
 
 def ours(model: nn.Module, ids: Tensor) -> Rows:

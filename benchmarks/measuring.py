@@ -1,40 +1,50 @@
-"""Clocks, memory, and how cost grows."""
+"""Clocks, memory, comparisons, and what a model's run in several ways gives."""
 
 from __future__ import annotations
 
 import gc
 import math
 import random
-import re
-import resource
-import statistics
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from systems import SKIPPED, SYSTEMS, Maker, Step, trainable
+from systems import Data, Found, Maker, Numbers, Step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
+from ways import WAYS, by_of, is_compiled, is_ours, oracle
 from workloads import Batch, Workload
 
-import autograd_hacks
+OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+PEER_SAMPLES = 4
+"""With which others are compared: they tell as much as a batch, and take less time."""
+MODELS = 3
+"""How many new models the first steps are timed on, of this library's ways."""
 
-Numbers = list[float]
-SIZES = {"N": [8, 16, 32, 64, 128, 256, 512], "T": [16, 32, 64, 128, 256, 512]}
-READ = re.compile(r"(?:^| and )(rule|operation|run again|replay|frozen|refused|wrong)\b")
-FIXED = {"N": 16, "T": 8}  # the other one's size
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and in which ways it is run, the first of which the others are measured by.
+
+    tokens: of a step, where models read texts    dtype: of weights
+    apart: one way after the other: together they are too large
+    """
+
+    workload: Workload
+    ways: tuple[str, ...]
+    tokens: int = 0
+    dtype: torch.dtype = torch.float32
+    apart: bool = False
 
 
 def build(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
-    """A system on a model of its own, with the same weights for each."""
+    """A way on a model of its own, with the same weights for each."""
     torch.manual_seed(0)
     with device:  # where drawing billions of weights takes no time
         model = workload.model()
@@ -63,28 +73,41 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def interleaved(
-    workload: Workload,
-    steps: dict[str, Step],
+    steps: Mapping[str, Callable[[Any], object]],
+    batches: Callable[[int], Any],
     rounds: int,
-    device: torch.device,
-    label: str,
-    dtype: torch.dtype = torch.float32,
+    clock: Callable[[Callable[[], object]], float],
+    failures: dict[str, str],
+    label: str = "",
     until: float = math.inf,
 ) -> dict[str, Numbers]:
-    """{system: seconds of each round}; every round runs each system once on the same batch.
+    """{way: seconds of each round}; every round runs each way once on the same batch.  A way that fails has none.
 
-    dtype: of the batch's real numbers    until: the ``perf_counter`` from which no other round is begun
+    batches: of a round's number    until: the ``perf_counter`` from which no other round is begun
     """
-    times: dict[str, Numbers] = {system: [] for system in steps}
+    times: dict[str, Numbers] = {way: [] for way in steps}
     shuffler = random.Random(0)
-    for number in tqdm(range(rounds), desc=label, unit="round", leave=False):
+    for number in tqdm(range(rounds), desc=label, unit="round", leave=False, disable=not label):
         if number and time.perf_counter() > until:
             break
-        batch = batch_of(workload, number, device, dtype)
+        batch = batches(number)
         # In another order each time: what ran before leaves the allocator and the caches as it likes.
-        for system in shuffler.sample(list(steps), len(steps)):
-            times[system].append(seconds(partial(steps[system], batch), device))
-    return times
+        for way in shuffler.sample(list(steps), len(steps)):
+            if way not in failures:
+                took = guarded(partial(clock, partial(steps[way], batch)), way, failures)
+                times[way] += [] if took is None else [took]
+    return {way: own for way, own in times.items() if way not in failures}
+
+
+def guarded(run: Callable[[], Any], way: str, failures: dict[str, str], otherwise: Any = None) -> Any:
+    """What it returns; where it raises, `otherwise`, and why is noted: whatever a way raises is a row of the table."""
+    try:
+        return run()
+    except Exception as error:
+        says = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        is_memory = isinstance(error, torch.OutOfMemoryError) or "not enough memory" in says or "out of memory" in says
+        failures[way] = OUT_OF_MEMORY if is_memory else says
+        return otherwise
 
 
 class Held(TorchDispatchMode):
@@ -116,11 +139,11 @@ class Held(TorchDispatchMode):
 
 
 def peak(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """MB of tensors alive at once in a system's second step, beside the model and the batch.
+    """MB of tensors alive at once in a way's second step, beside the model and the batch.
 
     What the first step left is counted, so that keeping memory between steps is no way to need none.
     """
-    gc.collect()
+    release(device)
     step, batch = build(workload, maker, device, dtype), batch_of(workload, 0, device, dtype)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
@@ -135,103 +158,136 @@ def peak(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dt
     return held.most / 1e6
 
 
-def exponent(sizes: Iterable[float], values: Iterable[float]) -> float:
-    """The e of values ≈ c sizesᵉ, by least squares on logarithms."""
-    return statistics.linear_regression([math.log(size) for size in sizes], [math.log(value) for value in values]).slope
+def release(device: torch.device) -> None:
+    """Hooked models are cycles that hold large tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def scaling(
-    letter: str, sizes: list[int], of_size: Callable[[int], Workload], rounds: int, device: torch.device
-) -> dict[str, Any]:
-    """How seconds and MB grow with the size: {'seconds', 'peak MB', 'exponents'} of {system: ...}.
+def compare(found: Found, expected: Found) -> float:
+    """The largest error, in its parameter's largest entry, or 1e-6 of all if that is zero but for rounding.
 
-    of_size: the workload of a size
+    Raises AssertionError where it is more than a thousandth.
     """
-    makers = {f"{task}: {name}": maker for task, all_of_it in SYSTEMS.items() for name, maker in all_of_it.items()}
-    chosen = {
-        name: makers[name] for name in ("grad1: plain", f"grad1: {SKIPPED}", "grad1: autograd_hacks", f"clipped: {SKIPPED}")
-    }
-    times: dict[str, list[Numbers]] = {name: [] for name in chosen}
-    memory: dict[str, Numbers] = {name: [] for name in chosen}
-    for size in tqdm(sizes, desc=f"growth with {letter}", leave=False):
-        workload = of_size(size)
-        steps = {name: warm(workload, build(workload, maker, device), device) for name, maker in chosen.items()}
-        for name, own in interleaved(workload, steps, rounds, device, f"{letter} = {size}").items():
-            times[name].append(own)
-        del steps
-        gc.collect()
-        for name, maker in chosen.items():
-            memory[name].append(peak(workload, maker, device))
-    exponents = {
-        "seconds": {name: exponent(sizes, map(statistics.median, own)) for name, own in times.items()},
-        "peak MB": {name: exponent(sizes, own) for name, own in memory.items()},
-    }
-    return {"sizes": sizes, "seconds": times, "peak MB": memory, "exponents": exponents}
+    worst, floor = 0.0, 1e-6 * max(1e-20, *(float(right.abs().max()) for right in expected.values()))
+    for name, right in expected.items():
+        if name not in found:
+            raise ValueError(f"nothing for the parameter {name}")
+        largest = float(right.abs().max())
+        torch.testing.assert_close(found[name], right, rtol=1e-3, atol=1e-3 * largest + 1e-6, msg=f"wrong on {name}")
+        worst = max(worst, float((found[name] - right).abs().max()) / max(largest, floor))
+    return worst
 
 
-def warm(workload: Workload, step: Step, device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
-    """The step, after two runs: the library's first one is another one."""
-    for _ in range(2):
-        step(batch_of(workload, 0, device, dtype))
+def compare_whole(found: Found, expected: Found) -> float:
+    """The same by lengths, in that of all parameters: for single precision, where a ReLU decides otherwise now and then."""
+    whole = torch.stack([x.double().norm() for x in expected.values()]).norm()
+    apart = {name: float((found[name].double() - x).norm() / whole) for name, x in expected.items()}
+    worst = max(apart, key=apart.__getitem__)
+    if not apart[worst] <= 1e-3:
+        raise AssertionError(f"wrong on {worst}: {apart[worst]:.1e} from one backward pass per sample")
+    return apart[worst]
+
+
+def error_of(
+    workload: Workload,
+    way: str,
+    samples: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    step: Step | None = None,
+    by: Callable[[Found, Found], float] = compare,
+) -> float | None:
+    """How far a way is from one backward pass for each of the first samples of a batch, in two steps; None: not compared.
+
+    step: the way's, if it is made already    by: what errors are, which raises for large ones
+    """
+    right = oracle(way, workload)
+    if right is None or WAYS[way] is right:
+        return None
+    batch = {key: x[:samples] for key, x in batch_of(workload, 0, device, dtype).items()}
+    expected = build(workload, right, device, dtype)(batch)
+    step = step or build(workload, WAYS[way], device, dtype)
+    return max(by(step(batch), expected) for _ in range(2))  # the library's first step is another one
+
+
+def checked(case: Case, device: torch.device, failures: dict[str, str], samples: int | None) -> dict[str, float]:
+    """{way: its largest error} against one backward pass per sample; in `failures` why others are not to be timed.
+
+    This library is compared in the workload's precision, which is double if it doesn't say; what else fails in that gets
+    single.  Where a model draws random numbers others would draw other ones, and are not compared.
+    """
+    errors: dict[str, float] = {}
+    for way in tqdm([way for way in case.ways if not is_compiled(way)], desc="checks", leave=False):
+        own, dtype = is_ours(way), case.workload.dtype
+        for precision in (dtype,) if own else () if case.workload.drawn else (dtype, torch.float32):
+            failures.pop(way, None)
+            run = partial(error_of, case.workload, way, samples if own else PEER_SAMPLES, device, precision)
+            error = guarded(run, way, failures)
+            release(device)
+            if way not in failures:
+                errors |= {} if error is None else {way: error}
+                break
+    return errors
+
+
+def measured(
+    label: str,
+    case: Case,
+    rounds: int,
+    device: torch.device,
+    samples: int | None = None,
+    memory: bool = True,
+    check: Callable[[Case, torch.device, dict[str, str]], dict[str, float]] | None = None,
+    until: float = math.inf,
+) -> Data:
+    """What a case's run gave, by way: 'seconds' of each round; 'first', those of new models' first two steps; 'peak MB';
+    'errors'; and 'failures', why ways have no figures.
+
+    samples: so many of a batch are compared with one backward pass each, or all; or `check` finds the errors
+    until: the ``perf_counter`` from which nothing else is begun
+    """
+    failures: dict[str, str] = {}
+    result: Data = {"ways": list(case.ways), "tokens": case.tokens, "first": {}, "seconds": {}, "failures": failures}
+    result["errors"] = check(case, device, failures) if check else checked(case, device, failures, samples)
+    batches, clock = partial(batch_of, case.workload, device=device, dtype=case.dtype), partial(seconds, device=device)
+    for ways in [(way,) for way in case.ways] if case.apart else [case.ways]:
+        made = {way: warmed(case, way, device, result, check is None, until) for way in ways if way not in failures}
+        steps = {way: step for way, step in made.items() if step is not None}
+        result["seconds"] |= interleaved(steps, batches, rounds, clock, failures, label, until)
+        del made, steps
+        release(device)
+    result["peak MB"] = peaks(case, result["seconds"], device, until) if memory else {}
+    return result
+
+
+def warmed(case: Case, way: str, device: torch.device, result: Data, check: bool, until: float) -> Step | None:
+    """A way's step, of a model that has made two, which are timed; None where it fails."""
+    if time.perf_counter() > until:
+        result["failures"][way] = OUT_OF_TIME
+        return None
+    batch = batch_of(case.workload, 0, device, case.dtype)
+
+    def made() -> Step:
+        for _ in range(MODELS if is_ours(way) and not case.apart else 1):
+            step = build(case.workload, WAYS[way], device, case.dtype)
+            result["first"].setdefault(way, []).append([seconds(partial(step, batch), device) for _ in range(2)])
+        if check and is_compiled(way):  # here, so that it need not compile again
+            error = error_of(case.workload, way, None, device, case.dtype, step, compare_whole)
+            result["errors"] |= {} if error is None else {way: error}
+        return step
+
+    step: Step | None = guarded(made, way, result["failures"])
     return step
 
 
-def first_steps(
-    workload: Workload, device: torch.device, times: int = 3
-) -> tuple[list[tuple[float, float]], dict[str, int]]:
-    """Seconds of the first step and of the second, of a few new models, and {by what they are read: of how many parameters}.
-
-    What `describe` says stands for the latter: a word, or a few.
-    """
-    found = []
-    batch = batch_of(workload, 0, device)
-    for _ in tqdm(range(times), desc="first steps", leave=False):
-        model = workload.model().to(device)
-        workload.losses(model, batch).mean().backward()  # so that the gradients' memory is there
-        autograd_hacks.add_hooks(model)
-
-        def step(model: nn.Module = model) -> None:
-            workload.losses(model, batch).mean().backward()
-            autograd_hacks.compute_grad1(model)
-
-        first = seconds(step, device)
-        for p in model.parameters():
-            p.grad1 = None
-        found.append((first, seconds(step, device)))
-    rows = autograd_hacks.describe(model).rows
-    return found, dict(Counter(" and ".join(dict.fromkeys(READ.findall(row.how))) for row in rows))
-
-
-def rows_megabytes(workload: Workload) -> float:
-    samples = len(next(iter(workload.batch(0).values())))
-    return samples * sum(p.numel() * p.element_size() for p in trainable(workload.model()).values()) / 1e6
-
-
-def resident_growth(steps: int = 1000) -> dict[str, Numbers]:
-    """{what ran: MB of resident memory before and after}, of many steps, and of forwards without a backward."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    x = torch.randn(64, 256)
-    autograd_hacks.add_hooks(model)
-
-    def forward() -> Tensor:
-        return model(x).square().sum(1).mean()
-
-    def step() -> None:
-        forward().backward()
-        autograd_hacks.compute_grad1(model)
-
-    grown = {}
-    for name, run in {"steps": step, "forwards without a backward": forward}.items():
-        for _ in range(20):
-            run()
-        before = resident()
-        for _ in tqdm(range(steps), desc=name, leave=False):
-            run()
-        grown[f"{steps} {name}"] = [before, resident()]
-    return grown
-
-
-def resident() -> float:
-    """This process's resident memory in MB."""
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+def peaks(case: Case, ways: Iterable[str], device: torch.device, until: float) -> dict[str, float]:
+    """{way: MB}.  On a CPU of this library and references alone: counting takes long, and misses what compiles."""
+    counted = [way for way in ways if is_ours(way) or (way == by_of(way) and not is_compiled(way)) or device.type != "cpu"]
+    found = {
+        way: guarded(partial(peak, case.workload, WAYS[way], device, case.dtype), way, {})
+        for way in counted
+        if time.perf_counter() < until
+    }
+    return {way: own for way, own in found.items() if own is not None}

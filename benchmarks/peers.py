@@ -1,61 +1,30 @@
-"""Other ways: a loop, ``torch.func``, ExpandedWeights, Opacus and BackPACK, each as its documentation has it."""
+"""Other ways to rows: ``torch.func``, ExpandedWeights, Opacus and BackPACK, each as its documentation has it."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
+from typing import Any
 
-import curved
-import derived
 import torch.nn as nn
-from curved import BACKPACK, CURVLINOPS
-from systems import (
-    CLIPPED,
-    GRAD1,
-    LOOP,
-    MAX_NORM,
-    REAL,
-    Found,
-    Maker,
-    Step,
-    gradients,
-    loop,
-    loop_clip,
-    mean_of_clipped,
-    trainable,
-)
+from systems import MAX_NORM, Found, Step, gradients, plain, trainable
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from workloads import Batch, Workload
 
-VMAP, EXPANDED = derived.FUNC_GRAD, "ExpandedWeights"
-OPACUS, GHOST = "Opacus", "Opacus, ghost clipping"
-PACKAGES = {OPACUS: "opacus", GHOST: "opacus", BACKPACK: "backpack-for-pytorch", CURVLINOPS: "curvlinops-for-pytorch"}
-
-
-class Sample(nn.Module):
-    """A sample's loss, as a module."""
-
-    def __init__(self, workload: Workload, model: nn.Module) -> None:
-        super().__init__()
-        self.workload, self.model = workload, model
-
-    def forward(self, batch: Batch) -> Tensor:
-        """batch: tensors without their first axis.  Returns a number."""
-        return self.workload.losses(self.model, {name: x[None] for name, x in batch.items()}).sum()
-
 
 def torch_func(workload: Workload, model: nn.Module) -> Step:
-    sample = Sample(workload, model)
-    weights = {name: p.detach() for name, p in trainable(sample).items()}
-    gradient = grad(lambda weights, one: functional_call(sample, weights, (one,)))
-    rows_of = vmap(gradient, (None, 0), randomness="different" if workload.drawn else "error")
+    weights = {name: p.detach() for name, p in trainable(model).items()}
 
-    def step(batch: Batch) -> Found:
-        return {name.removeprefix("model."): own for name, own in rows_of(weights, batch).items()}
+    def loss(weights: Found, sample: Batch) -> Tensor:
+        def run(*args: Tensor, **kwargs: Tensor) -> Any:
+            return functional_call(model, weights, args, kwargs)
 
-    return step
+        if workload.alone is not None:
+            return workload.alone(lambda x: run(x[None])[0, 0], sample)
+        return workload.losses(run, {name: x[None] for name, x in sample.items()}).sum()
+
+    rows_of = vmap(grad(loss), (None, 0), randomness="different" if workload.drawn else "error")
+    return lambda batch: rows_of(weights, batch)
 
 
 def expanded_weights(workload: Workload, model: nn.Module) -> Step:
@@ -71,10 +40,10 @@ def expanded_weights(workload: Workload, model: nn.Module) -> Step:
 
 def opacus(workload: Workload, model: nn.Module) -> Step:
     wrapped = importlib.import_module("opacus.grad_sample").GradSampleModule(model, loss_reduction="mean")
+    backward = plain(workload, wrapped)
 
     def step(batch: Batch) -> Found:
-        wrapped.zero_grad()
-        workload.losses(wrapped, batch).mean().backward()
+        backward(batch)
         return taken(model, "grad_sample")
 
     return step
@@ -115,52 +84,5 @@ def backpack(workload: Workload, model: nn.Module) -> Step:
 
 
 def taken(model: nn.Module, attribute: str) -> Found:
-    """The rows that a peer left on the parameters, which keep them no longer."""
+    """What a peer left on the parameters, which keep it no longer."""
     return {name: vars(p).pop(attribute) for name, p in model.named_parameters() if attribute in vars(p)}
-
-
-def clipping(rows: Maker) -> Maker:
-    """The clipped task by a peer's rows."""
-
-    def make(workload: Workload, model: nn.Module) -> Step:
-        step = rows(workload, model)
-        return lambda batch: mean_of_clipped(step(batch))
-
-    return make
-
-
-PEERS: dict[str, dict[str, Maker]] = {
-    GRAD1: {LOOP: loop, VMAP: torch_func, EXPANDED: expanded_weights, OPACUS: opacus, BACKPACK: backpack},
-    CLIPPED: {
-        LOOP: loop_clip,
-        VMAP: clipping(torch_func),
-        EXPANDED: clipping(expanded_weights),
-        GHOST: ghost_clipping,
-        BACKPACK: clipping(backpack),
-    },
-    REAL: {LOOP: loop, VMAP: torch_func},
-    **curved.PEERS,
-    **derived.PEERS,
-}
-"""{task: {system: its maker}}"""
-
-ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, REAL: loop, **curved.ORACLES, **derived.ORACLES}
-"""{task: what the systems are compared with}"""
-
-
-def installed(task: str) -> dict[str, Maker]:
-    """The task's peers, without those whose package is not here."""
-    return {system: maker for system, maker in PEERS[task].items() if version(system) is not None}
-
-
-def version(system: str) -> str | None:
-    """Of the peer's package; '' if it needs none, None if it is not installed."""
-    return installed_version(PACKAGES[system]) if system in PACKAGES else ""
-
-
-def installed_version(package: str) -> str | None:
-    """None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,13 +1,14 @@
-"""This library, and what it is measured against without another library: plain, writing once, one backward per sample.
+"""This library, and what needs no other one: a plain step, writing once, one backward pass per sample.
 
-A system is made from a workload and a model of its own.  It takes a batch and returns what it found for each parameter: the
-rows (N, *shape) of the task grad1, or the mean of the clipped ones (*shape) of the task clipped; references find nothing.
+A way is made from a workload and a model of its own.  It takes a batch and returns what it found: of each parameter the rows
+(N, *shape) or the mean of the clipped ones (*shape); or the norms, N; references find nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,15 +20,11 @@ import autograd_hacks
 Found = dict[str, Tensor]
 Step = Callable[[Batch], Found]
 Maker = Callable[[Workload, nn.Module], Step]
+Numbers = list[float]
+Data = dict[str, Any]
 
-GRAD1, CLIPPED, REAL = "grad1", "clipped", "architectures"
-PLAIN, WRITE, HOOKS, LOOP = "plain", "write once", "hooks alone", "one backward per sample"
-DEFAULT, SKIPPED, STREAMED = "autograd_hacks", "autograd_hacks, param_grad=False", "autograd_hacks, streaming"
-WITH_PASSES = "autograd_hacks, with its passes"  # of curvature
-CLIPPING = "autograd_hacks, clipped step"  # with param_grad=False
-REFERENCES = (PLAIN, WRITE, HOOKS)  # they make no per-sample gradients
-OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES, CLIPPING)
 MAX_NORM = 1.0
+RANK = 16
 
 
 def trainable(model: nn.Module) -> Found:
@@ -38,13 +35,19 @@ def gradients(model: nn.Module) -> Found:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def plain(workload: Workload, model: nn.Module) -> Step:
+def plain(workload: Workload, model: nn.Module, run: Any = None) -> Step:
+    """run: what stands for the model in the forward pass"""
+
     def step(batch: Batch) -> Found:
         model.zero_grad()
-        workload.losses(model, batch).mean().backward()
+        workload.losses(run or model, batch).mean().backward()
         return {}
 
     return step
+
+
+def plain_compiled(workload: Workload, model: nn.Module) -> Step:
+    return plain(workload, model, torch.compile(model))
 
 
 def hooks_alone(workload: Workload, model: nn.Module) -> Step:
@@ -87,19 +90,92 @@ def clipped(model: nn.Module) -> Found:
     return gradients(model)
 
 
-def streamed_clip(workload: Workload, model: nn.Module) -> Step:
+def normed(model: nn.Module) -> Found:
+    return {"norms": autograd_hacks.per_sample_grads(model).norms()}
+
+
+def projected(model: nn.Module) -> Found:
+    """Each parameter's rows between two random maps, as gradients are stored for attribution."""
+    low = autograd_hacks.Metric.low_rank(model, RANK)
+    found: Found = autograd_hacks.per_sample_grads(model).preconditioned(low).dense()
+    return found
+
+
+def clip_twice(workload: Workload, model: nn.Module) -> Step:
     """Norms while the backward pass runs, then a second one: little memory."""
     autograd_hacks.add_hooks(model)
 
     def step(batch: Batch) -> Found:
         model.zero_grad()
         losses = workload.losses(model, batch)
-        with autograd_hacks.streaming(model, budget=2**21) as found:
+        with autograd_hacks.during_backward(model, "norms", budget=2**21) as found:
             losses.mean().backward(retain_graph=True)
         model.zero_grad()
         with autograd_hacks.pause_hooks():
             (losses * clip_weights(found.norms)).mean().backward()
         return gradients(model)
+
+    return step
+
+
+def dot(workload: Workload, model: nn.Module) -> Step:
+    """The mean of the gradients in ``.grad``, and each sample's inner product with a direction: both of one reading of each
+    layer's factors, in the place of autograd's own weight gradients."""
+    autograd_hacks.add_hooks(model, param_grad=False)
+    direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
+
+    def step(batch: Batch) -> Found:
+        model.zero_grad()
+        losses = workload.losses(model, batch)
+        weights = torch.full_like(losses, 1 / len(losses), dtype=torch.float32, requires_grad=False)
+        with autograd_hacks.during_backward(model, dot=direction, weights=weights) as found:
+            losses.mean().backward()
+        return {"dot": found.dot}
+
+    return step
+
+
+def compiled(workload: Workload, model: nn.Module, verb: str, backend: str | None) -> Step:
+    numbers: dict[str, Any] = {"max_norm": MAX_NORM} if verb == "clip" else {}
+    run = autograd_hacks.compile(model, verb, loss_type="mean", param_grad=False, backend=backend, **numbers)
+    backward = plain(workload, model, run)
+
+    def step(batch: Batch) -> Found:
+        backward(batch)
+        if verb == "norms":
+            return {"norms": run.norms}
+        return gradients(model) if verb == "clip" else {name: p.grad1 for name, p in trainable(model).items()}
+
+    return step
+
+
+def passes(model: nn.Module, batch: Batch, samples: int | None = None) -> None:
+    autograd_hacks.clear_backprops(model)
+    autograd_hacks.backprop_hess(model(batch["x"]), samples=samples)
+
+
+def product(workload: Workload, model: nn.Module, anew: bool = False) -> Step:
+    """With the Gauss-Newton matrix.  anew: whether backward passes are a part of the step, or those of the first batch"""
+    autograd_hacks.add_hooks(model)
+    v, held = {name: torch.randn_like(p) for name, p in trainable(model).items()}, list[autograd_hacks.PerSampleGrads]()
+
+    def step(batch: Batch) -> Found:
+        if anew or not held:
+            passes(model, batch)
+            held[:] = [autograd_hacks.per_sample_grads(model)]
+        return held[0].ggn_matvec(v)
+
+    return step
+
+
+def factors(workload: Workload, model: nn.Module, param_grad: bool = True) -> Step:
+    """KFAC's, of one label drawn for each sample."""
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+
+    def step(batch: Batch) -> Found:
+        passes(model, batch, samples=1)
+        autograd_hacks.compute_hess(model, kind="kfac")
+        return {}
 
     return step
 
@@ -135,6 +211,7 @@ def rows_of(
 
 
 def loop_clip(workload: Workload, model: nn.Module) -> Step:
+    """Each sample alone, whose rows are not kept."""
     parameters = list(trainable(model).values())
 
     def step(batch: Batch) -> Found:
@@ -155,27 +232,27 @@ def clip_weights(norms: Tensor) -> Tensor:
     return (MAX_NORM / norms).clamp(max=1)
 
 
+def norms_of(rows: Found) -> Found:
+    """From rows that are written out."""
+    own = [
+        torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in rows.values()
+    ]
+    return {"norms": torch.stack(own).norm(dim=0)}
+
+
 def mean_of_clipped(rows: Found) -> Found:
     """From rows that are written out."""
-    norms = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values()]).norm(dim=0)
+    norms = norms_of(rows)["norms"]
     weights = clip_weights(norms) / len(norms)
-    return {name: torch.tensordot(weights, own, 1) for name, own in rows.items()}
+    return {name: torch.tensordot(weights.to(own), own, 1) for name, own in rows.items()}
 
 
-SYSTEMS: dict[str, dict[str, Maker]] = {
-    GRAD1: {
-        PLAIN: plain,
-        WRITE: write_once,
-        HOOKS: hooks_alone,
-        SKIPPED: partial(hooked, read=written, param_grad=False),
-        DEFAULT: partial(hooked, read=written),
-    },
-    CLIPPED: {
-        PLAIN: plain,
-        SKIPPED: partial(hooked, read=clipped, param_grad=False),
-        DEFAULT: partial(hooked, read=clipped),
-        STREAMED: streamed_clip,
-    },
-}
-SYSTEMS[REAL] = SYSTEMS[GRAD1] | {CLIPPING: SYSTEMS[CLIPPED][SKIPPED]}
-"""{task: {system: its maker}}"""
+def after(rows: Maker, change: Callable[[Found], Found]) -> Maker:
+    """A way that makes something of another's rows."""
+
+    def make(workload: Workload, model: nn.Module) -> Step:
+        step = rows(workload, model)
+        return lambda batch: change(step(batch))
+
+    return make

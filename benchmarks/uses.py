@@ -1,30 +1,31 @@
 """Whole uses of per-sample gradients, each beside the system that is trusted with it.
 
-A way makes everything anew in each round, hooks and engines too, and returns its numbers; these are compared before
-anything is timed.  Every round runs each way once, in an order of its own, and ratios are those of a round's times.
+A way makes everything anew in each round, hooks and engines too, and returns its numbers; these are compared before anything
+is timed.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+import given
 import torch
-from given import BATCH, DIM, Given, Make
-from measuring import Numbers, seconds
-from peers import installed_version
+import uses_of_others as others
+import uses_of_ours as own
+from given import BATCH, DIM, Given
+from measuring import guarded, interleaved, seconds
+from systems import Data
 from torch import Tensor
-from tqdm import tqdm
-from uses_of_others import bergson, captum, kronfluence, opacus_private, posterior, torchjd_grams, traker
-from uses_of_ours import LAST, collected, ekfac, grams, private, projected, self_influence, tracin
-from uses_report import OURS, UNPROVEN
+from ways import installed_version
+
+TITLE = "Whole uses"
+OURS, UNPROVEN = "ours", "ours, probe=False"
 
 
 def furthest(own: Tensor, other: Tensor) -> float:
@@ -44,109 +45,77 @@ def products_apart(own: Tensor, other: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Use:
-    """ours, theirs: what makes a way; by its name    packages: what these are in
+    """what: for people, of what and how many    theirs: {peer: its way}, of one package
     apart: how far numbers are from another way's    limit: how far they may be
     hooks: whether it is ours to hook the model, so that it may be left unproven"""
 
-    what: str  # for people: of what, how many
-    ours: Make
-    theirs: dict[str, Make]
-    packages: dict[str, str]
+    what: str
+    ours: given.Use
+    package: str
+    theirs: dict[str, given.Use]
     apart: Callable[[Tensor, Tensor], float] = furthest
     limit: float = 1e-4
     hooks: bool = True
 
 
 USES = {
-    "Gram matrix": Use(
-        "{samples} in batches of 64", grams, {"TorchJD's autogram": torchjd_grams}, {"TorchJD's autogram": "torchjd"}
-    ),
+    "Gram matrix": Use("{samples} in batches of 64", own.grams, "torchjd", {"TorchJD's autogram": others.torchjd_grams}),
     "private training": Use(
-        "{steps} steps, Poisson batches of 32",
-        private,
-        {"Opacus": opacus_private, "Opacus, ghost clipping": partial(opacus_private, ghost=True)},
-        {"Opacus": "opacus", "Opacus, ghost clipping": "opacus"},
+        "{steps} steps, Poisson batches of 32", own.private, "opacus",
+        {"Opacus": others.opacus_private, "Opacus, ghost": partial(others.opacus_private, ghost=True)},
     ),
-    "TracIn": Use(
-        "{samples} × {queries}, 4 checkpoints", tracin, {"captum's TracInCP": captum}, {"captum's TracInCP": "captum"}
-    ),
-    "TracIn, last layer": Use(
-        "{samples} × {queries}, 4 checkpoints",
-        partial(tracin, only=LAST),
-        {"captum's TracInCPFast": partial(captum, last=True)},
-        {"captum's TracInCPFast": "captum"},
-    ),
+    "TracIn": Use("{samples} × {queries}, 4 checkpoints", own.tracin, "captum", {"captum's TracInCP": others.captum}),
     "self-influence": Use(
-        "{samples}, 4 checkpoints", self_influence, {"captum's TracInCP": partial(captum, itself=True)},
-        {"captum's TracInCP": "captum"},
+        "{samples}, 4 checkpoints", own.self_influence, "captum",
+        {"captum's TracInCP": partial(others.captum, itself=True)},
     ),
     "projections": Use(
-        f"{{samples}} to {DIM}, to a file", projected, {"traker": traker}, {"traker": "traker"}, products_apart, 0.15
-    ),
-    "rows of linear layers": Use(
-        "{batches} batches of 32 × 24", collected, {"bergson's collector": bergson}, {"bergson's collector": "bergson"}
+        f"{{samples}} to {DIM}, to a file", own.projected, "traker", {"traker": others.traker}, products_apart, 0.15
     ),
     "EK-FAC influence": Use(
-        "{samples}, one drawn label", ekfac, {"kronfluence": kronfluence}, {"kronfluence": "kronfluence"}, ranks_apart, 0.02
+        "{samples}, one drawn label", own.ekfac, "kronfluence", {"kronfluence": others.kronfluence}, ranks_apart, 0.02
     ),
     "Laplace, Kronecker factors": Use(
-        "{samples}, {queries} predictions",
-        partial(posterior, own=True),
-        {"laplace-torch with curvlinops": posterior},
-        {"laplace-torch with curvlinops": "laplace-torch"},
-        furthest,
-        1e-2,
-        hooks=False,
+        "{samples}, {queries} predictions", partial(others.posterior, own=True), "laplace-torch",
+        {"laplace-torch with curvlinops": others.posterior}, furthest, 1e-2, hooks=False,
     ),
 }  # fmt: skip
-
-Data = dict[str, Any]
-
-
-def uses(rounds: int, device: torch.device, of: Given, parts: list[str] | None = None) -> dict[str, Data]:
-    """{use: what, {way: seconds of each round}, {peer: how far its numbers are}, {peer: why it fails}}.
-
-    parts: of names of uses, or all.  Raises RuntimeError where a peer's numbers are other ones.
-    """
-    found: dict[str, Data] = {}
-    for name, use in USES.items():
-        if not parts or any(part in name for part in parts):
-            with quiet():
-                found[name] = timed(name, use, rounds, device, of)
-    return found
+PACKAGES = {use.package for use in USES.values()}
 
 
-def timed(name: str, use: Use, rounds: int, device: torch.device, of: Given) -> Data:
-    ways, apart, failures = {OURS: use.ours(of)}, dict[str, float](), dict[str, str]()
-    if use.hooks:
-        ways[UNPROVEN] = use.ours(replace(of, probe=False))
-    ours = ways[OURS]()
-    for peer, make in use.theirs.items():
-        if installed_version(use.packages[peer]) is None:
-            failures[peer] = "not installed"
-            continue
-        try:
-            way = make(of)
-            theirs = way()
-        except Exception as error:  # whatever a peer raises
-            failures[peer] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            continue
-        apart[peer] = use.apart(ours, theirs)
-        if not apart[peer] <= use.limit:
-            raise RuntimeError(f"{name}: {peer}'s numbers are {apart[peer]:.1e} from ours; expected {use.limit:.0e} at most")
-        ways[peer] = way
-    times: dict[str, Numbers] = {system: [] for system in ways}
-    shuffler = random.Random(0)
-    for _ in tqdm(range(rounds), desc=name, unit="round", leave=False):
-        for system in shuffler.sample(list(ways), len(ways)):
-            gc.collect()  # what the way before has left is not this one's
-            times[system].append(seconds(ways[system], device))
-    return {"what": use.what.format(**sizes(of)), "seconds": times, "apart": apart, "failures": failures}
-
-
-def sizes(of: Given) -> dict[str, int]:
+def cases(rounds: int, quick: bool) -> dict[str, Callable[[], Data]]:
+    """{use: what measures it}"""
+    of = given.given(800, 40, 200) if quick else given.given()
     samples = len(of.train)
-    return {"samples": samples, "queries": len(of.test), "steps": 2 * samples // BATCH, "batches": samples // BATCH}
+    sizes = {"samples": samples, "queries": len(of.test), "steps": 2 * samples // BATCH}
+    return {f"{name}, {use.what.format(**sizes)}": partial(measured, use, rounds, of) for name, use in USES.items()}
+
+
+def measured(use: Use, rounds: int, of: Given) -> Data:
+    """What `measuring.measured` gives of a case; a peer whose numbers are other ones fails."""
+    failures, errors = dict[str, str](), dict[str, float]()
+    ways = {OURS: partial(use.ours, of)} | ({UNPROVEN: partial(use.ours, replace(of, probe=False))} if use.hooks else {})
+    with quiet():
+        right = ways[OURS]()
+        for peer, make in use.theirs.items():
+            if installed_version(use.package) is None:
+                failures[peer] = "not installed"
+                continue
+            theirs = guarded(partial(make, of), peer, failures)
+            if theirs is not None:
+                errors[peer] = use.apart(right, theirs)
+                if errors[peer] <= use.limit:
+                    ways[peer] = partial(make, of)
+                else:
+                    failures[peer] = f"its numbers are {errors[peer]:.1e} from ours; expected {use.limit:.0e} at most"
+        steps = {way: (lambda _, run=run: run()) for way, run in ways.items()}
+        times = interleaved(steps, lambda number: None, rounds, clock, failures)
+    return {"ways": list(dict.fromkeys([*ways, *use.theirs])), "seconds": times, "errors": errors, "failures": failures}
+
+
+def clock(step: Callable[[], object]) -> float:
+    gc.collect()  # what the way before has left is not this one's
+    return seconds(step, torch.device("cpu"))
 
 
 @contextmanager

@@ -14,24 +14,24 @@ from torch import Tensor
 
 Batch = dict[str, Tensor]
 Model = Callable[..., Any]
-
-MAIN, RECURRENT, OTHER, TINY, CURVED = "main", "recurrent", "other", "tiny", "second order"
-NARROW, ARCHITECTURE = "narrow", "architecture"
+Alone = Callable[[Callable[[Tensor], Tensor], Batch], Tensor]
+"""A sample's loss, of what makes a number of its x, and of the sample."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """model: makes one    batch: of a step's number    losses: N, of the model and a batch    kind: which aims hold
+    """model: makes one    batch: of a step's number    losses: N, of the model and a batch
     drawn: whether the model draws random numbers, by which a sample's loss differs from that of the sample alone
     dtype: in which this library is compared with one backward pass per sample
+    alone: a sample's loss as ``torch.func`` wants it, where it can't take `losses`
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     losses: Callable[[Model, Batch], Tensor]
-    kind: str = "main"
     drawn: bool = False
     dtype: torch.dtype = torch.float64
+    alone: Alone | None = None
 
 
 class TutorialNet(nn.Module):
@@ -153,10 +153,6 @@ def next_token(model: Model, batch: Batch) -> Tensor:
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), targets[:, 1:], reduction="none").mean(1)
 
 
-def pooled(model: Model, batch: Batch) -> Tensor:
-    return model(**batch).pooler_output.square().mean(1)
-
-
 def vectors(samples: int, width: int) -> Callable[[int], Batch]:
     """A new length at each step."""
     return lambda step: {
@@ -167,10 +163,6 @@ def vectors(samples: int, width: int) -> Callable[[int], Batch]:
 
 def tokens(samples: int, length: int, words: int) -> Callable[[int], Batch]:
     return lambda step: {"input_ids": torch.randint(3, words, (samples, length))}
-
-
-def translation(samples: int, length: int, words: int) -> Callable[[int], Batch]:
-    return lambda step: {name: torch.randint(3, words, (samples, length)) for name in ("input_ids", "decoder_input_ids")}
 
 
 def pictures(samples: int, size: int) -> Callable[[int], Batch]:
@@ -185,14 +177,20 @@ def sentences(samples: int, length: int, words: int) -> Callable[[int], Batch]:
     return lambda step: {"x": torch.randint(words, (samples, length)), "y": torch.randint(10, (samples,))}
 
 
-def hugging_face(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
-    """A randomly initialised model of the transformers library, in eval mode, which draws no dropout."""
+def hugging_face(model: str, config: str, training: bool = False, **arguments: Any) -> Callable[[], nn.Module]:
+    """A randomly initialised model of the transformers library, in eval mode, which draws no dropout.
+
+    training: in training mode, which Opacus wants, without dropout
+    """
 
     def build() -> nn.Module:
         import transformers
 
-        net: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**arguments))
-        return net.eval()
+        own = getattr(transformers, config)(**arguments)
+        for name in [name for name in own.to_dict() if "drop" in name] if training else ():
+            setattr(own, name, 0.0)
+        net: nn.Module = getattr(transformers, model)(own)
+        return net.train(training)
 
     return build
 
@@ -207,28 +205,19 @@ def multilayer(*widths: int, between: Callable[[], nn.Module] = nn.ReLU) -> Call
     return build
 
 
-def logits_cnn() -> nn.Module:
-    """The tutorial's network up to its logits."""
+def three_convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 2, 1),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
 
 
-def always(batch: Batch) -> Callable[[int], Batch]:
-    """The same at each step."""
-    return lambda step: batch
+def stack(count: int, width: int, samples: int) -> Workload:
+    """So many linear layers of one width; classes are the last one's outputs."""
+    return Workload(multilayer(*[width] * (count + 1)), of_shape(samples, width), classification)
 
 
-def transformer(samples: int, positions: int) -> Workload:
-    """What time and memory are fitted on."""
-    return Workload(lambda: Classifier(64, 2), of_shape(samples, positions, 64), classification)
-
-
-WORKLOADS = {
-    "tutorial CNN to its logits, N 64": Workload(
-        logits_cnn, always(of_shape(64, 1, 28, 28)(0)), classification, CURVED
-    ),
+MODELS = {
     "tutorial CNN, N 64": Workload(TutorialNet, of_shape(64, 1, 28, 28), classification),
     "MLP 784-512-512-10, N 256": Workload(multilayer(784, 512, 512, 10), of_shape(256, 784), classification),
     "ResNet-18 GroupNorm width 32, N 16": Workload(lambda: resnet18(32), of_shape(16, 3, 32, 32), classification),
@@ -236,46 +225,14 @@ WORKLOADS = {
     "Transformer d 256, 4 layers, T 128, N 16": Workload(
         lambda: Classifier(256, 4), of_shape(16, 128, 256), classification
     ),
-    "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification, RECURRENT),
+    "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification),
     "Embedding 10,000 x 64, T 32, N 32": Workload(lambda: Bag(10_000, 64), sentences(32, 32, 10_000), classification),
-    "50 linear layers of width 16, N 8": Workload(multilayer(*[16] * 51), of_shape(8, 16), classification, TINY),
-    "80 linear layers of width 64, N 16": Workload(
-        multilayer(*[64] * 80, 10), of_shape(16, 64), classification, NARROW
-    ),
+    "50 linear layers of width 16, N 8": stack(50, 16, 8),
     "Transformer d 128, a new length each step, N 16": Workload(
-        lambda: Classifier(128, 2), vectors(16, 128), classification, OTHER
+        lambda: Classifier(128, 2), vectors(16, 128), classification
     ),
-    "GPT-2 d 128, T 64, N 16": Workload(
-        hugging_face("GPT2LMHeadModel", "GPT2Config", vocab_size=2000, n_positions=64, n_embd=128, n_layer=2, n_head=4),
-        tokens(16, 64, 2000),
-        next_token,
-        OTHER,
-    ),
-    "T5 d 128, T 48, N 16": Workload(
-        hugging_face(
-            "T5ForConditionalGeneration", "T5Config", vocab_size=2000, d_model=128, d_kv=32, d_ff=512, num_layers=2,
-            num_heads=4,
-        ),
-        translation(16, 48, 2000),
-        next_token,
-        OTHER,
-    ),
-    "Swin d 32, 64 x 64, N 16": Workload(
-        hugging_face(
-            "SwinModel", "SwinConfig", image_size=64, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4
-        ),
-        pictures(16, 64),
-        pooled,
-        OTHER,
-    ),
-    "Mixtral d 64, 4 experts, T 32, N 16": Workload(
-        hugging_face(
-            "MixtralForCausalLM", "MixtralConfig", vocab_size=500, hidden_size=64, intermediate_size=128,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-            max_position_embeddings=64, experts_implementation="eager",
-        ),
-        tokens(16, 32, 500),
-        next_token,
-        OTHER,
-    ),
+}  # fmt: skip
+CONVOLUTIONS = {"three convolutions, N 16": Workload(three_convolutions, of_shape(16, 3, 32, 32), classification)}
+STACKS = {
+    f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (16, 512) for count in (10, 50, 200)
 }  # fmt: skip

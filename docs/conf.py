@@ -97,30 +97,20 @@ def write_support_table() -> None:
 
 
 def write_benchmark() -> None:
-    """The tables and charts of every machine whose figures are in ``docs/benchmark``."""
+    """The tables of every machine whose figures are in ``docs/benchmark``, and charts of models on a CPU."""
     here = pathlib.Path(__file__).parent
     sys.path.insert(0, str(here.parent / "benchmarks"))
-    import gpu_report
     import report
-    import uses_report
 
     pages = []
     for file in sorted((here / "benchmark").glob("*.json"), key=lambda file: file.stem):
-        data = json.loads(file.read_text())
-        if "uses" in data:
-            (here / "_generated" / "uses.rst").write_text(uses_report.as_page(data))
-            continue
-        if "parts" in data:
-            pages.append(gpu_report.page(data))
-            continue
-        charts = {
-            task: {name: f"_generated/{report.chart_name(file.stem, task, name)}" for name in results}
-            for task, results in data["results"].items()
-        }
-        for task, own in charts.items():
-            for name, picture in own.items():
-                report.chart(data, task, name, here / picture)
-                report.chart(data, task, name, here / report.dark(picture), report.DARK)
+        data, charts = json.loads(file.read_text()), {}
+        drawn = data["about"]["device"] == "cpu" and not file.stem.endswith("uses")
+        for title, results in data["results"].items() if drawn else ():
+            for name, result in results.items():
+                picture = charts.setdefault(title, {})[name] = f"_generated/{report.chart_name(file.stem, title, name)}"
+                report.chart(result, here / picture)
+                report.chart(result, here / report.dark(picture), report.DARK)
         pages.append(report.page(data, charts))
     (here / "_generated" / "benchmark.rst").write_text("\n".join(pages))
 
@@ -148,7 +138,7 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
 
 
 HANDED_OUT = {
-    *("PerSampleGrads", "Hooked", "Accumulation", "Streamed", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
+    *("PerSampleGrads", "Hooked", "Accumulation", "Quantities", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
     *("PrivateStep", "CheckedRows", "CheckedParameter", "Description", "Row", "LowRank", "NoiseScale"),
 }
 """Classes that functions return and nobody constructs: their constructors' arguments are not shown."""

@@ -173,31 +173,43 @@ def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixtu
     assert "BatchNorm1d" in out
 
 
+FUNCTION, ENGINE = "module:function", "a function of (model, batch, loss)"
+
+
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("told", "says", "expected"),
     [
-        ("made_up_models", "is not the name of a function"),
-        (":good", "is not the name of a function"),
-        ("no_such_models:good", "no module 'no_such_models'"),
-        ("made_up_models:other", "no function 'other'"),
-        ("made_up_models:number", "no function 'number'"),
-        ("made_up_models:alone", "returned Linear"),
-        ("made_up_models:fails", "made_up_models:fails() raised LookupError: boom"),
-        ("made_up_models:leaves", "raised SystemExit: 3"),
-        ("made_up_models:asks", "required positional argument: 'size'"),
-        ("made_up_models.py:good", "here made_up_models:good"),
-        ("made_up_models.inner:good", "importing 'made_up_models.inner' raised ModuleNotFoundError"),
+        (["made_up_models"], "is not the name of a function", FUNCTION),
+        ([":good"], "is not the name of a function", FUNCTION),
+        (["no_such_models:good"], "no module 'no_such_models'", FUNCTION),
+        (["made_up_models:other"], "no function 'other'", FUNCTION),
+        (["made_up_models:number"], "no function 'number'", FUNCTION),
+        (["made_up_models:alone"], "returned Linear", FUNCTION),
+        (["made_up_models:fails"], "made_up_models:fails() raised LookupError: boom", FUNCTION),
+        (["made_up_models:leaves"], "raised SystemExit: 3", FUNCTION),
+        (["made_up_models:asks"], "required positional argument: 'size'", FUNCTION),
+        (["made_up_models.py:good"], "here made_up_models:good", FUNCTION),
+        (["made_up_models.inner:good"], "importing 'made_up_models.inner' raised ModuleNotFoundError", FUNCTION),
+        (["made_up_models:with_loss"], "returned Sequential, tuple, function", ""),  # a loss is for engines alone
+        *[
+            (["--engine", place], "", ENGINE)
+            for place in ("made_up_models", "no_such_models:right", "made_up_models:other", "made_up_models:number")
+        ],
+        *[
+            (["--engine", "made_up_models:right", "--coverage", share], f"--coverage: invalid share value: '{share}'", "")
+            for share in ("2", "-1", "much")
+        ],
     ],
 )
 def test_the_doctor_names_what_it_was_not_given(
-    models: str, place: str, says: str, capsys: pytest.CaptureFixture[str]
+    models: str, told: list[str], says: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["doctor", place])
+        main(["doctor", *told])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert says in error
-    assert "module:function" in error
+    assert expected in error
 
 
 @pytest.mark.parametrize("model", [None, "good", "two", "keywords", "dictionary", "with_loss"])
@@ -228,14 +240,6 @@ def test_the_doctor_says_what_an_engine_leaves_out(
     assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:right", *asked]) == 0
 
 
-@pytest.mark.parametrize("share", ["2", "-1", "much"])
-def test_the_doctor_wants_a_share(models: str, share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", "--engine", f"{models}:right", "--coverage", share])
-    assert stop.value.code == 2
-    assert f"--coverage: invalid share value: '{share}'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
@@ -250,21 +254,3 @@ def test_the_doctor_finds_wrong_numbers(models: str, engine: str, says: str, cap
     assert says in out
     assert ("rows are 1/N times" in out) == (engine == "of_mean")
     assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:right"]) == 0
-
-
-@pytest.mark.parametrize(
-    "place", ["made_up_models", "no_such_models:right", "made_up_models:other", "made_up_models:number"]
-)
-def test_the_doctor_names_the_engine_that_it_was_not_given(
-    models: str, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", "--engine", place])
-    assert stop.value.code == 2
-    assert "a function of (model, batch, loss)" in capsys.readouterr().err
-
-
-def test_a_loss_is_for_engines_alone(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["doctor", f"{models}:with_loss"])
-    assert "returned Sequential, tuple, function" in capsys.readouterr().err

@@ -26,6 +26,7 @@ def accumulate(model: nn.Module) -> Accumulation:
 
     Raises NothingRecorded if the model has no hooks.  ``start`` raises RuntimeError if the model is accumulating already.
     """
+    recorder_of(model)
     return Accumulation(model)
 
 

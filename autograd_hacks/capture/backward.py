@@ -134,7 +134,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, ended.reader = True, None
+        ended.finished, self.record.reader = True, None
         # Other passes of backprop_hess, or of `accumulate`, follow.
         self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
         self.running, self.unanswered, self._left = None, 0, None
@@ -261,7 +261,7 @@ class Backward:
             home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if target is None and record.accumulating:
-                record.add(home)
+                record.segments = [*record.segments, home]
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one

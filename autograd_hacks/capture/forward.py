@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.by_part import PartCall, check_cut
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
@@ -20,9 +19,8 @@ from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
-from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
 
@@ -46,6 +44,7 @@ class Repeated(NamedTuple):
     """The parts of a layer call that stay the same from forward to forward: for most calls, all but the tensors."""
 
     fields: dict[str, Any]  # fields of `LayerCall`
+    names: dict[str, str]  # of the parameters that train, in the model, by their names in the layer
     place: Place
     rule: Rule
     shape: torch.Size  # of its output
@@ -66,10 +65,11 @@ class Repeated(NamedTuple):
         own = call.layer._parameters
         if call.kwargs or call.slots != 1 or not call.edges.keys() <= own.keys():
             return None
-        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision", "documents")
+        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision", "documents", "edges")
         fields = {name: value for name, value in vars(call).items() if name not in made}
         owned = [(n, p, p.requires_grad, (p.dtype, p.device)) for n, p in own.items() if p is not None]
-        return cls(fields, place, rule, noted.hooks[0][1].shape, tuple(owned))
+        names = {local: edge.name for local, edge in call.edges.items()}
+        return cls(fields, names, place, rule, noted.hooks[0][1].shape, tuple(owned))
 
     def holds(self, layer: nn.Module, output: Tensor, samples: int | None) -> bool:
         """Whether a new call is of the same kind."""
@@ -101,9 +101,8 @@ class Forward:
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self._task = NO_TASK  # the backward pass in which it began, if checkpointing runs the whole model again
         self._calls: dict[str, int] = {}  # how many calls of each layer there were, by path
-        # By parameter (id), in this forward and the previous one.  Finding a parameter's node takes 2 µs.
+        # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
         self._edges_now: dict[int, Edge] = {}
-        self._edges_before: dict[int, Edge] = {}
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -130,12 +129,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self._calls, self.noted, self._task = {}, [], current_task()
-        self._edges_before, self._edges_now = self._edges_now, {}
-
-    def forget_edges(self) -> None:
-        """Makes the next forward look up parameters' names and nodes again."""
-        self._edges_before, self._edges_now = {}, {}
+        self._calls, self.noted, self._task, self._edges_now = {}, [], current_task(), {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -163,15 +157,12 @@ class Forward:
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
-        is_cut = any(map(is_part, owned.values()))
-        if is_cut:
-            check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
         # 3. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live, graph = (args, kwargs), GraphAlive()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         running = self.backward.running
-        call = (PartCall if is_cut else LayerCall)(
+        call = LayerCall(
             path=path,
             layer=layer,
             args=args,
@@ -189,7 +180,7 @@ class Forward:
             samples=self.samples,
             layouts=layouts,
             recomputed_in=None if running is None else weakref.ref(running),
-            versions=[(x, version_of(x)) for x in tensors_in(args, kwargs)],
+            versions=versions_of(tensors_in(args, kwargs)),
             graph=weakref.ref(graph),
             is_first=is_first,
             plan=self.record.plan,
@@ -216,6 +207,7 @@ class Forward:
         own.update(steady.fields)
         own["args"], own["versions"], own["graph"] = (x,), [(x, version_of(x))], weakref.ref(graph)
         own["state"] = {name: (p, p._version) for name, p, _, _ in steady.owned}
+        own["edges"] = {name: self._edge(p, steady.names[name]) for name, p, _, _ in steady.owned if name in steady.names}
         if layer._buffers:
             own["state"] |= {name: (b, version_of(b)) for name, b in layer._buffers.items() if b is not None}
         own["forward"], own["is_first"], own["precision"] = self.record.forwards, is_first, autocast_dtype(x.device)
@@ -243,23 +235,24 @@ class Forward:
             return ()
         if place is not None:
             return place.layouts
-        shape = part_of(outputs[0]).shape
+        shape = outputs[0].shape
         return (likeliest(shape, self.samples, axes_for(layer, len(shape))),)
 
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
         """The edges of those parameters that require gradients, by their names in the module."""
-        found = {}
-        left_out = self.record.left_out
-        for local, p in parameters.items():
-            if p.requires_grad and not (left_out and self.record.name_of(p, path, local) in left_out):
-                edge = self._edges_now.get(id(p)) or self._edges_before.get(id(p))
-                if edge is None or edge.kind != (p.dtype, p.device) or edge.parameter is not p:
-                    self.backward.watch(p)
-                    edge = Edge(self.record.name_of(p, path, local), p, node_of(p), (p.dtype, p.device))
-                found[local] = edge
-                if p in self.record.names:  # other tensors may get another name
-                    self._edges_now[id(p)] = edge
-        return found
+        left_out, name_of = self.record.left_out, self.record.name_of
+        trained = {local: p for local, p in parameters.items() if p.requires_grad}
+        names = {local: name_of(p, path, local) for local, p in trained.items()}
+        return {local: self._edge(p, names[local]) for local, p in trained.items() if names[local] not in left_out}
+
+    def _edge(self, p: Tensor, name: str) -> Edge:
+        edge = self._edges_now.get(id(p))
+        if edge is None:
+            self.backward.watch(p)
+            edge = Edge(name, p, node_of(p))
+            if p in self.record.names:  # other tensors may get another name
+                self._edges_now[id(p)] = edge
+        return edge
 
     def _count(self, path: str) -> int:
         """How many earlier calls of the layer this forward had; `Plan.AGAIN` if checkpointing repeats the call."""

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
-from autograd_hacks.capture.wrappers import check_hookable
-from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
+from autograd_hacks.capture.wrappers import check_hookable, check_module
+from autograd_hacks.errors import ON_HOOKS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.probe.planner import ALWAYS, ONCE, Planner, uncovered
@@ -26,10 +26,7 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
-
-HOOKS = "hooks"
-MODES = HOOKS, "derivatives", "expand"
-"""All modes now do the same: losses may contain derivatives."""
+from autograd_hacks.support.trees import tensors_of
 
 Settings = tuple[Planner, bool, bool, frozenset[str], Segments | None]
 """The settings of `add_hooks`: the planner, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
@@ -41,7 +38,6 @@ def add_hooks(
     probe: bool | str = True,
     param_grad: bool = True,
     reuse: bool = True,
-    mode: str = HOOKS,
     independent: bool = False,
     left_out: Collection[str] = (),
     segments: Segments | None = None,
@@ -61,7 +57,6 @@ def add_hooks(
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
     after a loss with derivatives, with reentrant checkpoints, and for parameters that have hooks of yours
     reuse: whether rows are written into an earlier step's memory, if nothing else refers to that memory
-    mode: no longer needed. Losses may contain derivatives of any order
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
@@ -84,29 +79,18 @@ def add_hooks(
 
     Outputs, gradients and ``state_dict`` don't change.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises ValueError for an unknown mode, a pattern that matches no parameter, and ``only`` with ``param_grad=False``;
+    Raises ValueError for a pattern that matches no parameter, and ``only`` with ``param_grad=False``;
     TypeError if ``model`` is not a module, or is a scripted or DataParallel module.  With ``param_grad=False``,
     ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward raises ValueError if the
     tree of axes doesn't fit its arguments, ProbeFailed if ``independent`` can't be checked, and ShardedParameters.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module" + ON_HOOKS
-        )
+    check_module("add_hooks", model, ON_HOOKS)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "add_hooks was given a scripted module. Scripted modules accept no hooks; give the module that was scripted"
             + ON_HOOKS
         )
     check_hookable(model)
-    if mode not in MODES:
-        raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}" + ON_MODES)
-    if mode != HOOKS:
-        warnings.warn(
-            f"add_hooks(mode={mode!r}) is no longer needed: losses may contain derivatives without it. Leave mode out.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
     if probe not in (True, False, ONCE, ALWAYS):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False, {ONCE!r} or {ALWAYS!r}" + ON_HOOKS)
     if segments is not None:
@@ -142,7 +126,6 @@ def add_hooks(
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts the missing hooks on a model and its layers."""
     parts, forward = parts_of_composites(model), recorder.forward
-    forward.forget_edges()
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
@@ -373,6 +356,15 @@ class Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are detected on arrival
             return None
+        if (tape := self.recorder.tape) is None:
+            return self._then(module, args, kwargs, output)
+        with tape.paused():
+            returned = self._then(module, args, kwargs, output)
+            if output and returned is not None and returned is not output[0]:
+                tape.take_as_same(tensors_of(output[0]), tensors_of(returned))
+            return returned
+
+    def _then(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
         if not output:
             return self.then(self.path, module, args, kwargs)
         # Did any foreign hook run before this one?  The library's own hooks return the module's output unchanged.

@@ -20,7 +20,7 @@ from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.meetings import Keys, Meetings, gives_rows, memory_of
+from autograd_hacks.probe.meetings import Keys, Meetings, gives_rows, is_of, memory_of
 from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
 from autograd_hacks.probe.routes import Routes
 from autograd_hacks.rules.views import STEPS
@@ -51,7 +51,6 @@ class Ran:
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # the sample of each row, by call or node, as passes showed
     returned: Any = None  # the structure that holds the outputs
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
-    off: OffGraph | None = None  # what its plan reads from the graph, once found
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -160,6 +159,19 @@ class Ran:
                     found.setdefault(node, set()).update(names)
         return found
 
+    def taken_apart(self) -> set[Any]:
+        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
+
+        Their rules don't see these uses, so their nodes give the rows."""
+        found = set[Any]()
+        for noted in self.noted:
+            inside, own = dict.fromkeys(self.inside(noted)), {Value(node, hook.number) for node, hook in noted.hooks}
+            inner = (node for node in inside if not is_of(self.leaves, node))
+            values = {Value(node, number) for node in inner for number in range(len(made(node)))} - own
+            if any(taker.node not in inside for value in values for taker in self.graph.takers.get(value, ())):
+                found.add(noted.call)
+        return found
+
     def inside(self, noted: Noted) -> Iterator[Node]:
         """The nodes of a call, from its outputs to its inputs."""
         waiting, seen = [node for node, _ in noted.hooks], set[Node]()
@@ -193,7 +205,11 @@ class OffGraph:
         while waiting:
             value = waiting.pop()
             for taker in graph.takers.get(value, ()):
+                above = {Value(taker.node, n) for n in range(max(1, len(made(taker.node))))} - seen
                 if gives_rows(covered, self.keys, value, taker.node):
+                    if is_of(self.ran.leaves, taker.node):
+                        seen |= above
+                        waiting += above
                     continue
                 key = self.keys.of(value, taker)
                 is_inner = key in plan.alike and self.keys.with_all_behind(key, taker) in plan.inner
@@ -205,7 +221,6 @@ class OffGraph:
                     self.is_known &= not place.was_empty or all(0 in x.shape for x in made(taker.node))
                     self.found.setdefault(taker.node, []).append((value, taker, place))
                 elif is_inner or key in plan.inner:
-                    above = {Value(taker.node, n) for n in range(max(1, len(made(taker.node))))} - seen
                     seen |= above
                     waiting += above
                 else:

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.by_part import check_forward, refuse_parts
 from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
@@ -27,22 +26,23 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.same_graph import recall, remember
 from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
-from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
+from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import ALWAYS, Known, Planner
 from autograd_hacks.probe.routes import has_choosing, moves_as_proven
+from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import made_by, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
+from autograd_hacks.support.untouched import Marks
 
 SLOW = 2.0
 """A proof that takes more seconds than this prints a note."""
@@ -61,6 +61,11 @@ class Recorder:
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
+    # ``is_shown(recorder, ran, plan, samples)``: whether the tape shows that samples are independent, if that is asked
+    is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
+    # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
+    check_tape: Callable[[Tape], None]  # raises for operations that are opaque
+    why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
     def __init__(self) -> None:
@@ -71,6 +76,9 @@ class Recorder:
         self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
         self.is_aside = False  # whether the library runs its own forwards and backward passes
+        self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
+        self.batch: Batch | None = None  # the arguments of that forward
+        self.marks: Marks | None = None  # how that forward began
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
@@ -118,6 +126,7 @@ class Recorder:
         """Cleans up after a forward that ended by an interrupt (not an Exception), for which torch calls no hook."""
         self.forward.running = None
         self.reduction.release()
+        self._stop()
 
     @contextmanager
     def aside(self, plan: Plan | None = None) -> Iterator[None]:
@@ -125,9 +134,9 @@ class Recorder:
 
         plan: the plan to use; by default found as for any forward
         """
-        own, theirs = kept(self, "is_aside", "_plan", "_known"), kept(self.forward)
+        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch", "marks"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
-            self.is_aside, self._plan, self._known = True, plan, None
+            self.is_aside, self._plan, self._known, self.tape = True, plan, None, None
             self.backward.wants_grad, self.forward.running = True, None
             self.forward.restart()
             yield
@@ -145,6 +154,7 @@ class Recorder:
         if self.forward.running is not None and path:
             return
         self.forward.running = None
+        self._forget()
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -156,16 +166,29 @@ class Recorder:
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         if self.reduction.reducing:
             self.backward.watch_behind()
-        self.record.stage = running_stage()
         self.forward.running = path if is_on else None
+        known, before = self._known, self.tape
+        self._stop()
+        is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
+        if is_asked and known is not None and known.batch is not None:
+            self.batch, self.marks = known.batch, Marks(modules_of(model))
+            kept = [] if before is None else before.kept(self.marks.tensors)
+            self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
+            self.tape.start()
+
+    def _forget(self) -> None:
+        self._known = None
+
+    def _stop(self) -> None:
+        """Ends the tape of a forward."""
+        if self.tape is not None:
+            self.tape.stop()
+        self.tape = self.batch = self.marks = None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan for a forward."""
-        parts, self._ends = check_forward(model, (args, kwargs)), made_by((args, kwargs))
-        for name, p in parts if not path else ():
-            if p not in self.record.names:  # it was sharded after add_hooks
-                self.record.names[p] = name
-                self.backward.watch(p)
+        check_undivided(model, (args, kwargs))
+        self._ends = made_by((args, kwargs))
         if not path and not self.is_aside:
             self.learn(model, self)
         known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
@@ -175,6 +198,8 @@ class Recorder:
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
         """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
+        if not path and self.tape is not None:
+            self.tape.stop()
         if not Switch.on() or self.forward.running != path:
             return None
         self.forward.running = None
@@ -189,7 +214,9 @@ class Recorder:
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
         with plainly_saved():
-            return self._end(path, model, ran, output)
+            returned = self._end(path, model, ran, output)
+        self.batch = self.marks = None  # they hold the arguments
+        return returned
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
@@ -201,7 +228,7 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, is_proven = self._proven(model, known, ran)
+        samples, is_proven, off = self._proven(model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             ran.documents.leaks.update(plan.leaks)
@@ -213,9 +240,8 @@ class Recorder:
         if plan.checkpoints and samples:
             self.look_inside(self, ran, plan, samples)
         self.forward.remember(plan, ran.noted)
-        off = self._off_graph(plan, ran, samples)
+        off = self._off_graph(plan, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        refuse_parts([n for n in plan.names if n in ran.parameters and is_part(ran.parameters[n])])
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
         returned = without_grad(self.backward, plan, ran, off, output, is_watched) if is_lean else None
@@ -229,34 +255,41 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
 
-    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
-        """The reader of the forward's graph."""
+    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
+        """The reader of the forward's graph.  found: what was read already"""
         is_assumed = plan is self.planner.static
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        off = ran.off or OffGraph(ran, plan, samples or 0)
+        off = found or OffGraph(ran, plan, samples or 0)
         off.documents = ran.documents
         return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
 
-    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool]:
+    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
         """Runs the proof of a forward if it is due, or if the forward has something that the plan doesn't know.
 
-        Returns N, and whether the proof ran."""
+        Returns N, whether the proof ran, and what was read from the graph."""
         plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
+        off: OffGraph | None = None  # it holds the forward, so the forward doesn't hold it: tensors in a cycle stay alive
         if known is not None:
             samples = known.samples
             if plan.counted_at is not None and plan.counted_at < len(ran.outputs):
                 samples = ran.outputs[plan.counted_at].shape[0]
 
         def is_due() -> bool:
+            nonlocal off
             if known is None or prove is None:
                 return False
-            if plan.pending or not plan.knows(ran.documents) or not self.place(ran, plan, samples):
+            if plan.pending or not plan.knows(ran.documents):
                 return True
-            return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
+            is_known, off = self.place(ran, plan, samples)
+            if not is_known:
+                return True
+            if plan.zeros and plan.has_opened(self.record.held(ran.parameters)):
+                return True
+            return not self.is_shown(self, ran, plan, samples)
 
         def proof() -> None:
-            nonlocal samples, is_proven
+            nonlocal samples, is_proven, off
             if known is None or prove is None:
                 return
             self.pool.clear()
@@ -266,14 +299,16 @@ class Recorder:
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
             if (took := perf_counter() - began) > SLOW and self.planner.probes != ALWAYS:
+                later = 'Later checks are rare; add_hooks(probe="once") turns them off'
+                if self.planner.independent:
+                    later = "Forwards with the same operations need no further check of that; others do, when they come"
                 print(
                     f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
-                    "its "
-                    'kind. Later checks are rare; add_hooks(probe="once") turns them off',
+                    f"its kind. {later}",
                     file=sys.stderr,
                 )
             plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)
-            self.place(ran, plan, samples)
+            _, off = self.place(ran, plan, samples)
             is_proven = True
 
         if not self.is_aside:
@@ -283,13 +318,16 @@ class Recorder:
         self.forward.samples = samples
         if known is not None and plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
-        return samples, is_proven
+        return samples, is_proven, off
 
-    def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
-        """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
+    def place(self, ran: Ran, plan: Plan, samples: int | None) -> tuple[bool, OffGraph | None]:
+        """Sets where each call's samples are.
+
+        Returns whether the plan knows everything in the forward, and what it reads from the graph, if anything."""
         routes = None
-        is_same = recall(ran, plan, samples or 0)
-        is_known = is_same or (not plan.pending and (bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0)))
+        off = recall(ran, plan, samples or 0)
+        is_known = off is not None or not plan.pending
+        is_known = is_known and (off is not None or bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0))
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:
@@ -311,20 +349,19 @@ class Recorder:
                 routes = routes or ran.routes(plan, samples or 0)
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
-        if is_same:
-            return is_known
+        if off is not None:
+            return is_known, off if plan.names else None
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)
         if plan.names or not (plan.mixing or plan.refused):  # even without such uses so far, there may be new ones
             off = OffGraph(ran, plan, samples or 0).find()
             is_known = is_known and off.is_known and off.is_told
             is_unseen |= off.is_unseen
-            ran.off = off if plan.names else None  # it holds the forward
         # If values select rows, any batch may be the first with a gradient at some use.
         is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
         if is_known and routes is None:
-            remember(ran, plan, ran.off, samples or 0)
-        return is_known
+            remember(ran, plan, off if plan.names else None, samples or 0)
+        return is_known, off if plan.names else None
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

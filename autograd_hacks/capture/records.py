@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +57,6 @@ class Pass:
     # By parameter, the calls whose rows were compared with its gradient on arrival, so that the gradient was not kept.
     settled: dict[str, set[Use]] = field(default_factory=dict)
     handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes pass to it: see `side_doors.py`
-    reader: Any = None  # the object that compares, while the pass runs
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)
@@ -178,7 +176,6 @@ class Record:
     # For `verify`: the arguments of the model's last forward with gradients.  Tensors are weak references.
     arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
-    stage: weakref.ref[Any] | None = None  # the pipeline stage that ran the last forward
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last one
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
@@ -193,19 +190,14 @@ class Record:
     mesh: Any = None  # of the processes that hold the shards
     read_past: frozenset[str] = frozenset()  # parameters in shards that some process reads from the graph
     shards: dict[str, int] = field(default_factory=dict)  # how often the shards had been overwritten in the last forward
+    reader: Any = None  # compares rows with what arrives, while a pass runs.  It holds the pass, so no pass holds it
     # Takes a parameter's rows while the pass runs.  Gets the pass, the name, and the gradient if it is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
-
-    def add(self, segment: Segment) -> None:
-        """Adds a segment: last, or in the order of forwards, because a schedule may run the last micro-batch first."""
-        self.segments = [*self.segments, segment]
-        if self.stage is not None:
-            self.segments.sort(key=lambda own: min(own.forwards))
 
     def clear(self, why: str = "") -> None:
         """Discards the record.  why: for messages, why there is nothing to read"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
-        self.superseded, self.superseded_unseen = [], {}
+        self.superseded, self.superseded_unseen, self.reader = [], {}, None
 
     @property
     def passes(self) -> list[Pass]:

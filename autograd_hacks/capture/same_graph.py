@@ -47,34 +47,33 @@ def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
     plan.graphs[_sizes(ran, samples)] = SameGraph(structure, axes, leaves, list(left), places_left, uses)
 
 
-def recall(ran: Ran, plan: Plan, samples: int) -> bool:
-    """Whether the graph is known for batches of these sizes.  If it is, restores what was read from it.
+def recall(ran: Ran, plan: Plan, samples: int) -> OffGraph | None:
+    """What was read from the graph, if it is known for batches of these sizes.
 
     A graph that differs only in axes must be proven: its nodes may mix samples."""
     same = plan.graphs.get(_sizes(ran, samples)) if plan.graphs else None
     if same is None:
-        return False
+        return None
     nodes, structure, axes = _laid_out(ran)
     if structure != same.structure:
-        return False
+        return None
     if axes != same.axes:
         plan.pending = True
-        return False
+        return None
     left: list[bool | int] = []
     for number in same.moving:
         left += moved_by(nodes[number], samples) or ()
     if left != same.places_left:
-        return False
+        return None
     off = OffGraph(ran, plan, samples)
     for number, own in same.found:
         node = nodes[number]
         if not all(fit(place.layouts, node, samples) for _, _, _, place in own):
-            return False
+            return None
         off.found[node] = [(Value(nodes[of], n), Taker(node, at), place) for of, n, at, place in own]
     ran.leaves = {nodes[number]: name for number, name in same.leaves if name is not None}
     ran.ends_of_graph = [nodes[number] for number, _ in same.leaves]
-    ran.off = off if plan.names else None
-    return True
+    return off
 
 
 def _sizes(ran: Ran, samples: int) -> Hashable:

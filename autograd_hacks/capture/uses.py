@@ -24,11 +24,8 @@ from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts
-from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.trees import holds_numbers, is_packed, map_tensors, version_of
-
-Versions = list[tuple[Tensor, int]]
-"""Tensors, each with the number of in-place changes so far."""
+from autograd_hacks.support.parts import undivided
+from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
 
 Pull = Callable[[str, Form], Form]
 """``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
@@ -44,7 +41,6 @@ class Edge(NamedTuple):
     name: str  # the parameter's first name in the model
     parameter: Tensor
     node: Node
-    kind: tuple[torch.dtype, torch.device] | None = None  # the parameter's dtype and device, which determine its node
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +62,7 @@ class OutputGrads:
     @property
     def length(self) -> float:
         """The 2-norm of all gradients together."""
-        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        return sum(float(grad.abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
 
 
 @dataclass(eq=False, kw_only=True)
@@ -113,7 +109,7 @@ class Use(ABC):
         received: the gradients of the pass, at all uses
         """
         if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
-            edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
+            edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
         if self.documents is not None:
@@ -124,7 +120,7 @@ class Use(ABC):
         """Whether a use without any earlier gradient still has none, or only rounding of zero.
 
         Raises ProbeFailed if it has more."""
-        if not any(bool(part_of(g).any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
+        if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
         if self.plan is not None:
             self.plan.pending = True
@@ -158,7 +154,7 @@ class Use(ABC):
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as rules expect it: in the parameters' dtype, whatever autocast made of it."""
-    tensor = part_of(tensor)
+    tensor = undivided(tensor)
     if type(tensor) is not Tensor and holds_numbers(tensor):  # of a user's tensor class
         tensor = tensor.as_subclass(Tensor)
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -263,7 +259,7 @@ class LayerCall(Use, Call):
                 f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
                 "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
-        form, shape = forms[name], part_of(self.edges[name].parameter).shape
+        form, shape = forms[name], self.edges[name].parameter.shape
         if form.samples != rows or tuple(form.shape) != shape:
             raise BatchSizeError(
                 f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
@@ -339,8 +335,7 @@ class NodeUse(Use):
                     rows = carried_back(Value(*node.next_functions[value.place]), form.dense(), leaves)  # type: ignore[arg-type]
                     found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
-        held = (x for form in forms for leaf in form.leaves() for x in leaf.held)
-        self.versions = [(x, version_of(x)) for x in held]
+        self.versions = versions_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
         return found
 
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:

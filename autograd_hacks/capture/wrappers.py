@@ -5,7 +5,7 @@ No mathematics.
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autograd_hacks.errors import ON_PROCESSES, NotReduced, ShardedParameters, where
+from autograd_hacks.errors import ON_PROCESSES, NotReduced, ShardedParameters, UnseenGradient, where
+from autograd_hacks.support.parts import has_parts, is_part, may_have_parts
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import modules_of
+from autograd_hacks.support.trees import modules_of, tensors_of
 
 LATEST = 1024
 """How many forwards are remembered: many more than a record can contain."""
@@ -123,6 +124,12 @@ def check_whole(model: nn.Module) -> None:
         check_unsharded(model)
 
 
+def check_module(who: str, model: object, page: str) -> None:
+    """Raises TypeError for what is not a module.  who: the function that was given it    page: the end of the message"""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who} was given {type(model).__name__} for the model; expected a torch.nn.Module" + page)
+
+
 def check_hookable(model: nn.Module) -> None:
     """Raises TypeError for a model that runs copies of its modules, which have no hooks."""
     for path, module in model.named_modules():
@@ -165,11 +172,61 @@ def has_processes() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def running_stage() -> weakref.ref[Any] | None:
-    """The stage of ``torch.distributed.pipelining`` whose forward runs, if there are several stages."""
+def check_undivided(model: nn.Module, arguments: Any) -> None:
+    """Raises if processes divide a sample's own gradient among them, so that none of them has whole rows.
+
+    Tensor and pipeline parallelism raise ShardedParameters, context parallelism UnseenGradient, and DTensors among the
+    arguments TypeError.
+    """
+    if _is_in_pipeline():
+        raise ShardedParameters(
+            "torch.distributed.pipelining runs this model as one stage of a pipeline, so this process has only a part of "
+            "each sample's gradient. Pipelines are not supported. Use torch.distributed.fsdp.fully_shard, or "
+            "DistributedDataParallel, on the whole model; or run the schedule within autograd_hacks.pause_hooks()."
+        )
+    if not may_have_parts():
+        return
+    if _is_context_parallel():
+        raise UnseenGradient(
+            "torch.distributed.tensor.experimental.context_parallel is on, so each process has only some positions of "
+            "every sample, and this process sees only a part of a sample's gradient. Leave the context; to save memory, use "
+            "torch.distributed.fsdp.fully_shard and shorter micro-batches."
+        )
+    for x in tensors_of(arguments):
+        if is_part(x):
+            raise TypeError(
+                f"the hooked model got a DTensor of shape {tuple(x.shape)}; expected this process's local tensor. Call "
+                "x.to_local()."
+            )
+    if has_parts(model):
+        gathered = {id(p) for part in gathering(model) for p in part.parameters()}  # layers get whole tensors instead
+        refuse_parts([name for name, p in model.named_parameters() if is_part(p) and id(p) not in gathered])
+
+
+def refuse_parts(names: Sequence[str]) -> None:
+    """Raises ShardedParameters for parameters that are DTensors while layers run.  names: theirs"""
+    if names:
+        raise ShardedParameters(
+            f"{', '.join(names)}: split over processes while layers run (a DTensor, as parallelize_module and "
+            "distribute_module make them), so each process has only a part of a sample's gradient. Tensor parallelism is "
+            "not supported. Use torch.distributed.fsdp.fully_shard, which gathers a layer's parameters while it runs, or "
+            "DistributedDataParallel."
+        )
+
+
+def _is_in_pipeline() -> bool:
+    """Whether a stage of ``torch.distributed.pipelining`` runs the forward."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     frame = sys._getframe(1) if module is not None else None
     while frame is not None and frame.f_globals is not vars(module):
         frame = frame.f_back
-    stage = None if frame is None else frame.f_locals.get("self")
-    return None if getattr(stage, "num_stages", 1) < 2 else weakref.ref(stage)
+    return frame is not None
+
+
+def _is_context_parallel() -> bool:
+    """Whether attention currently exchanges keys and values around a ring of processes."""
+    ring = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if ring is None:
+        return False
+    dispatcher: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    return ring._sdpa_handler in dispatcher._custom_op_handlers.values()

@@ -27,6 +27,7 @@ from autograd_hacks.compiled.torch_names import (
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.untouched import Marks
 
 
 def why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:
@@ -60,13 +61,15 @@ class _OfTensors(nn.Module):
     def __init__(self, model: nn.Module, batch: Batch, places: list[int]) -> None:
         super().__init__()
         self.model, self._batch, self._places = model, batch, places
+        self._marks = Marks(model.modules())  # a trace runs it several times, and counters must not go on
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self._batch.leaves)
         for place, x in zip(self._places, tensors):
             leaves[place] = x
         args, kwargs = replace(self._batch, leaves=leaves).arguments()
-        return tuple(tensors_of(self.model(*args, **kwargs)))
+        with self._marks.put_back(with_torch=False):
+            return tuple(tensors_of(self.model(*args, **kwargs)))
 
 
 def _joint(traced: fx.GraphModule, axes: list[int | None], samples: int) -> Joint:

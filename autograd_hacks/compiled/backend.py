@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import At, Joint, Labels, after, labelled, size
+from autograd_hacks.compiled.labels import Joint, after, labelled, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.compiled.torch_names import (
@@ -334,6 +334,3 @@ class _Compilation:
 def _device(node: fx.Node) -> torch.device:
     device: torch.device = node.meta["val"].device
     return device
-
-
-__all__ = ["At", "Backend", "Labels", "Made", "Verb"]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_COMPILING
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.support.draws import Noise, check_noise
-from autograd_hacks.support.kinds import is_number
+from autograd_hacks.support.ranges import check_bound, checked
 
 if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
@@ -27,6 +28,7 @@ NUMBERS = {
 """The numbers that a verb needs."""
 
 
+@checked(ON_COMPILING)
 def compile(
     model: nn.Module,
     verb: str,
@@ -86,8 +88,7 @@ def compile(
     axis.  Backward passes are checked in steps 1, 2, 16, 128, ... of each compilation and raise VerificationFailed if a
     check fails.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile was given {type(model).__name__}; expected a torch.nn.Module" + ON_COMPILING)
+    check_module("compile", model, ON_COMPILING)
     check_loss_type(loss_type)
     if verb not in VERBS:
         raise ValueError(f"compile was given verb={verb!r}; expected one of {', '.join(map(repr, VERBS))}" + ON_COMPILING)
@@ -104,12 +105,8 @@ def compile(
                 f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'None'}"
                 + ON_COMPILING
             )
-        least = 0 if name == "noise_multiplier" else None
-        if number is not None and (not is_number(number) or not (number > 0 or number == least)):
-            raise ValueError(f"compile was given {name}={number!r}; expected a number above 0" + ON_COMPILING)
         numbers[name] = number.item() if isinstance(number, Tensor) else number
-    if dim is not None and not isinstance(dim, int):
-        raise TypeError(f"compile was given dim={dim!r}; expected an integer" + ON_COMPILING)
+    check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
     return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic, options)

@@ -119,7 +119,9 @@ def _(
 
 
 @rule(
-    "_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "unfold", "index_fill",
+    "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "unfold",
+    "index_fill",
+    "glu",
 )  # fmt: skip
 def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *_: Any, **__: Any) -> Found:
     return labels.along(node, x, dim)
@@ -318,7 +320,13 @@ def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -
     return At(dim, shape(node)[dim] // unit, first.inner)
 
 
-@rule("split", "split_with_sizes")
+@rule("stack")
+def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Found:
+    at = labels.same(node, [labels[x] for x in tensors])
+    return None if at is None else at.moved(at.dim + (dim % len(shape(node)) <= at.dim))
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Found:
     at, unit = labels[x], labels.samples * labels[x].inner
     lengths = [size(part.shape[dim]) for part in node.meta["val"]]

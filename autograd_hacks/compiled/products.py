@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from autograd_hacks.compiled.labels import RULES, SUM, At, Found, Labels, Rule, name_of, shape, size
 from autograd_hacks.compiled.labels import register_operation as rule
+from autograd_hacks.compiled.operations import by_name
 
 # Matrices.
 
@@ -34,6 +35,13 @@ def multiplied(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node, lea
 @rule("mm")
 def _(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node, *_: Any) -> Found:
     return multiplied(labels, node, left, right, 0)
+
+
+@rule("mv")
+def _(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node) -> Found:
+    if labels[right] is not None or labels[left].dim != 0:
+        return labels.mixed(node, "multiplies samples with each other")
+    return labels[left]
 
 
 @rule("bmm")
@@ -113,12 +121,24 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
 
 @rule("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_batch_norm", "_batch_norm_with_update")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
+    if by_name(node).get("training") is False:
+        return [without_own(labels, node, x), *[None] * (len(node.meta["val"]) - 1)]
     if labels[x] is None or labels[x].dim != 1:
         return labels.mixed(node, "normalises over samples (BatchNorm in training mode)")
     statistics = labels[x].moved(0)  # InstanceNorm: samples are among the channels of one picture
     if any(labels[other] not in (None, statistics) for other in node.all_input_nodes if other is not x):
         return labels.mixed(node, "samples have the weights of others")
     return [labels[x], *[statistics] * (len(node.meta["val"]) - 1)]
+
+
+@rule("mkldnn_rnn_layer")
+def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
+    """x: T N I, and each state ... N H"""
+    given = {y: labels[y].dim - len(shape(y)) for y in node.all_input_nodes if labels[y] is not None}
+    if any(at != -2 for at in given.values()) or by_name(node)["batch_sizes"]:
+        return labels.mixed(node, "the samples are steps or features of a recurrent layer")
+    sizes = [made.shape for made in node.meta["val"]]
+    return [*(At(len(s) - 2) for s in sizes[:3]), None]
 
 
 # Windows, resampling, and operations on single matrices: samples are on an axis before the places.

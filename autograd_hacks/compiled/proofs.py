@@ -14,7 +14,6 @@ from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.probe.plan import is_milestone
 from autograd_hacks.reading.certificate import agree, rounding_of_products
-from autograd_hacks.support.contexts import cuda_devices_of as cuda_devices_of
 from autograd_hacks.support.precision import CONV
 
 

@@ -30,6 +30,7 @@ from autograd_hacks.errors import (
     UnsupportedOperation,
 )
 from autograd_hacks.forms import Outer
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.by_tensor import ByTensor
@@ -266,13 +267,12 @@ class CompiledStep(nn.Module):
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
         found = dict[str, Tensor]()
-        for name, p in self._named if multiplier else ():
-            if p.requires_grad:
-                noise = drawn(self._noise, name, p, multiplier * bound / expected)
-                if name in gradients:
-                    found[name] = noise.add_(gradients[name])
-                else:  # no sample's loss reaches it
-                    p.grad = noise if p.grad is None else p.grad.add_(noise)
+        named = [(name, p) for name, p in self._named if multiplier and p.requires_grad]
+        for (name, p), noise in zip(named, drawn(self._noise, named, multiplier * bound / expected)):
+            if name in gradients:
+                found[name] = gradients[name] + noise
+            else:  # no sample's loss reaches it
+                p.grad = noise.clone() if p.grad is None else p.grad.add_(noise)
         return found
 
     def _check_kept(self, found: Any) -> None:
@@ -348,7 +348,7 @@ def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ gₙ · min(1, max_norm / ‖gₙ‖), or the mean."""
     norms = apart.norms(step._budget) * factor
-    weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
+    weights = clip_weights(norms, float(step._numbers["max_norm"] or 0))
     if step.verb == "clip_and_noise":
         # Undo the loss's own reduction first.  Samples that are not finite add nothing.
         weights = weights * factor / float(step._numbers["expected_batch_size"] or 1)

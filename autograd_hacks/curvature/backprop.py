@@ -6,8 +6,7 @@ the mean over T positions, so a sample's H has one block for each position, divi
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.parts import is_part
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
 
+@checked(ON_CURVATURE)
 def backprop_hess(
     output: Tensor, hess_type: str = "CrossEntropy", samples: int | None = None, generator: torch.Generator | None = None
 ) -> None:
@@ -65,14 +64,12 @@ def passes_for(
     chosen: Collection[Tensor] | None = None,
 ) -> None:
     """`backprop_hess`, with passes only for some parameters.  chosen: these, as layers see them; all by default"""
-    _check_arguments(output, hess_type, samples, generator)
-    samples = None if samples is None else index(samples)
+    _check_arguments(output, hess_type, generator)
     losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
     count, vectors = directions(hess_type, output, samples, generator)
     try:
         with outside_inference(), announced(output, losses) as root:
             leaves = leaves_of(root)
-            refuse_curvature(any(map(is_part, leaves)))
             wanted = [leaf for leaf in leaves if any(leaf is p for p in chosen or ())]
             if chosen is not None and all(isinstance(leaf, nn.Parameter) for leaf in leaves) and wanted:
                 leaves = wanted  # autograd then skips every node that leads to none of these
@@ -94,7 +91,7 @@ def passes_for(
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
 
-def _check_arguments(output: Tensor, hess_type: str, samples: int | None, generator: torch.Generator | None) -> None:
+def _check_arguments(output: Tensor, hess_type: str, generator: torch.Generator | None) -> None:
     check_output("backprop_hess", output, ON_CURVATURE)
     if hess_type not in ROOTS:
         raise ValueError(
@@ -104,14 +101,6 @@ def _check_arguments(output: Tensor, hess_type: str, samples: int | None, genera
         raise TypeError(
             f"backprop_hess was given generator={generator!r}; expected a torch.Generator, seeded by manual_seed"
             + ON_CURVATURE
-        )
-    if samples is not None and (not isinstance(samples, SupportsIndex) or isinstance(samples, bool)):
-        raise TypeError(
-            f"backprop_hess was given samples={samples!r}; expected a whole number, or None for an exact root" + ON_CURVATURE
-        )
-    if samples is not None and index(samples) < 1:
-        raise ValueError(
-            f"backprop_hess was given samples={samples}; expected 1 or more, or None for an exact root" + ON_CURVATURE
         )
     if output.ndim not in (2, 3):
         raise ValueError(

@@ -15,9 +15,11 @@ from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
 from autograd_hacks.support.display import progress
-from autograd_hacks.verbs.arguments import LIMIT, kind_of
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import LIMIT, check_loader, kind_of
 
 
+@checked(ON_CURVATURE)
 def compute_hess(
     model: nn.Module,
     kind: str = "full",
@@ -26,8 +28,6 @@ def compute_hess(
     limit: float = LIMIT,
     kfac_bias: str = "exact",
     skip: bool = False,
-    only: str | Collection[str] | None = None,
-    budget: float | None = None,
 ) -> Coverage:
     """Sets the curvature of the batch's mean loss on every trainable parameter, from the passes of `backprop_hess`.
 
@@ -52,11 +52,9 @@ def compute_hess(
     kfac_bias: the B of a bias. 'exact' is its own block; 'shared' is the B of its layer's weight, as in curvlinops. They
     differ with positions and 'expand'. With 'joint' the bias is one more column of its layer's weight, the last, with
     input 1, as in kronfluence: A is (I + 1) × (I + 1)
-    parameters, only: names or patterns, for example '*.attn.*'; all by default. Both mean the same
+    parameters: names or patterns, for example '*.attn.*'; all by default
     limit: bytes that the largest tensor of 'full' or 'kfac' may take; a larger B is replaced by its diagonal
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising
-    budget: bytes for all tensors while they are computed. Layers are then taken group by group, at least one at a time, and
-    'ekfac' frees ``kfac`` when it is done; all at once by default
 
     Returns a `Coverage`: a table of all trainable parameters, with what each has, or why it has nothing.
 
@@ -69,17 +67,15 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    every = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
-    for names in every.groups(budget):
-        part = every.of(names)
-        part.end(part.add)
-        if kind == "ekfac":
-            values = Eigenvalues(model, part.names, part.joint, part.spread, part.lays)
-            values.end(values.add)
-        _finish(every, part, budget)
-    return every.coverage()
+    sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
+    sums.end(sums.add)
+    if kind == "ekfac":
+        values = Eigenvalues(model, sums.names, sums.joint, sums.spread, sums.lays)
+        values.end(values.add)
+    return sums.coverage()
 
 
+@checked(ON_CURVATURE)
 def compute_hess_over(
     model: nn.Module,
     loader: Iterable[Any],
@@ -93,8 +89,6 @@ def compute_hess_over(
     limit: float = LIMIT,
     kfac_bias: str = "exact",
     skip: bool = False,
-    only: str | Collection[str] | None = None,
-    budget: float | None = None,
 ) -> Coverage:
     """`compute_hess` for all batches of a loader, as if they were one.  Every sample has the same weight, however large its
     batch.
@@ -107,44 +101,44 @@ def compute_hess_over(
     hess_type, samples, generator: as in `backprop_hess`
     the others: as in `compute_hess`
 
-    'ekfac' runs the loader twice, the second time with the eigenvectors of the first.  With ``budget`` each group of layers
-    runs it again, with newly drawn labels.  Backward passes go only to the parameters that are asked for.
+    'ekfac' runs the loader twice, the second time with the eigenvectors of the first.  Backward passes go only to the
+    parameters that are asked for.
 
     Raises as these functions do, ValueError for a loader without batches and for an iterator that would have to run twice,
     and RuntimeError inside `accumulate`.
     """
     record = recorder_of(model).record
+    check_loader("compute_hess_over", loader, ON_CURVATURE)
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
-    if (kind == "ekfac" or budget is not None) and isinstance(loader, Iterator):
-        what = "kind='ekfac') runs all batches twice" if budget is None else "budget=...) runs all batches for each group"
-        raise ValueError(f"compute_hess_over({what}; expected a DataLoader or a list, not an iterator" + ON_CURVATURE)
-    every = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
+    if kind == "ekfac" and isinstance(loader, Iterator):
+        raise ValueError(
+            "compute_hess_over(kind='ekfac') runs all batches twice; expected a DataLoader or a list, not an iterator"
+            + ON_CURVATURE
+        )
+    sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
     record.clear()
 
-    def sweep(into: Sums | Eigenvalues, names: Collection[str]) -> None:
+    def sweep(into: Sums | Eigenvalues) -> None:
         for batch in progress(loader, "curvature", "batch"):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = _output(model, given) if forward is None else forward(model, given)
             seen = record.parameters_of(model)
-            is_all = len(names) == sum(p.requires_grad for p in seen.values())
-            passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in names])
+            is_all = len(sums.names) == sum(p.requires_grad for p in seen.values())
+            passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in sums.names])
             into.spread = spread_of(model, recorder_of(model))
             into.add()
 
-    for names in every.groups(budget):
-        part = every.of(names)
-        sweep(part, names)
-        if not part.batch:
-            raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
-        part.end()
-        if kind == "ekfac":
-            values = Eigenvalues(model, part.names, part.joint, part.spread, part.lays)
-            sweep(values, names)
-            values.end()
-        _finish(every, part, budget)
-    return every.coverage()
+    sweep(sums)
+    if not sums.batch:
+        raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
+    sums.end()
+    if kind == "ekfac":
+        values = Eigenvalues(model, sums.names, sums.joint, sums.spread, sums.lays)
+        sweep(values)
+        values.end()
+    return sums.coverage()
 
 
 def _output(model: nn.Module, given: Any) -> Tensor:
@@ -165,21 +159,3 @@ def _output(model: nn.Module, given: Any) -> Tensor:
             f"{example}" + ON_CURVATURE
         )
     return output
-
-
-def _finish(every: Sums, part: Sums, budget: float | None) -> None:
-    """Stores the results of a group of parameters and frees what is no longer needed."""
-    every.take(part)
-    if budget is not None and every.asked == "ekfac":
-        for name in part.names:
-            vars(every.model.get_parameter(name)).pop("kfac", None)
-
-
-def _asked(parameters: str | Collection[str] | None, only: str | Collection[str] | None) -> str | Collection[str] | None:
-    """The patterns of the chosen parameters, from either of the two arguments."""
-    if parameters is not None and only is not None:
-        raise ValueError(
-            f"compute_hess was given only={only!r} and parameters={parameters!r}, which mean the same; expected one of them"
-            + ON_CURVATURE
-        )
-    return only if parameters is None else parameters

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import floor
 
-from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.display import Shown, Table, in_millions, percent
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,12 +30,8 @@ class Coverage(Shown):
         return sum(self.sizes[name] for name in self.kinds) / max(1, sum(self.sizes.values()))
 
     def _table(self) -> Table:
-        total = sum(self.sizes.values())
-        count = f"{total:,}" if total < 10**6 else f"{total / 10**6:,.4g} M"
-        percent = floor(1000 * self.share) / 10  # 100 only if nothing is missing
-        title = (
-            f"{self.kind}: {len(self.kinds)} of {len(self.sizes)} tensors; attributed: {percent:g} % of {count} parameters"
-        )
+        count, tensors = in_millions(sum(self.sizes.values())), f"{len(self.kinds)} of {len(self.sizes)} tensors"
+        title = f"{self.kind}: {tensors}; attributed: {percent(self.share)} of {count} parameters"
         title += f" that train; {self.frozen:,} are frozen" if self.frozen else ""
         rows = [("parameter", "numbers", self.kind)]
         for name, size in self.sizes.items():

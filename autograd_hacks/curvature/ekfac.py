@@ -11,7 +11,6 @@ Source: George et al. 2018, "Fast approximate natural gradient descent in a Kron
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import overload
 
 import torch
@@ -25,9 +24,10 @@ from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
 from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.metric import SHARE, Metric, dampings
+from autograd_hacks.verbs.metric import SHARE, Metric, dampings, in_eigenbasis
 from autograd_hacks.verbs.per_sample import grads_of
 
 
@@ -63,29 +63,25 @@ class EKFAC(Shown):
         """The product with v, a tensor of the parameter's shape or ``(..., *shape)``."""
         return self._scaled(v, self.values)
 
+    @checked(ON_CURVATURE)
     def solve(self, v: Tensor, damping: float | None = None) -> Tensor:
         """(this + λ)⁻¹ v, for v of shape ``(..., *shape)``.
 
         damping: λ > 0; a tenth of the mean of ``values`` by default
         Raises ValueError for another damping.
         """
-        if damping is not None and not (damping > 0 and isfinite(damping)):
-            raise ValueError(f"solve was given damping={damping!r}; expected a number above 0" + ON_CURVATURE)
         return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
 
     def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
-        left, right = self.sides
-        x = v.to(by.dtype).reshape(-1, *by.shape)
-        x = x if left is None else left.mT @ x
-        x = (x if right is None else x @ right) * by
-        x = x if left is None else left @ x
-        return (x if right is None else x @ right.mT).view(v.shape)
+        found: Tensor = in_eigenbasis(self.sides, by, by.shape)(v.to(by.dtype).reshape(-1, *by.shape), by.shape)
+        return found.view(v.shape)
 
 
 @overload
 def ekfac_solve(model: nn.Module, v: PerSampleGrads, damping: float | None = None) -> PerSampleGrads: ...
 @overload
 def ekfac_solve(model: nn.Module, v: Mapping[str, Tensor], damping: float | None = None) -> dict[str, Tensor]: ...
+@checked(ON_CURVATURE)
 def ekfac_solve(
     model: nn.Module, v: PerSampleGrads | Mapping[str, Tensor], damping: float | None = None
 ) -> PerSampleGrads | dict[str, Tensor]:

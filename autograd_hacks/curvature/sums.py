@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -26,13 +25,12 @@ from autograd_hacks.curvature.kronecker import (
     weight_of,
     weights_by_bias,
 )
-from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import with_unit
-from autograd_hacks.verbs.arguments import check_limit, check_size, names_matching
+from autograd_hacks.verbs.arguments import check_size, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 
@@ -61,7 +59,6 @@ class Sums:
             if given not in expected:
                 listing = ", ".join(map(repr, expected))
                 raise ValueError(f"compute_hess was given {what}={given!r}; expected one of {listing}" + ON_CURVATURE)
-        check_limit(limit)
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit, self.skip = model, kfac_approx, limit, skip
         self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
@@ -74,54 +71,12 @@ class Sums:
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread = 0, spread_of(model, recorder_of(model))
-        refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be mistaken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)
             vars(parameter).pop(kind, None)
             if self.kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
-
-    def of(self, names: Sequence[str]) -> Sums:
-        """The same for some of its parameters."""
-        part = copy(self)
-        part.names, part.joint = list(names), {bias: weight for bias, weight in self.joint.items() if bias in names}
-        part.sums, part.lays, part.skipped, part.batch = {}, {}, {}, 0
-        return part
-
-    def take(self, part: Sums) -> None:
-        """The results for some of its parameters."""
-        self.lays, self.skipped = self.lays | part.lays, self.skipped | part.skipped
-
-    def groups(self, budget: float | None) -> list[list[str]]:
-        """The parameters in groups whose tensors fit a budget.  A group has whole layers, at least one."""
-        if budget is None:
-            return [self.names]
-        if not budget > 0:
-            raise ValueError(f"compute_hess was given budget={budget!r}; expected a number of bytes above 0" + ON_CURVATURE)
-        layers: dict[str, list[str]] = {}
-        for name in self.names:
-            layers.setdefault(name.rpartition(".")[0], []).append(name)
-        found, held = list[list[str]](), 0.0
-        for names in layers.values():
-            size = sum(map(self._bytes_of, names))
-            if not found or held + size > budget:
-                found.append([])
-                held = 0.0
-            found[-1] += names
-            held += size
-        return found or [[]]
-
-    def _bytes_of(self, name: str) -> float:
-        """About how many bytes a parameter's tensors take while they are computed."""
-        p = self.model.get_parameter(name)
-        each, numbers = accumulation_dtype(p.dtype).itemsize, p.numel()
-        if self.kind != "kfac":
-            return each * numbers ** (1 if self.kind == "diag" else 2)
-        sides = (p.shape[0], numbers // max(1, p.shape[0])) if p.ndim > 1 else (numbers,)
-        # Factors, their eigenvectors, and those in double precision.
-        factors = sum(min(each * size**2, self.limit) for size in sides)
-        return factors if self.asked == "kfac" else 4 * factors + each * numbers
 
     def _matching(self, patterns: str | Collection[str]) -> list[str]:
         """The trainable parameters that are meant.  Raises ValueError for parameters without hooks."""

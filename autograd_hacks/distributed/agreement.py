@@ -6,21 +6,17 @@ add up one flag: does any process have to prove its forward?  If so, all gather 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
 from autograd_hacks.errors import ProcessesDisagree
-from autograd_hacks.probe.owners import Verdict
-from autograd_hacks.support.parts import Cut, is_part
 from autograd_hacks.support.switch import NO_TASK, current_task
 
 if TYPE_CHECKING:
@@ -95,31 +91,9 @@ def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], p
     if not others:
         return
     _check_settings(from_all(_settings(model, recorder), mesh))
-    # Processes that also hold parts of layers run each pass together.
-    own = own or mesh_of_parts(record.gathered.values()) is not None
     with alone(model):
         agreed(prove if own else lambda: None, lambda _: (), 0, mesh, what)
     record.read_past = record.read_past.union(*from_all(record.plan.names, mesh))
-
-
-def mesh_of_parts(tensors: Iterable[Tensor]) -> Any:
-    """The mesh of the processes that hold parts of tensors; None if all tensors are whole."""
-    return next((Cut.of(x).mesh for x in tensors if is_part(x)), None)
-
-
-def told_by_all(verdicts: Sequence[Verdict], mesh: Any) -> list[Verdict]:
-    """Verdicts for gradients that are split or copied over processes.  All processes know what one finds."""
-    return [_joint(own) for own in zip(*from_all(verdicts, mesh))]
-
-
-def _joint(verdicts: Sequence[Verdict]) -> Verdict:
-    first, owners = verdicts[0], max(verdict.owners for verdict in verdicts)
-    layouts = tuple([at for at in first.layouts if all(at in verdict.layouts for verdict in verdicts)])
-    if layouts and not any(verdict.is_mixed for verdict in verdicts):
-        return Verdict(layouts, owners)
-    labels = [verdict.labels for verdict in verdicts if verdict.labels is not None]
-    is_alike = len(labels) == len(verdicts) and all(x.shape == y.shape and x.equal(y) for x, y in pairwise(labels))
-    return first if is_alike else Verdict(is_mixed=True)
 
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:

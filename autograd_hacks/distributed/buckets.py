@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autograd_hacks.support.parts import Cut, part_of
+from autograd_hacks.support.parts import part_of
 
 BUCKET = 25 * 2**20
 """How many bytes are reduced at once, as in DistributedDataParallel."""
@@ -119,21 +119,3 @@ def _placed(shard: Tensor, parameter: DTensor) -> Tensor:
     """A shard as a DTensor like the parameter."""
     layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
-
-
-def settled_part(total: Tensor, parameter: Tensor, cut: Cut, mesh: DeviceMesh) -> Tensor:
-    """The sum over all processes, for a parameter that is split inside layers.
-
-    total: this process's sum, for its part
-    mesh: of the processes to add up over, which have the same part
-    """
-    assert isinstance(parameter, DTensor)  # else layers would have all of it
-    before = total.ndim - parameter.ndim
-    partial = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
-    if parameter.device_mesh == cut.mesh:
-        return cut.joined(partial.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
-    # fully_shard has split the part again, along the mesh's own axes.
-    names = parameter.device_mesh.mesh_dim_names or ()
-    at = [parameter.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
-    own = partial.redistribute(placements=[Shard(x.dim + before) if hasattr(x, "dim") else x for x in at])
-    return Cut.of(parameter).joined(own.to_local())

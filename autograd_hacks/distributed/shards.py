@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering
+from autograd_hacks.capture.wrappers import gathering, refuse_parts
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import map_tensors, modules_of, version_of
 
@@ -36,15 +36,19 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
         recorder.backward.watch(shard)
     slots = {id(p): name for name, p in record.cut.items()}
     names = {(id(m), local): slots.get(id(p)) for m in modules_of(model) for local, p in m._parameters.items()}
+    found = list[tuple[str, Tensor]]()
     for module in parts:
         with whole([module]):
             for inner in modules_of(module):
                 for local, p in inner._parameters.items():
                     known = names[id(inner), local]
                     if known is not None and p is not None and id(p) not in slots:
-                        record.names[p] = known
-                        record.gathered[known] = p
-                        recorder.backward.watch(p)
+                        found.append((known, p))
+    refuse_parts([known for known, seen in found if is_part(seen)])
+    for known, seen in found:
+        record.names[seen] = known
+        record.gathered[known] = seen
+        recorder.backward.watch(seen)
 
 
 @contextmanager

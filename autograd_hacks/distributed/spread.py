@@ -19,10 +19,8 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
-from autograd_hacks.distributed.cut import cuts_of, over_samples
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
-from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import parameters_of
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ class Spread:
     parameters: of the model by name, as the user has them, for example shards
     mesh: the processes to add up over; None for this process alone
     needed: the modules whose weights are gathered for reading, as `shards` counts them
-    cuts: those of parameters that are split inside layers
     """
 
     def __init__(
@@ -56,14 +53,13 @@ class Spread:
         model: weakref.ref[nn.Module] | None = None,
         needed: Sequence[nn.Module] = (),
         shards: Mapping[str, int] | None = None,
-        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
-        self.parameters, self.mesh, self.cuts = parameters, mesh, dict(cuts or {})
+        self.parameters, self.mesh = parameters, mesh
         self._model, self._needed, self._shards = model, needed, dict(shards or {})
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
-        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
+        return Spread(self.parameters, None, self._model, self._needed, self._shards)
 
     def check(self) -> None:
         """Raises StaleRecord if sharded weights on which rows depend have changed since the forward."""
@@ -116,30 +112,17 @@ class Spread:
         narrow: whether to return them in the parameters' dtypes
         """
         if (mesh := self.mesh) is None:
-            return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
-        from autograd_hacks.distributed.buckets import settled_part
-
-        cut = dict[str, Tensor]()
-
-        def uncut() -> Iterator[tuple[str, Tensor, Tensor]]:
-            for name, total in sums:
-                parameter = self.parameters[name]
-                own = total.to(parameter.dtype) if narrow else total
-                if name in self.cuts:
-                    cut[name] = settled_part(own, parameter, self.cuts[name], mesh)
-                else:
-                    yield name, own, parameter
-
-        return _reduced(uncut(), mesh) | cut
+            return dict(sums)
+        own = ((name, total, self.parameters[name]) for name, total in sums)
+        return _reduced(((name, total.to(p.dtype) if narrow else total, p) for name, total, p in own), mesh)
 
     def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over all processes, whole on each process."""
         return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
     def groups(self) -> list[ProcessGroup]:
-        """The process groups that together have all samples and all parts of parameters; none for this process alone."""
-        over = [group for cut in self.cuts.values() for group in cut.mesh.get_all_groups()]
-        return list(dict.fromkeys([*over, *(self.mesh.get_all_groups() if self.mesh is not None else ())]))
+        """The process groups that together have all samples; none for this process alone."""
+        return [] if self.mesh is None else self.mesh.get_all_groups()
 
     def firsts(self, x: Tensor) -> Tensor:
         """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
@@ -175,8 +158,7 @@ def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spre
     parameters, parts = parameters_of(model), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
-    cuts = cuts_of(model, recorder.record)
-    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -211,8 +193,7 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         )
     if sharded:
         first: Any = sharded[0]
-        seen = recorder.record.gathered[next(name for name, p in parameters.items() if p is first)]
-        return over_samples(first.device_mesh, seen)
+        return first.device_mesh
     wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
     if wrapper is None:
         return None

@@ -20,7 +20,8 @@ from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
 from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
-_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""{number of spatial axes: the convolution}"""
 _WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
 # How many numbers are cut into windows at a time.  Windows that fit the cache took 0.4 of the time of one copy of all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
@@ -83,7 +84,7 @@ class Convolution(Factored):
         if self.is_depthwise:  # x is convolved with g: the numbers of a window are `dilation` apart
             x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
             g = rearrange(g, "n o ... -> (n o) 1 ...")
-            rows = _FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
+            rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
             for axis, size in enumerate(self.kernel, start=2):
                 rows = rows.narrow(axis, 0, size)  # the rest is what the stride leaves over
         else:
@@ -97,7 +98,7 @@ class Convolution(Factored):
         return self.varied(1, self.g[:, rows])
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
-        forward = _FORWARD[len(self.kernel)]
+        forward = FORWARD[len(self.kernel)]
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def saving(self, fresh: bool = False) -> float:

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, Sum, add
-from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.convolution import FORWARD, Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
-
-_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class LinearMap(ABC):
@@ -335,5 +332,5 @@ def _of_factor(factor: Tensor, side: Tensor | None, axis: int) -> Tensor:
 def _windows(form: Convolution, right: Tensor) -> Tensor:
     """A convolution's windows times R, (N, L, I'): the input, convolved with the columns of R.  No window is cut."""
     kernel = right.mT.reshape(right.shape[1], *form.shape[1:])
-    made = _CONVOLUTIONS[len(form.kernel)](form.x, kernel, None, form.stride, form.padding, form.dilation)
+    made = FORWARD[len(form.kernel)](form.x, kernel, None, form.stride, form.padding, form.dilation)
     return made.flatten(2).mT

@@ -44,6 +44,15 @@ def smallest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
+def clip_weights(norms: Tensor, bound: float) -> Tensor:
+    """Weights that bring every sample's gradient to norm at most ``bound``: min(1, C / ‖gₙ‖), N.
+
+    norms: N    bound: C, above 0
+    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1.
+    """
+    return (bound / norms).clamp(max=1)  # 1 for a gradient of zeros
+
+
 def divisors(largest: Tensor) -> Tensor:
     """Largest magnitudes as divisors: 1 instead of 0, ∞ and NaN."""
     return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))

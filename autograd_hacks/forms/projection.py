@@ -45,7 +45,6 @@ class RandomMap:
     shape: torch.Size
     dim: int
     seed: int
-    within: tuple[torch.Size, int, int] | None = None  # where this is a part of one: its shape, the first row and column
 
     COLUMNS: ClassVar[int] = 32
     """How many coordinates are drawn at a time."""
@@ -57,9 +56,9 @@ class RandomMap:
 
     def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
-        entries, (fan_out, fan_in) = self._entries, self.fans
-        first, last = entries.start % BITS, entries.start % BITS + entries.stop - entries.start
-        rows, across = slice(first, first + fan_out), slice(last - fan_in, last)
+        fan_out, fan_in = self.fans
+        last = fan_out + fan_in
+        rows, across = slice(0, fan_out), slice(fan_out, last)
         is_ordinary = _is_ordinary()
         values = _values if is_ordinary else _values.__wrapped__  # a mode's tensors are its own
         left, right = values(like.dtype, like.device, self.dim**-0.5), values(like.dtype, like.device, 1.0)
@@ -71,16 +70,10 @@ class RandomMap:
                 drawn = slice(some.start + columns.start, some.start + columns.stop)
                 yield drawn, unpacked(bits[columns], rows, left), unpacked(bits[columns], across, right)
 
-    @property
-    def _entries(self) -> slice:
-        """Where the signs of u, and then those of v, are among those of the whole parameter: from the first to the last."""
-        whole, row, column = self.within or (self.shape, 0, 0)
-        return slice(row, _fans(whole)[0] + column + self.fans[1])
-
     def bits(self, columns: slice, device: torch.device) -> Tensor:
-        """`packed_signs` of some coordinates."""
-        whole = self.within[0] if self.within else self.shape
-        return packed_signs(key_of(self.seed, self.name, tuple(whole), self.dim), columns, self._entries, device)
+        """`packed_signs` of some coordinates: of u, and then of v."""
+        key = key_of(self.seed, self.name, tuple(self.shape), self.dim)
+        return packed_signs(key, columns, slice(0, sum(self.fans)), device)
 
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
@@ -146,7 +139,7 @@ class SparseMap:
     indices.
 
     name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates, a
-    multiple of entries    within: where this is a part of a parameter: its shape, the first row and column
+    multiple of entries    within: where this is a part of a parameter: its shape, and the first row
 
     Source: Kane and Nelson 2014 (arXiv:1012.1577) for blocks; Pham and Pagh 2013, "Fast and scalable polynomial kernels via
     explicit feature maps", for structured hashes; Hu et al. 2025, "GraSS" (arXiv:2505.18976), for gradients.
@@ -157,7 +150,7 @@ class SparseMap:
     dim: int
     seed: int
     entries: int = 1
-    within: tuple[torch.Size, int, int] | None = None
+    within: tuple[torch.Size, int] | None = None
 
     @property
     def fans(self) -> tuple[int, int]:
@@ -171,9 +164,9 @@ class SparseMap:
 
     def part(self, rows: slice) -> "SparseMap":
         """The map of some entries of the first axis.  rows: with numbers from 0"""
-        whole, row, column = self.within or (self.shape, 0, 0)
+        whole, row = self.within or (self.shape, 0)
         shape = torch.Size((rows.stop - rows.start, *self.shape[1:]))
-        return replace(self, shape=shape, within=(whole, row + rows.start, column))
+        return replace(self, shape=shape, within=(whole, row + rows.start))
 
     def hashes(self, device: torch.device) -> Sequence[Hashes]:
         """The blocks' hashes."""
@@ -258,9 +251,9 @@ class SparseMap:
 
 @lru_cache(512)
 def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
-    whole, row, column = random.within or (random.shape, 0, 0)
+    whole, row = random.within or (random.shape, 0)
     key = key_of("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)
-    (rows, columns), first = random.fans, _fans(whole)[0] + column  # columns are numbered after all rows
+    (rows, columns), first = random.fans, _fans(whole)[0]  # columns are numbered after all rows
     numbers = torch.arange(row, row + rows, device=device), torch.arange(first, first + columns, device=device)
     found = []
     for block in range(random.entries):
@@ -281,6 +274,7 @@ def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
 
 
 AnyMap = RandomMap | SparseMap
+"""The map of a projection."""
 
 
 def check_is_map(random: object) -> None:
@@ -291,9 +285,6 @@ def check_is_map(random: object) -> None:
             "parameter's name, and a form doesn't know that. Take grads.project(dim, per_parameter=True)[name], for the "
             "grads that the form is from."
         )
-
-
-"""The map of a projection."""
 
 
 def _is_ordinary() -> bool:

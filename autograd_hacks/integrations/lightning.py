@@ -68,8 +68,8 @@ class PrivateCallback(pl.Callback):
     private: the `PrivateTraining`
     part: as in `GradsCallback`
 
-    Raises NotImplementedError for manual optimization and several optimizers; ValueError for another loader, for losses
-    that are not a vector, and if the optimizer steps parameters outside of the part.
+    Raises NotImplementedError for manual optimization and several optimizers; ValueError for another loader, for a trainer
+    with ``gradient_clip_val``, for losses that are not a vector, and if the optimizer steps parameters outside of the part.
     """
 
     def __init__(self, private: PrivateTraining, part: str = "") -> None:
@@ -93,6 +93,11 @@ class PrivateCallback(pl.Callback):
                 f"PrivateCallback was given accumulate_grad_batches={trainer.accumulate_grad_batches}, and a loader with "
                 f"{loader.batches.parts} micro-batches per step; expected the same number: private.loader(data, parts=...)"
                 + ON_PRIVATE
+            )
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                f"PrivateCallback was given a trainer with gradient_clip_val={trainer.gradient_clip_val}, which would clip "
+                "the noisy gradient; samples are clipped already. Leave gradient_clip_val out." + ON_PRIVATE
             )
         self.private.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
         vars(pl_module)["backward"] = self._backward

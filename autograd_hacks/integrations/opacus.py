@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from math import inf
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch.nn as nn
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
-from autograd_hacks.support.kinds import is_number
+from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import check_alone, check_may_set, mark_set, per_sample_grads
@@ -39,6 +39,7 @@ class DPOptimizer(_DPOptimizer):
     (`accumulate`), because they may contain the same sample; and what `per_sample_grads` and Opacus raise.
     """
 
+    @checked(ON_OPACUS)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -48,11 +49,7 @@ class DPOptimizer(_DPOptimizer):
         max_grad_norm: float,
         **options: Any,
     ) -> None:
-        if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
-            raise ValueError(
-                f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number above 0, and finite with noise"
-                + ON_OPACUS
-            )
+        check_bound("DPOptimizer", max_grad_norm, noise_multiplier, ON_OPACUS, "max_grad_norm")
         self.model = model
         recorder_of(model)  # raises if the model has no hooks
         super().__init__(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=float(max_grad_norm), **options)
@@ -71,7 +68,7 @@ class DPOptimizer(_DPOptimizer):
         assert isinstance(norms, torch.Tensor)
         finite = norms.isfinite()
         grads, norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])
-        sums = grads.weighted_sum((self.max_grad_norm / (norms + 1e-6)).clamp(max=1))
+        sums = grads.weighted_sum(clip_weights(norms + 1e-6, self.max_grad_norm))
         names = {id(p): name for name, p in self.model.named_parameters()}
         for p in self.params:
             total = sums[names[id(p)]].to(p.dtype)
@@ -148,6 +145,7 @@ class PrivacyEngine(_PrivacyEngine):
             )
         super().__init__(secure_mode=secure_mode, **options)
 
+    @checked(ON_OPACUS)
     def make_private(
         self,
         *,

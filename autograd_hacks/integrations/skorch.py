@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from autograd_hacks.errors import ON_PRIVATE, needed
+from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.privacy.poisson import PrivateLoader
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
+from autograd_hacks.support.ranges import checked
 
 with needed("skorch"):
-    from skorch.callbacks import Callback
+    from skorch.callbacks import Callback, GradientNormClipping
 
 
 class GradsCallback(Callback):
@@ -23,6 +24,7 @@ class GradsCallback(Callback):
     notify ``on_grad_computed`` once per step, as skorch's own recipe does.
     """
 
+    @checked(ON_STEPS)
     def __init__(
         self,
         max_norm: float | None = None,
@@ -69,8 +71,8 @@ class PrivateCallback(Callback):
     private: the `PrivateTraining`. Its expected batch size is the net's ``batch_size`` by default. Its loss_type must equal
     the criterion's ``reduction``
 
-    Raises ValueError for an ``iterator_train`` that isn't `loader`, and for a criterion with class weights or ignored
-    targets, because it divides by more than the batch's size.
+    Raises ValueError for an ``iterator_train`` that isn't `loader`, for a net with ``GradientNormClipping``, and for a
+    criterion with class weights or ignored targets, because it divides by more than the batch's size.
     """
 
     def __init__(self, private: PrivateTraining) -> None:
@@ -79,8 +81,7 @@ class PrivateCallback(Callback):
 
     def loader(self, data: Any, batch_size: int = 1, **options: Any) -> PrivateLoader:
         """The function for ``iterator_train``."""
-        if self.private.expected_batch_size is None:
-            self.private.expected_batch_size = batch_size
+        self.private._expect(batch_size)
         return self.private.loader(data, **options)
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
@@ -94,6 +95,11 @@ class PrivateCallback(Callback):
             raise ValueError(
                 f"PrivateCallback was given {criterion} and loss_type={told!r}; expected a criterion with that reduction, "
                 "and without class weights, because they make one sample's loss depend on the others" + ON_PRIVATE
+            )
+        if any(isinstance(callback, GradientNormClipping) for _, callback in net.callbacks_):
+            raise ValueError(
+                "PrivateCallback was given a net with GradientNormClipping, which would clip the noisy gradient; samples "
+                "are clipped already. Leave that callback out." + ON_PRIVATE
             )
         self.private.attach(net.module_, net.optimizer_)
 

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_STEPS
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.scale import check_loss_type
-from autograd_hacks.support.kinds import is_number
-from autograd_hacks.verbs.arguments import check_count
+from autograd_hacks.reading.scale import check_loss_type, is_unscaled
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.trees import stepped_outside
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.noise_scales import NoiseScales
@@ -41,6 +42,7 @@ class Steps:
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
     """
 
+    @checked(ON_STEPS)
     def __init__(
         self,
         max_norm: float | None = None,
@@ -52,10 +54,7 @@ class Steps:
         every: int = 1,
         only: str | Iterable[str] | None = None,
     ) -> None:
-        if max_norm is not None and (not is_number(max_norm) or not max_norm > 0):
-            raise ValueError(f"max_norm={max_norm!r} was given; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)
-        check_count("every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
             raise ValueError(
                 f"every={every} and max_norm={max_norm} were given, but steps that aren't measured can't be clipped. "
@@ -88,6 +87,7 @@ class Steps:
         Raises ValueError if ``max_norm`` is given and an optimizer also steps other parameters, because they would not be
         clipped.
         """
+        check_module("attach", model, ON_STEPS)
         self._check_covers(model, optimizers)
         self.detach()
         hooked = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None, only=self.only)
@@ -96,11 +96,10 @@ class Steps:
         accumulate(model).start()
 
     def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        ours = {id(p) for p in model.parameters()}
         for optimizer in optimizers if self.max_norm is not None else ():
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            others = [p for p in trained if id(p) not in ours]
-            if others and (len(optimizers) == 1 or len(others) < len(trained)):
+            others = stepped_outside(model, optimizer)
+            trained = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if others and (len(optimizers) == 1 or len(others) < trained):
                 shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
                 raise ValueError(
                     f"max_norm={self.max_norm} was given for a {type(model).__name__}, but its optimizer also steps "
@@ -140,8 +139,9 @@ class Steps:
         scale = 1.0 if scaler is None else scaler.get_scale()
         try:
             if is_measured:
+                has_lost_scale = scaler is None or not scaler.is_enabled() or is_unscaled(scaler)
                 with torch.no_grad():
-                    measures = self._read(model, scale, _is_unscaled(scaler))
+                    measures = self._read(model, scale, has_lost_scale)
                 self.history.append(measures)
         finally:
             if self._count % self.every:
@@ -164,7 +164,7 @@ class Steps:
             measures |= self._noise(parts, factor)
         if self.max_norm is not None:
             measures["clipped"] = (norms > self.max_norm).float().mean().item() if len(norms) else 0.0
-            weights = (self.max_norm / norms).clamp(max=1)
+            weights = clip_weights(norms, self.max_norm)
             if scale != 1:  # the scaler must skip the step, whichever parameter overflowed
                 weights = weights.where(norms.isfinite(), torch.nan)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
@@ -207,10 +207,3 @@ def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
             values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
         )
     return means
-
-
-def _is_unscaled(scaler: torch.amp.GradScaler | None) -> bool:
-    """Whether ``.grad`` no longer contains the scale."""
-    if scaler is None or not scaler.is_enabled():
-        return True
-    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())

@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer: callbacks that measure steps, and clip them, by hooks or in compiled steps; and a private "
-"trainer."""
+"""Hugging Face's Trainer: callbacks that measure or clip steps, by hooks or compiled, and a private trainer."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
@@ -118,7 +118,8 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     Batches are Poisson-sampled from ``train_dataset``; the model never sees more than ``per_device_train_batch_size``
     samples at once.  Each sample has its own loss, see `per_sample_losses`.  Steps are clipped and get noise, and
     ``epsilon`` is in the logs.  Checkpoints hold the state of private training, so a resumed training has the same bits.
-    Their file private_training.json is as secret as the data: never publish it.
+    Their file private_training.json is as secret as the data: never publish it.  The trainer's ``max_grad_norm`` is turned
+    off, because it would clip the noisy gradient; a line on stderr says so.
 
     private: a `PrivateTraining`. Its expected batch size is by default the trainer's own,
     ``per_device_train_batch_size`` · ``gradient_accumulation_steps`` · processes. The steps that may spend its
@@ -150,10 +151,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
                 "PrivateTrainer was given auto_find_batch_size=True, which restarts the training; the privacy of the "
                 "earlier steps would be spent for nothing. Set per_device_train_batch_size instead." + ON_PRIVATE
             )
-        if private.expected_batch_size is None:
-            private.expected_batch_size = (
-                given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
-            )
+        private._expect(given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size)
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """N losses, each from one sample's outputs and labels.  Override it for losses other than these:
@@ -252,9 +250,18 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         self._first_step = self.private.steps
         if resume_from_checkpoint is not None:
             self._load_private(Path(resume_from_checkpoint) / STATE)
+        given, clips = self.args, self.args.max_grad_norm
+        if clips:
+            print(
+                f"autograd_hacks: PrivateTrainer doesn't clip to max_grad_norm={clips}: samples are clipped already, and "
+                "this would clip the noisy gradient. TrainingArguments(max_grad_norm=0) leaves this line out",
+                file=sys.stderr,
+            )
+        given.max_grad_norm = 0.0
         try:
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, *others, **options)
         finally:
+            given.max_grad_norm = clips
             self.private.detach()
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 from autograd_hacks.errors import ON_PRIVATE, needed
+from autograd_hacks.support.ranges import checked
 
 History: TypeAlias = "list[tuple[float, float, int]]"
 """(noise multiplier, sampling rate, steps), in the order of the steps."""
@@ -23,6 +24,7 @@ def add_steps(history: History, multiplier: float, rate: float, steps: int = 1) 
     history.append((multiplier, rate, steps))
 
 
+@checked(ON_PRIVATE)
 def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant: Accountant = None) -> float:
     """ε of (ε, δ)-differential privacy after some steps of Poisson-sampled batches, for adding or removing one sample.
 
@@ -54,6 +56,7 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
     return float(made.get_epsilon(delta))
 
 
+@checked(ON_PRIVATE)
 def noise_for(
     epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None, before: Sequence[Any] = ()
 ) -> float:

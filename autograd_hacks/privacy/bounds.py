@@ -12,17 +12,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.support.draws import Noise, drawn
-from autograd_hacks.support.kinds import is_number
-from autograd_hacks.verbs.arguments import kind_of, names_matching
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import check_state, kind_of, names_matching
 
 Weigh = Callable[[Tensor, float], Tensor]
 """A function from N norms and a bound to N weights, with weight · norm ≤ bound."""
-
-
-def flat(norms: Tensor, bound: float) -> Tensor:
-    """min(1, C / ‖g‖): Abadi et al. 2016, arXiv:1607.00133."""
-    return (bound / norms).clamp(max=1)
 
 
 def automatic(norms: Tensor, bound: float, stability: float = 0.01) -> Tensor:
@@ -35,7 +31,7 @@ def psac(norms: Tensor, bound: float, r: float = 0.1) -> Tensor:
     return bound / (norms + r / (norms + r))
 
 
-RULES: dict[str, Weigh] = {"flat": flat, "per_parameter": flat, "automatic": automatic, "psac": psac}
+RULES: dict[str, Weigh] = {"flat": clip_weights, "per_parameter": clip_weights, "automatic": automatic, "psac": psac}
 """{a value of ``clip``: the function for its weights}"""
 
 
@@ -57,27 +53,23 @@ class QuantileClip:
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(
         self, quantile: float = 0.5, rate: float = 0.2, deviation: float = 1.0, least: float = 0.0, most: float = inf
     ) -> None:
-        numbers = {"quantile": quantile, "rate": rate, "deviation": deviation, "least": least, "most": most}
-        for name, number in numbers.items():
-            if not is_number(number) or number < 0 or (name in ("rate", "deviation") and not 0 < number < inf):
-                raise ValueError(f"QuantileClip was given {name}={number!r}; expected a number above 0" + ON_CLIPPING)
-        if quantile > 1 or least > most:
-            raise ValueError(
-                f"QuantileClip was given quantile={quantile}, least={least} and most={most}; expected a quantile in [0, 1] "
-                "and least ≤ most" + ON_CLIPPING
-            )
+        if least > most:
+            raise ValueError(f"QuantileClip was given least={least} and most={most}; expected least ≤ most" + ON_CLIPPING)
         self.quantile, self.rate, self.deviation, self.least, self.most = quantile, rate, deviation, least, most
         self.bound: float | None = None
 
     def state_dict(self) -> dict[str, float | None]:
         return {"bound": self.bound}
 
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state("QuantileClip", state, self.state_dict(), ON_CLIPPING)
         self.bound = state["bound"]
 
+    @checked(ON_CLIPPING)
     def multiplier(self, noise_multiplier: float) -> float:
         """The multiplier of the gradients' noise in a step whose overall noise multiplier is given."""
         if not noise_multiplier:
@@ -99,7 +91,8 @@ class QuantileClip:
         # A sample counts 1/2 or -1/2, so it changes the count by 1/2, as `multiplier` assumes; with 0 or 1 it would be 1.
         count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2
         if multiplier:
-            count += float(drawn(noise, "the count of QuantileClip", torch.zeros(1, device="cpu"), self.deviation))
+            (own,) = drawn(noise, [("the count of QuantileClip", torch.zeros(1, device="cpu"))], self.deviation)
+            count += float(own)
         found = bound * exp(-self.rate * (count / expected + 0.5 - self.quantile))
         self.bound = min(max(found, self.least), self.most)
 
@@ -139,7 +132,7 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
     if isinstance(clip, str):
         return RULES[clip](norms, bound)
     if isinstance(clip, QuantileClip):
-        return flat(norms, bound)
+        return clip_weights(norms, bound)
     w = clip(norms)
     if not isinstance(w, Tensor) or w.shape != norms.shape:
         raise ValueError(f"clip returned {kind_of(w)}; expected {len(norms)} weights, one for each norm" + ON_CLIPPING)

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import os
+import secrets
+import warnings
 from collections.abc import Mapping, Sequence
-from math import pi, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
 from autograd_hacks.support.draws import drawn
-from autograd_hacks.support.kinds import is_whole
+from autograd_hacks.support.philox import box_muller
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.verbs.arguments import check_state
 
 PART = 2**20
 """How many numbers are drawn from the operating system at once."""
+GUESSABLE = 2**64
+"""A seed below it may be found by trying."""
+
+
+def seed_of(given: int | None) -> int:
+    """The seed of a training: 128 bits of the operating system's, or the given one, with a warning if it can be guessed."""
+    if given is None:
+        return secrets.randbits(128)
+    if abs(given) < GUESSABLE:
+        warnings.warn(
+            f"PrivateTraining was given seed={given}, which can be guessed. Whoever guesses it draws the same noise and "
+            "takes it off, so the guarantee does not hold. Leave the seed out; or give secrets.randbits(128), at least "
+            "2**64, and keep it as secret as the data" + ON_PRIVATE,
+            stacklevel=3,
+        )
+    return int(given)
 
 
 class SecureNoise:
@@ -29,9 +49,8 @@ class SecureNoise:
     Source: Holohan and Braghin 2021, "Secure random sampling in differential privacy" (arXiv:2107.10138), section 4.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(self, draws: int = 4) -> None:
-        if not is_whole(draws) or draws < 1:
-            raise ValueError(f"SecureNoise was given draws={draws!r}; expected a whole number, 1 or more" + ON_CLIPPING)
         self.draws = draws
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
@@ -48,16 +67,14 @@ class SecureNoise:
 
 
 def _normal(count: int) -> Tensor:
-    """Normal numbers in double precision from random bits, by the method of Box and Muller 1958."""
+    """Normal numbers in double precision from the operating system's random bits."""
     half = (count + 1) // 2
     bits = (
         torch.frombuffer(bytearray(os.urandom(16 * half)), dtype=torch.int64)
         if half
         else torch.empty(0, dtype=torch.int64, device="cpu")
     )
-    u, v = ((bits.view(2, half) >> 11 & (2**53 - 1)).double() + 1) / 2**53  # in (0, 1]
-    radius, angle = (-2 * u.log()).sqrt(), 2 * pi * v
-    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+    return torch.cat(box_muller(*(bits.view(2, half) >> 11 & (2**53 - 1))))[:count]
 
 
 def inverse_square_root(bands: int) -> list[float]:
@@ -75,14 +92,15 @@ class BandedNoise:
     It is scaled by ``sensitivity``, the sensitivity of C, so ``noise_multiplier`` is that of *one* Gaussian mechanism for
     the whole training, ``dp_accounting.GaussianDpEvent(noise_multiplier)``, composed once.  There is no amplification by
     sampling: visit the data in a fixed order, so that each sample is in at most ``participations`` steps, at least
-    ``separation`` steps apart.  ``state_dict()`` holds what a checkpoint needs beside the generator's state.
+    ``separation`` steps apart.  ``state_dict()`` holds what a checkpoint needs, beside a generator's state.
 
     steps: the number of steps of the whole training
     bands: the number of coefficients of (1 - x)^(1/2) (BISR), and of past draws that are kept
     participations: in how many steps a sample may be
     separation: the smallest distance of two of these steps, for example the steps of an epoch; by default ``steps``
     coefficients: your own coefficients r, the first of them 1
-    generator: the source of z
+    generator: the source of z, for noise that can be repeated; see ``noise`` of `clip_and_noise_` for what it gives away. By
+    default 128 bits of the operating system's for each parameter and step
 
     Raises ValueError for coefficients whose inverse isn't positive and falling, because the sensitivity is then unknown.  A
     call raises RuntimeError after ``steps`` steps.
@@ -91,6 +109,7 @@ class BandedNoise:
     and Lampert 2024 (arXiv:2405.13763), theorem 2.
     """
 
+    @checked(ON_CLIPPING)
     def __init__(
         self,
         steps: int,
@@ -101,14 +120,6 @@ class BandedNoise:
         generator: torch.Generator | None = None,
     ) -> None:
         separation = steps if separation is None else separation
-        for key, count in {
-            "steps": steps,
-            "bands": bands,
-            "participations": participations,
-            "separation": separation,
-        }.items():
-            if not is_whole(count) or count < 1:
-                raise ValueError(f"BandedNoise was given {key}={count!r}; expected a whole number above 0" + ON_CLIPPING)
         self.steps, self.generator = steps, generator
         self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
         column = _inverse(self.coefficients, steps)
@@ -143,7 +154,7 @@ class BandedNoise:
                 f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before; expected the same in "
                 "each step, because otherwise the noise of earlier steps does not cancel" + ON_CLIPPING
             )
-        z = drawn(self.generator, name, torch.empty(shape, device="cpu"), deviation * self.sensitivity)
+        (z,) = drawn(self.generator, [(name, torch.empty(shape, device="cpu"))], deviation * self.sensitivity)
         past = [z, *self._past.get(name, [])][: len(self.coefficients)]
         self._deviation, self._count[name], self._past[name] = deviation, count + 1, past
         found = torch.zeros_like(z)
@@ -156,6 +167,7 @@ class BandedNoise:
         return {"past": past, "count": dict(self._count), "deviation": self._deviation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state("BandedNoise", state, self.state_dict(), ON_CLIPPING)
         self._past = {name: list(kept) for name, kept in state["past"].items()}
         self._count, self._deviation = dict(state["count"]), state["deviation"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
-from hashlib import sha256
+from collections.abc import Callable, Iterator, Sequence, Sized
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
+from autograd_hacks.privacy.users import Users
+from autograd_hacks.support.philox import Stream, uniform
 
 
 class Mark(NamedTuple):
@@ -20,8 +22,9 @@ class Mark(NamedTuple):
     is_last: whether it is the step's last micro-batch
     samples: the number of samples without padding; they come first
     size: the number of samples with padding
-    rate: the probability with which each sample was drawn
+    rate: the probability with which each sample, or user, was drawn
     world: the number of processes that share the batch
+    users: the number of each sample's user, with padding as a user of its own behind the others; None if samples are drawn
     """
 
     step: int
@@ -30,6 +33,16 @@ class Mark(NamedTuple):
     size: int
     rate: float
     world: int
+    users: tuple[int, ...] | None = None
+
+    @property
+    def units(self) -> int:
+        """The number of samples without padding, or of their users."""
+        return self.samples if self.users is None else len(set(self.users[: self.samples]))
+
+    def groups(self) -> Tensor | None:
+        """The number of each sample's user, with padding."""
+        return None if self.users is None else torch.tensor(self.users, dtype=torch.long, device="cpu")
 
     def mask(self) -> Tensor:
         """Booleans, False for padding."""
@@ -44,6 +57,34 @@ class Mark(NamedTuple):
                 "To split a batch use loader(micro_batch_size=...)." + ON_PRIVATE
             )
 
+    def cut(self, most: int) -> list[Mark]:
+        """Cuts it into ones of at most ``most`` samples.  All samples of a user stay in one of them.
+
+        Raises ValueError if a user has more samples than that, NotImplementedError for users over several processes, which
+        would be cut into different numbers of micro-batches.
+        """
+        if self.users is not None and self.world > 1 and self.size > most:
+            raise NotImplementedError(
+                f"a batch of {self.size} samples of whole users can't be cut again while {self.world} processes share it. "
+                "Set a per_device_train_batch_size that no part of a batch exceeds, or PrivateTraining(per_user=)"
+                + ON_PRIVATE
+            )
+        found, start = list[Mark](), 0
+        while start < self.size:
+            end = min(start + most, self.size)
+            while self.users is not None and start < end < self.samples and self.users[end] == self.users[end - 1]:
+                end -= 1
+            if end == start:
+                raise ValueError(
+                    f"a user has more than {most} samples in a batch, and all of them must be in one micro-batch, because "
+                    "they are clipped together. Allow larger micro-batches, or PrivateTraining(per_user=)" + ON_PRIVATE
+                )
+            samples, users = min(max(self.samples - start, 0), end - start), self.users and self.users[start:end]
+            is_last = self.is_last and end == self.size
+            found.append(self._replace(is_last=is_last, samples=samples, size=end - start, users=users))
+            start = end
+        return found
+
 
 class Marked(NamedTuple):
     """A micro-batch with its mark."""
@@ -52,20 +93,14 @@ class Marked(NamedTuple):
     batch: Any
 
 
-def seeded(seed: int, *names: object) -> torch.Generator:
-    """A separate generator for each purpose and step, so that any step can be drawn again by itself."""
-    key = sha256(repr((seed, *names)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") - 2**63)
-
-
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
     All processes get the same number of micro-batches of the same size.  If needed they are padded with sample 0; there is
     always at least one micro-batch.
 
-    size: the number of samples in the data
-    rate: the probability with which each sample is in a batch
+    size: the number of samples in the data, or of users
+    rate: the probability with which each sample, or user, is in a batch
     steps: the steps of an epoch
     seed: returns the secret seed; the batch of step t depends only on it and t
     done: returns how many steps are done; called when an epoch begins
@@ -74,6 +109,7 @@ class PoissonBatches(Sampler[list[Any]]):
     share: (rank, world), this process's part of each batch
     padded: pad micro-batches to ``most``, so that all have one shape
     first: of the steps of an epoch, returns the step at which epoch 0 begins; called when an epoch begins
+    users: the users who are drawn, with their samples; None if samples are drawn
     """
 
     def __init__(
@@ -88,8 +124,9 @@ class PoissonBatches(Sampler[list[Any]]):
         share: tuple[int, int] = (0, 1),
         padded: bool = False,
         first: Callable[[int], int] = lambda _: 0,
+        users: Users | None = None,
     ) -> None:
-        self.first = first
+        self.first, self.users = first, users
         self.size, self.rate, self.steps, self.seed, self.done = size, rate, steps, seed, done
         self.parts, self.most, self.share, self.padded = parts, most, share, padded
         self._epoch: int | None = None
@@ -108,23 +145,50 @@ class PoissonBatches(Sampler[list[Any]]):
             yield from self._micro_batches(first + step)
 
     def drawn(self, step: int) -> list[int]:
-        """The sample numbers of a whole batch, over all processes."""
-        draws = torch.rand(self.size, generator=seeded(self.seed(), "batch", step), dtype=torch.float64, device="cpu")
-        found: list[int] = (draws < self.rate).nonzero()[:, 0].tolist()
+        """The numbers of the samples, or users, of a whole batch, over all processes."""
+        found: list[int] = (self._numbers(self.size, "batch", step) < self.rate).nonzero()[:, 0].tolist()
         return found
+
+    def _numbers(self, count: int, purpose: str, step: int) -> Tensor:
+        """Numbers in [0, 1)."""
+        return uniform(Stream.of(self.seed(), purpose, step), count)
 
     def _micro_batches(self, step: int) -> Iterator[list[Any]]:
         rank, world = self.share
         whole = self.drawn(step)
-        own, largest = whole[rank::world], -(-len(whole) // world)
-        parts = max(self.parts, 1 if self.most is None else -(-largest // self.most))
-        length = max(1, -(-largest // parts))
-        if self.padded and self.most is not None:
-            length = self.most
-        for part in range(parts):
-            samples = own[part::parts]
-            mark = Mark(step, part == parts - 1, len(samples), length, self.rate, world)
-            yield [mark, *samples, *[0] * (length - len(samples))]
+        samples = [[n] for n in whole]
+        if self.users is not None:
+            samples = self.users.samples_of(whole, lambda count: self._numbers(count, "users", step))
+        sizes = [[len(own) for own in samples[other::world]] for other in range(world)]
+        largest, parts = max(sum(own) for own in sizes), self.parts
+        if self.most is not None:
+            parts = max(parts, -(-largest // self.most))
+        while True:
+            dealt = [_dealt(own, parts) for own in sizes]
+            length = max(1, *[sum(own[n] for n in part) for own, all_parts in zip(sizes, dealt) for part in all_parts])
+            if self.most is None or length <= self.most:
+                break
+            parts += 1
+        length = self.most if self.padded and self.most is not None else length
+        for i, part in enumerate(dealt[rank]):
+            chosen = [(whole[rank::world][n], sample) for n in part for sample in samples[rank::world][n]]
+            padding = length - len(chosen)
+            users = None if self.users is None else (*[user for user, _ in chosen], *[self.size + rank] * padding)
+            mark = Mark(step, i == parts - 1, len(chosen), length, self.rate, world, users)
+            yield [mark, *[sample for _, sample in chosen], *[0] * padding]
+
+
+def _dealt(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Numbers of units, dealt out to parts of nearly equal size: the largest first, each to the part that is the smallest.
+
+    sizes: of the units; equal ones are dealt out in turn
+    """
+    found, least = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        size, part = heappop(least)
+        found[part].append(n)
+        heappush(least, (size + sizes[n], part))
+    return found
 
 
 class _WithMarks(Dataset[Any]):

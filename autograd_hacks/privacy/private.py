@@ -2,29 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from math import inf, nan, sqrt
+from math import nan, sqrt
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.support.draws import Noise, check_noise, drawn
-from autograd_hacks.support.parts import cut_as
+from autograd_hacks.support.parts import sharded_as
+from autograd_hacks.support.philox import Stream
+from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
+from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 from autograd_hacks.verbs.verify import ask_independent
 
 
+@checked(ON_CLIPPING)
 @torch.no_grad()
 def clip_and_noise_(
     model: nn.Module,
@@ -59,9 +59,11 @@ def clip_and_noise_(
     expected_batch_size: the divisor, above 0
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
-    noise: the source of the noise, a generator, by default torch's own. Or a function (name, shape, deviation) that returns
-    noise of that shape for a parameter and may keep a state: `SecureNoise`, `BandedNoise` or your own. Its deviation must
-    be the one that the accountant assumes. If processes share a batch, the noise of the first is used, so it is added once
+    noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
+    function (name, shape, deviation) that returns noise of that shape for a parameter and may keep a state: `SecureNoise`,
+    `BandedNoise` or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
+    noise that can be repeated: whoever guesses its seed can remove the noise, and torch's generator for the CPU keeps only
+    32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
     micro-batches except one
     loss_type: as in `per_sample_grads`
@@ -87,7 +89,7 @@ def clip_and_noise_(
     recorder = recorder_of(model)
     check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
-    parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
+    parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add)
     if isinstance(clip, QuantileClip) and spread.groups():
         raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
@@ -98,7 +100,7 @@ def clip_and_noise_(
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         own = grads_of(model, recorder, spread, loss_type, scale)
         grads = write_where_it_saves(own, budget, recorder, written)
-        found = _taken(grads, parts, groups, mask, recorder, budget // 4)
+        found = _taken(grads, parts, groups, mask, max(1, budget // 4))
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
     with spread.weights():
@@ -108,12 +110,12 @@ def clip_and_noise_(
             drop_grads(model)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
-            sums |= own.weighted_sum(w / float(expected_batch_size), budget // 4)
+            sums |= own.weighted_sum(w / float(expected_batch_size), max(1, budget // 4))
     set_grads(model, sums, set(sums), add, recorder)
     give_back(written, recorder)
-    deviation = multiplier * bound / float(expected_batch_size)
+    deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
     if multiplier:
-        _add_noise(model, spread, recorder, deviation, noise)
+        _add_noise(model, spread, deviation, noise)
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w, 0.0) for w in weights]
@@ -126,21 +128,11 @@ def _bounds(
     model: nn.Module,
     max_norm: float | Mapping[str, float],
     noise_multiplier: float,
-    expected_batch_size: float,
     clip: str | QuantileClip | Callable[[Tensor], Tensor],
     add: bool,
 ) -> tuple[list[Part], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
-    bounds = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    for c in bounds.values():
-        check_numbers(
-            "clip_and_noise_", max_norm=c, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size
-        )
-        if c == inf and noise_multiplier:
-            raise ValueError(
-                f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite "
-                "max_norm, because the noise is a multiple of it, or noise_multiplier=0" + ON_CLIPPING
-            )
+    check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)
     if isinstance(clip, str) and clip not in RULES:
         raise ValueError(f"clip_and_noise_ was given clip={clip!r}; expected one of {', '.join(RULES)}" + ON_CLIPPING)
     if not isinstance(clip, str | QuantileClip) and not callable(clip):
@@ -186,7 +178,6 @@ def _taken(
     parts: list[Part],
     groups: Tensor | None,
     mask: Tensor | None,
-    recorder: Recorder,
     budget: int,
 ) -> _Taken:
     if groups is not None:
@@ -202,7 +193,7 @@ def _taken(
 
     def lengths(whole: PerSampleGrads) -> list[Tensor]:
         own = [whole if len(parts) == 1 else cut(whole, part) for part in parts]
-        return [over_stages(x.norms(budget=budget), recorder.record) for x in own]
+        return [x.norms(budget=budget) for x in own]
 
     by_part = lengths(grads)
     norms = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
@@ -239,25 +230,16 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         )
 
 
-def _add_noise(model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, noise: Noise) -> None:
-    """Adds noise to ``.grad``.
-
-    Processes that share a batch use the same noise, each its part.  Stages of a pipeline use different noise.
-    """
-    stage = None if recorder.record.stage is None else recorder.record.stage()
-    is_shared = bool(spread.groups())
-    if noise is None or isinstance(noise, torch.Generator):
-        if is_shared:  # all use a generator with the state of the first process's
-            on = next((p.device for p in model.parameters()), torch.device("cpu"))
-            noise = noise or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-            noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
-        if stage is not None:
-            device = torch.device("cpu") if noise is None else noise.device
-            seed = int(torch.randint(2**62, (), generator=noise, device=device))
-            key = sha256(repr((seed, stage.stage_index)).encode()).digest()
-            noise = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
+def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
+    """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
+    is_shared, on = bool(spread.groups()), next((p.device for p in model.parameters()), torch.device("cpu"))
+    if noise is None:
+        noise = Stream.secret()
+    elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's
+        noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
         is_shared = False
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.grad is not None:
-            found = drawn(noise, name, p, deviation)
-            p.grad += cut_as(spread.firsts(found) if is_shared else found, p)
+    if isinstance(noise, Stream) and is_shared:
+        noise, is_shared = Stream(*spread.firsts(torch.tensor(noise, device=on)).tolist()), False
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+    for (_, p), found in zip(named, drawn(noise, named, deviation)):
+        p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)  # type: ignore[operator]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.ranges import check
 
 RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 """{relation of two neighbouring data sets: the distance of their sums, in bounds}"""
@@ -34,6 +35,10 @@ class PrivateStep(Shown):
     expected_batch_size: float
     deviation: float
     unit: str
+
+    def __post_init__(self) -> None:
+        numbers = {"bound": self.bound, "expected_batch_size": self.expected_batch_size, "deviation": self.deviation}
+        check("PrivateStep", ON_CLIPPING, **numbers)
 
     @property
     def clipped_fraction(self) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -14,19 +13,22 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import Hooked, clear_backprops, recorder_of
-from autograd_hacks.capture.wrappers import has_processes
+from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
-from autograd_hacks.privacy.noise import SecureNoise
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data, seeded
+from autograd_hacks.privacy.noise import SecureNoise, seed_of
+from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
+from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
+from autograd_hacks.privacy.users import Users
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
-from autograd_hacks.verbs.arguments import check_count
-from autograd_hacks.verbs.clipping import check_numbers
+from autograd_hacks.support.philox import Stream
+from autograd_hacks.support.ranges import check_bound, checked
+from autograd_hacks.verbs.arguments import check_state
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.losses import backward
 
@@ -50,20 +52,25 @@ class PrivateTraining:
 
     max_norm: as in `clip_and_noise_`
     noise_multiplier: as in `clip_and_noise_`; or give ``epsilon`` and ``steps``
-    expected_batch_size: as in `clip_and_noise_`
-    delta: δ of (ε, δ)-differential privacy, below 1 / size of the data
+    expected_batch_size: as in `clip_and_noise_`; with ``groups`` it counts users
+    delta: δ of (ε, δ)-differential privacy, below 1 / size of the data, or below 1 / number of users
     epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
     steps: how many steps may spend ``epsilon``
     clip: as in `clip_and_noise_`
-    seed: for tests only, because whoever knows the seed can remove the noise; by default random bits of the operating system
+    seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
+    operating system. A seed below 2⁶⁴ warns. A larger one protects only if it was drawn at random: ``secrets.randbits(128)``
     secure: draw noise by `SecureNoise`, which can't be repeated
     accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
     dp-accounting's are tighter
     loss_type: 'mean' or 'sum', how the loss is reduced over samples, if the loop calls ``loss.backward()`` on a scalar. The
     loss must then be a mean or sum of losses that each depend on one sample's outputs. `backward` doesn't need it
     batch_dim: as in `add_hooks`
+    groups: each sample's user, whole numbers or names in the order of the data: protects users instead of samples. Users are
+    drawn, each with all of its samples; these are clipped together and stay in one micro-batch
+    per_user: with ``groups``, how many samples of a user a batch may have; they are chosen at random in each step
     """
 
+    @checked(ON_PRIVATE)
     def __init__(
         self,
         max_norm: float | Mapping[str, float],
@@ -79,6 +86,8 @@ class PrivateTraining:
         accountant: Accountant = None,
         loss_type: str | None = None,
         batch_dim: BatchDim = 0,
+        groups: Tensor | Sequence[Any] | None = None,
+        per_user: int | None = None,
     ) -> None:
         if (noise_multiplier is None) == (epsilon is None):
             raise ValueError(
@@ -90,18 +99,15 @@ class PrivateTraining:
                 f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
                 + ON_PRIVATE
             )
-        if not 0 < delta < 1:
-            raise ValueError(f"PrivateTraining was given delta={delta}; expected a number between 0 and 1" + ON_PRIVATE)
-        for key, number in {"noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}.items():
-            if number is not None:
-                check_numbers("PrivateTraining", **{key: number})
+        check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
         self.loss_type, self.batch_dim = loss_type, batch_dim
+        self._users = Users.of(groups, per_user)
         self.history: History = []
         self.size: int | None = None
         self._target, self.planned = epsilon, steps
-        self._seed = secrets.randbits(62) if seed is None else seed
+        self._seed = seed_of(seed)
         self._secure = SecureNoise() if secure else None
         self._marks: deque[Mark] = deque()
         self._pieces: deque[Mark] = deque()  # the pieces of the first mark, if it was split
@@ -114,6 +120,7 @@ class PrivateTraining:
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooked: Hooked | None = None
+        self._noisy: NoisyGrads | None = None
 
     @property
     def steps(self) -> int:
@@ -127,16 +134,20 @@ class PrivateTraining:
 
         Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
-        _check_optimizers(model, optimizers)
+        check_module("attach", model, ON_PRIVATE)
+        check_optimizers(model, optimizers)
         self.detach()
         self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim)
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._noisy = model, optimizers, NoisyGrads(model)
         return self
 
     def detach(self) -> None:
         """Removes the hooks."""
         hooked, self._hooked, self._model, self._optimizers = self._hooked, None, None, ()
         self._parts, self._sums = [], []
+        if self._noisy is not None:
+            self._noisy.close()
+            self._noisy = None
         if hooked is not None:
             hooked.__exit__()
 
@@ -146,6 +157,7 @@ class PrivateTraining:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    @checked(ON_PRIVATE)
     def loader(
         self,
         data: Any,
@@ -172,26 +184,26 @@ class PrivateTraining:
         ahead: how many micro-batches may be prefetched before their `step`
         options: of ``DataLoader``
         """
-        size = check_data(data, options)
-        check_count("loader: parts", parts, "micro-batches", ON_PRIVATE)
-        if micro_batch_size is not None:
-            check_count("loader: micro_batch_size", micro_batch_size, "samples", ON_PRIVATE)
+        size, unit = check_data(data, options), "samples"
         if padded and micro_batch_size is None:
             raise ValueError("loader was given padded=True without micro_batch_size, the size to pad to" + ON_PRIVATE)
+        if self._users is not None:
+            self._users.check(size, micro_batch_size)
+            size, unit = len(self._users), "users"
         if self.size not in (None, size):
             raise ValueError(
-                f"loader was given {size} samples, but the training began with {self.size}; expected the same data, because "
+                f"loader was given {size} {unit}, but the training began with {self.size}; expected the same data, because "
                 "the steps so far are counted for it" + ON_PRIVATE
             )
         if self.expected_batch_size is None or not 0 < self.expected_batch_size <= size:
             raise ValueError(
-                f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} samples; "
+                f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}; "
                 f"expected a number above 0 and at most {size}" + ON_PRIVATE
             )
         if self.delta >= 1 / size:
             raise ValueError(
-                f"PrivateTraining was given delta={self.delta} for {size} samples; expected less than 1 / {size}: otherwise "
-                "publishing a whole sample would count as private" + ON_PRIVATE
+                f"PrivateTraining was given delta={self.delta} for {size} {unit}; expected less than 1 / {size}: otherwise "
+                f"publishing one of the {unit} whole would count as private" + ON_PRIVATE
             )
         self.size, self._ahead, rank, world = size, ahead, 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -213,6 +225,7 @@ class PrivateTraining:
             (rank, world),
             padded,
             self._first if first is None else lambda _: first,
+            self._users,
         )
         return PrivateLoader(data, batches, self._marks.append, self._begin, **options)
 
@@ -223,7 +236,7 @@ class PrivateTraining:
 
     @property
     def rate(self) -> float:
-        """The probability with which a sample is in a batch.  Raises RuntimeError before `loader` is called."""
+        """The probability with which a sample, or user, is in a batch.  Raises RuntimeError before `loader` is called."""
         if self.size is None or self.expected_batch_size is None:
             raise RuntimeError("the sampling rate is unknown before private.loader(data) is called" + ON_PRIVATE)
         return float(self.expected_batch_size) / self.size
@@ -257,6 +270,7 @@ class PrivateTraining:
         self._scale = 1.0 if scaler is None else scaler.get_scale()
         backward(scaled, "sum")
 
+    @checked(ON_PRIVATE)
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:
         """Clips and adds up a micro-batch's gradients.  After the last micro-batch it sets ``.grad`` to the noisy mean.
 
@@ -269,26 +283,29 @@ class PrivateTraining:
         Raises RuntimeError if the batch was not drawn by `loader`, or if a step was left out; and what `clip_and_noise_`
         raises.
         """
-        if self._model is None:
+        if self._model is None or self._noisy is None:
             raise RuntimeError("step(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         recorder = recorder_of(self._model)
-        if self.loss_type is None and not all(recorded.losses for recorded in recorder.record.passes):
+        is_told = all(recorded.losses for recorded in recorder.record.passes)
+        if self.loss_type is None and not is_told:
             raise ValueError(
                 "step() doesn't know each sample's loss. Give N losses to private.backward(losses). A mean over tokens, or "
                 "with class weights or ignored targets, divides each sample's loss by a number that depends on the others, "
                 "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
-        _check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
+        check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
+        check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
+        self._noisy.forget()
         for p, own in self._sums:
             p.grad = own
         self._sums = []
         found = self._clipped(mark, self._scale if scale is None else scale)
-        self._parts.append(found._first(mark.samples))
+        self._parts.append(found._first(mark.units))
         self._scale = 1.0
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
@@ -299,12 +316,9 @@ class PrivateTraining:
         whole, self._parts = together(self._parts), []
         add_steps(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
-            noise = self._secure or seeded(self._seed, "count", mark.step)
+            noise = self._secure or Stream.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
-        if scaler is not None and scaler.is_enabled():
-            for p in self._model.parameters():
-                if p.grad is not None:
-                    p.grad *= scaler.get_scale()
+        self._noisy.note(mark.step, scaler)
         return whole
 
     def _begin(self) -> None:
@@ -369,34 +383,32 @@ class PrivateTraining:
         multiplier = self.multiplier if mark.is_last else 0.0
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
-        noise: Noise = self._secure or seeded(self._seed, "noise", mark.step)
+        noise: Noise = self._secure or Stream.of(self._seed, "noise", mark.step)
         add = bool(self._parts)
         return clip_and_noise_(
-            model, bound, multiplier, expected, noise=noise, add=add, loss_type=self.loss_type, clip=clip, mask=mark.mask(),
+            model, bound, multiplier, expected, mark.groups(), noise, add, self.loss_type, clip=clip, mask=mark.mask(),
             scale=scale,
         )  # fmt: skip
 
     def _split(self, most: int) -> list[int]:
         """Splits the next micro-batch into ones of at most ``most`` samples.  Returns their sizes; call `step` for each."""
-        mark = self._marks.popleft()
-        starts = range(0, mark.size, most)
-        sizes = [min(most, mark.size - start) for start in starts]
-        cut = [
-            Mark(
-                mark.step,
-                mark.is_last and i == len(sizes) - 1,
-                min(max(mark.samples - start, 0), size),
-                size,
-                mark.rate,
-                mark.world,
-            )
-            for i, (start, size) in enumerate(zip(starts, sizes))
-        ]
+        cut = self._marks.popleft().cut(most)
         self._pieces.extend(cut)
-        return sizes
+        return [mark.size for mark in cut]
 
+    def _expect(self, batch_size: int) -> None:
+        """Takes a trainer's batch size for the expected one, if none was given.  Raises ValueError if it counts users."""
+        if self.expected_batch_size is None and self._users is not None:
+            raise ValueError(
+                "PrivateTraining was given groups without expected_batch_size; expected the mean number of users in a "
+                f"batch, because the trainer's batch size of {batch_size} counts samples" + ON_PRIVATE
+            )
+        if self.expected_batch_size is None:
+            self.expected_batch_size = batch_size
+
+    @checked(ON_PRIVATE)
     def epsilon(self, delta: float | None = None) -> float:
-        """The ε of (ε, δ)-differential privacy spent so far, for adding or removing one sample.  δ defaults to ``delta``."""
+        """ε of (ε, δ)-differential privacy spent so far, for a sample, or user, more or less.  δ defaults to ``delta``."""
         return spent(self.history, self.delta if delta is None else delta, self.accountant)
 
     def state_dict(self) -> dict[str, Any]:
@@ -420,6 +432,7 @@ class PrivateTraining:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint's state.  Raises ValueError if it had other data or another kind of clip."""
+        check_state("PrivateTraining", state, self.state_dict(), ON_PRIVATE)
         if self.size is not None and state["size"] not in (None, self.size):
             raise ValueError(
                 f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "
@@ -434,15 +447,3 @@ class PrivateTraining:
         self._epochs = state["epochs"][0], state["epochs"][1]
         if isinstance(self.clip, QuantileClip):
             self.clip.load_state_dict(state["clip"])
-
-
-def _check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Raises ValueError if an optimizer steps parameters that aren't the model's."""
-    ours = {id(p) for p in model.parameters()}
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
-        raise ValueError(
-            f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
-            f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "
-            "that has all of them, or freeze the others." + ON_PRIVATE
-        )

@@ -38,6 +38,12 @@ class Batch:
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
         lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
         if batch_dim is None or isinstance(batch_dim, int):
+            tensors = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim] if batch_dim else ()
+            if tensors and not any(-len(shape) <= (batch_dim or 0) < len(shape) for shape in tensors):
+                raise ValueError(
+                    f"batch_dim is {batch_dim}, but the model's arguments have the shapes {[*map(tuple, tensors)]}; "
+                    "expected the axis of theirs that has the samples." + ON_BATCH
+                )
             return Batch(leaves, spec, lists, None)
         axes = _axes_of(batch_dim, args, kwargs)
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}

@@ -79,7 +79,8 @@ class Documents:
         """A value for each document, shaped so that it multiplies a tensor; 0 for padding.  values: D
 
         The tensor's positions may be on axis 1, on axis 2 after heads, or folded into axis 0; else returns None."""
-        of_positions = values.to(x)[self.ids.clamp(min=0).to(x.device)].masked_fill(self.ids.to(x.device) < 0, 0)
+        # Padding is -1, so it reads the zero at the end, which is there without documents, too.
+        of_positions = torch.cat([values, values.new_zeros(1)]).to(x)[self.ids.to(x.device)]
         if tuple(x.shape[:2]) == tuple(self.ids.shape):
             return of_positions.view(*self.ids.shape, *[1] * (x.ndim - 2))
         if x.ndim > 2 and (x.shape[0], x.shape[2]) == tuple(self.ids.shape):

@@ -92,11 +92,13 @@ class Meetings:
                 self.returned.add(value)
             for taker in takers:
                 if self.is_covered(value, taker.node):
-                    continue
-                self.climbed[taker.node] = None
-                if self._is_meeting(value, taker):
-                    continue
-                self.inner.append((value, taker))
+                    if not is_of(self.names, taker.node):
+                        continue
+                else:
+                    self.climbed[taker.node] = None
+                    if self._is_meeting(value, taker):
+                        continue
+                    self.inner.append((value, taker))
                 above = {Value(taker.node, number) for number in range(max(1, len(made(taker.node))))} - seen
                 seen |= above
                 waiting += above
@@ -246,6 +248,18 @@ def gives_rows(covered: Mapping[Node, Collection[str]], keys: Keys, value: Value
     A value that comes from elsewhere is the layer's argument, even if it is made of the same parameters."""
     is_own = type(value.node) is Leaf or value.node in covered
     return node in covered and is_own and keys.below(value.node) <= set(covered[node])
+
+
+def is_of(names: Mapping[Node, str], node: Node) -> bool:
+    """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those that a layer made."""
+    while type(node) is not Leaf:
+        if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
+            return False
+        ((ahead, _),) = node.next_functions
+        if ahead is None:
+            return False
+        node = ahead
+    return node in names
 
 
 def memory_of(x: Tensor) -> int:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from autograd_hacks.probe.known_tapes import Tapes
+from autograd_hacks.probe.tape import MIXING as MIXING
 from autograd_hacks.support.layout import Layouts
 
 if TYPE_CHECKING:
     from autograd_hacks.probe.documents import Documents
-
-MIXING = "samples mix"
-"""The beginning of messages that say that samples mix."""
 
 AXES, ROWS, ENTRIES, NOT_OF_BATCH = "axes", "rows", "entries", "not of the batch"
 """The kinds of a `Place`.  AXES: axes of tensors.  ROWS, ENTRIES: rows or entries whose samples depend on values.  In each
@@ -81,6 +80,7 @@ class Plan:
     is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
     why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
+    why_untaped: str = ""  # why the last tape's labels didn't show that
     has_doors: bool = False  # whether the model keeps tensors with a graph that it doesn't return
     scaled: bool = False  # whether a loss inside the model divides by something of the whole batch
     shared: frozenset[int] = frozenset()  # the numbers of the arguments without samples: see `Batch`
@@ -101,6 +101,7 @@ class Plan:
     steady: Steady = field(default_factory=Steady)
     # By the batch's sizes, graphs in which everything was found: see `capture/same_graph.py`.
     graphs: Steady = field(default_factory=Steady)
+    tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
 
     def place_of(self, path: str, number: int) -> Place | None:
         """The place of a call of a layer with a rule; None if it is unknown."""

@@ -28,6 +28,8 @@ ALWAYS = "always"
 
 FEW = 4
 """For how many values of the numbers among the arguments there are separate plans."""
+MOST = 32
+"""How many plans a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
 
 
 class Known(NamedTuple):
@@ -51,9 +53,8 @@ class Planner:
         self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
         self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
-        self.plans: dict[object, Plan] = {}
+        self.plans: dict[tuple[object, tuple[int | float, ...]], Plan] = {}
         self._is_whole = False  # whether lazy layers have their parameters
-        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # numbers among the arguments, by signature
 
     def doubt(self) -> None:
         """Makes the next forward of each kind be proven, and its rows' sums compared."""
@@ -79,7 +80,10 @@ class Planner:
             return Known(self.static, None)  # samples without an axis
         samples = batch.samples(axis)
         signature = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
-        plan = self.plans.setdefault((signature, self._few(signature, batch.numbers())), Plan())
+        key = signature, self._few(signature, batch.numbers())
+        plan = self.plans[key] = self.plans.pop(key) if key in self.plans else Plan()  # the last one is the last used
+        if len(self.plans) > MOST:
+            del self.plans[next(iter(self.plans))]
         plan.forwards += not again
         time_first = any(map(is_time_first, modules)) and not any(map(is_packed, batch.leaves))
         # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
@@ -106,11 +110,9 @@ class Planner:
 
         signature: the signature without the numbers
         """
-        known = self._numbers.setdefault(signature, set()) if numbers else set()
-        if numbers not in known and len(known) == FEW:
-            return ()
-        known.add(numbers)
-        return numbers
+        if not numbers or (signature, numbers) in self.plans:
+            return numbers
+        return numbers if sum(other == signature for other, own in self.plans if own) < FEW else ()
 
 
 def uncovered(model: nn.Module) -> set[nn.Module]:

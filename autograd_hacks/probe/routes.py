@@ -1,6 +1,6 @@
 """Finds the sample of each row where values selected the rows, from the nodes that selected them in this forward."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,6 +31,10 @@ _ADDS = {"IndexAddBackward0": 1, "IndexCopyBackward0": 1}
 """Nodes that put rows into others by an index on one axis, with the number of the input that has the rows."""
 
 
+Search = Generator[tuple[Value, bool], Tensor | None, Tensor | None]
+"""A search for the samples of a value's rows.  It yields other values with their directions, and gets their rows."""
+
+
 class Routes:
     """Carries the samples of rows from nodes at which they are known to nodes at which they are needed.
 
@@ -57,12 +61,24 @@ class Routes:
         return self._of(value, up=True) if found is None else found
 
     def _of(self, value: Value, up: bool) -> Tensor | None:
+        searches, answer = [self._search(value, up)], None
+        while searches:  # a loop, because a graph may be deeper than Python's stack
+            try:
+                searches.append(self._search(*searches[-1].send(answer)))
+                answer = None
+            except StopIteration as ended:
+                searches.pop()
+                answer = ended.value
+        return answer
+
+    def _search(self, value: Value, up: bool) -> Search:
+        """Finds the samples of a value's rows.  up: from the nodes that take it, not from its node's inputs"""
         if (value, up) not in self._found:
             self._found[value, up] = None  # while it is being computed
             shape = shape_of(value)
             found = self._known(value.node, shape) if shape else None
             if found is None and shape:
-                found = self._above(value, shape[0]) if up else self._below(value, shape)
+                found = yield from (self._above(value, shape[0]) if up else self._below(value, shape))
             self._found[value, up] = found if found is None or len(found) == shape[0] else None
         return self._found[value, up]
 
@@ -74,7 +90,7 @@ class Routes:
             return None
         return layout.rows(shape[0], self.samples, torch.device("cpu"))
 
-    def _below(self, value: Value, shape: torch.Size) -> Tensor | None:
+    def _below(self, value: Value, shape: torch.Size) -> Search:
         """The samples of a value's rows, from its node's inputs."""
         node: Any = value.node
         name, behind = node.name(), list(inputs_of(node))
@@ -82,30 +98,32 @@ class Routes:
             return None
         if name == "IndexBackward0":
             self._chosen.add((value, False))
-            return _indexed(self._of(behind[0], False), kept_by(node, "indices"))
+            return _indexed((yield behind[0], False), kept_by(node, "indices"))
         if name in ("IndexSelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"):
-            rows = self._of(behind[0], False)
+            rows = yield behind[0], False
             if (number_of(node, "dim") or 0) % len(shape_of(behind[0])) != 0:
                 return rows
             self._note((value, False), (behind[0], False), name == "IndexSelectBackward0")
             return None if rows is None else _taken(node, name, value.number, rows)
         if name in _VIEWS:
-            rows = _reshaped(self._of(behind[0], False), shape[0])
+            rows = _reshaped((yield behind[0], False), shape[0])
             self._note((value, False), (behind[0], False))
             return rows
-        alike = [other for other in behind if (size := shape_of(other)) and size[0] == shape[0]]
-        known = [other for other in alike if self._of(other, False) is not None]
+        known = []
+        for other in behind:
+            if (size := shape_of(other)) and size[0] == shape[0] and (yield other, False) is not None:
+                known.append(other)
         known.sort(key=lambda other: (other, False) in self._chosen)
         if not known:
             return None
         self._note((value, False), (known[0], False))
-        return self._of(known[0], False)
+        return self._found[known[0], False]
 
     def _note(self, key: tuple[Value, bool], source: tuple[Value, bool], chooses: bool = False) -> None:
         if chooses or source in self._chosen:
             self._chosen.add(key)
 
-    def _above(self, value: Value, size: int) -> Tensor | None:
+    def _above(self, value: Value, size: int) -> Search:
         """The samples of a value's rows, from the nodes that take it."""
         chosen: Tensor | None = None
         for taker in self.graph.takers.get(value, ()):
@@ -118,16 +136,16 @@ class Routes:
             chooses = name == "IndexPutBackward0" or (name in _ADDS and taker.place == _ADDS[name])
             if name in _ADDS:
                 if taker.place == _ADDS[name] and number_of(node, "dim") == 0:
-                    target = self._of(above, True)
+                    target = yield above, True
                     rows = None if target is None else target[kept_by(node, "index").cpu().flatten()]
                 elif taker.place == 0:
-                    rows = self._of(above, True)
+                    rows = yield above, True
             elif name == "IndexPutBackward0" and taker.place:
-                rows = _indexed(self._of(above, True), kept_by(node, "indices"))
+                rows = _indexed((yield above, True), kept_by(node, "indices"))
             elif name in _VIEWS:
-                rows = _reshaped(self._of(above, True), size)
+                rows = _reshaped((yield above, True), size)
             elif name not in _CHOOSING and shape_of(above)[0] == size:
-                rows = self._of(above, True)
+                rows = yield above, True
             if rows is not None and len(rows) == size:
                 if not chooses and (above, True) not in self._chosen:
                     return rows
@@ -163,14 +181,14 @@ def kinds_in(graph: Graph) -> frozenset[Hashable]:
 
 
 def axes_of(node: Any) -> list[Any]:
-    """The axes on which a node works, as it saves them."""
+    """The axes on which a node works, and whether it takes statistics of the batch, as it saves them."""
     kind: type[Node] = type(node)
     return [getattr(node, name) for name in _names_of_axes(kind)]
 
 
 @lru_cache(maxsize=512)
 def _names_of_axes(kind: type[Node]) -> tuple[str, ...]:
-    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension"))
+    names = (f"{SAVED}{name}" for name in ("dim", "dims", "dim0", "dim1", "dimension", "training"))
     return tuple([name for name in names if hasattr(kind, name)])
 
 

@@ -18,7 +18,7 @@ from autograd_hacks.reading.labelling import Found, Key, Passes
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made
-from autograd_hacks.support.parts import own_of
+from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
@@ -170,7 +170,7 @@ def _compared(
             if name not in forms:
                 yield name, not bool(grad.any()), None, ""
                 continue
-            grad, form = own_of(grad, ran.parameters[name]).to_dense(), add(forms[name])
+            grad, form = undivided(grad).to_dense(), add(forms[name])
             used = [use.precision for use, _, _ in terms[name]]
             weights = w.to(form.like.device, form.sum_dtype.to_real())
             rounded = rounded_by((use for use, _, _ in terms[name]), grad)

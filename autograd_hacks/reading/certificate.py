@@ -13,7 +13,7 @@ from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, magnitudes
-from autograd_hacks.support.parts import own_of, part_of
+from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
@@ -77,9 +77,7 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
     weight = 1.0
     if len(scales) == 1:  # the usual case: the gradient is not copied
         weight, scales = 1 / max(1.0, scales[0]), [1.0]
-    edges = (edge for p, _ in brought for call in p.calls_of[known] for edge in call.edges.values())
-    parameter = next(edge.parameter for edge in edges if edge.name == known)
-    arrived = [own_of(grad, parameter).to_dense() for _, grad in brought]
+    arrived = [undivided(grad).to_dense() for _, grad in brought]
     expected = arrived[0] if len(arrived) == 1 else reduce(torch.add, map(torch.mul, arrived, scales))
     calls = [
         (call, p.received[call], scale)
@@ -137,10 +135,10 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
             length += 10 * scale * grads.length  # in bfloat16, sums of hundreds were off by 40 % of that
         if isinstance(call.layer, nn.Embedding) and torch.finfo(grads.first.dtype).eps > 1e-4 and grads.first.numel():
             # torch adds one token's gradients one by one; in half precision later ones lose their digits.
-            times = int(part_of(call.argument(0, "input")).flatten().bincount().max())
+            times = int(call.argument(0, "input").flatten().bincount().max())
             length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * float(grads.first.abs().max())
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
-        inputs = [part_of(x) for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
+        inputs = [x for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
         largest = max([1.0, *(float(x.abs().max()) for x in inputs if x.numel())])
         length += lost * largest
     return length
@@ -149,7 +147,7 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
 def _centred(call: LayerCall) -> float:
     """How many times longer a norm layer's input is than the normalised input; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
-    if not isinstance(x, Tensor) or not (x := part_of(x)).numel():
+    if not isinstance(x, Tensor) or not x.numel():
         return 1.0
     if isinstance(layer, nn.LayerNorm):
         groups = x.reshape(-1, prod(layer.normalized_shape))

@@ -73,7 +73,7 @@ def _read(recorder: Recorder, inside: Inside, ran: Ran) -> None:
         record.name_of(leaf.variable): leaf.variable for leaf in ran.graph.leaves if record.is_parameter(leaf.variable)
     }
     plan = created.get(inside.key)
-    if plan is None or not recorder.place(ran, plan, samples):
+    if plan is None or not recorder.place(ran, plan, samples)[0]:
         plan = created[inside.key] = outside_passes(partial(_proven, ran, inside))
         recorder.place(ran, plan, samples)
     off, running = OffGraph(ran, plan, samples, inside.key).find(), recorder.backward.enter(current_task())

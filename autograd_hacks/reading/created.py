@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput
-from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.off_graph import OffGraph, Ran, fit
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
@@ -55,8 +54,6 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
     if own is None or own.forward.running is not None:  # then it belongs to that forward's graph
         return
     own.record.comparing = True
-    if isinstance(use, PartCall):
-        return  # its rows are refused then
     if isinstance(use, NodeUse):
         _watch(recorder, node, use, use.layouts if use.labels is None else (use.labels,), (), {v.place for v in use.values})
     elif isinstance(use, LayerCall) and hook is not None:
@@ -172,17 +169,21 @@ def _above(inside: Collection[Node], found: Collection[Node]) -> set[Node]:
 
 def _is_of_parameters(recorder: Recorder, node: Node | None, ends: Collection[Node], known: dict[Node, bool]) -> bool:
     """Whether a value depends on parameters only."""
-    if node is None or node in ends:
-        return False
-    if node not in known:
-        known[node] = False
-        behind = node.next_functions
-        if type(node) is Leaf:
-            leaf: Any = node
-            known[node] = recorder.record.is_parameter(leaf.variable)
-        else:
-            known[node] = bool(behind) and all(_is_of_parameters(recorder, ahead, ends, known) for ahead, _ in behind)
-    return known[node]
+    waiting = [node]
+    while waiting:
+        at = waiting[-1]
+        if at is None or at in ends or at in known:
+            waiting.pop()
+            continue
+        behind = [ahead for ahead, _ in at.next_functions]
+        missing = [ahead for ahead in behind if ahead is not None and ahead not in ends and ahead not in known]
+        if missing:
+            waiting += missing
+            continue
+        leaf: Any = at
+        is_parameter = type(at) is Leaf and recorder.record.is_parameter(leaf.variable)
+        known[at] = is_parameter or (bool(behind) and all(ahead is not None and known.get(ahead, False) for ahead in behind))
+    return node is not None and known.get(node, False)
 
 
 def _owners(

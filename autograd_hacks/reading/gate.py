@@ -24,9 +24,8 @@ from autograd_hacks.reading.guards import (
     check_seen,
     readable_segments,
 )
-from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
+from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.parts import part_of
 
 
 def read(
@@ -47,11 +46,9 @@ def read(
     record = recorder.record
     parameters = record.asked(dict(parameters))
     check_loss_type(loss_type)
-    check_scale(scaling)
     if record.on_arrival is not None:
         raise NothingRecorded(
-            "inside during_backward, or with streaming, each layer's record is freed during the pass. Read after that "
-            "context."
+            "inside during_backward, each layer's record is freed during the pass. Read after that context."
         )
     for segment in record.segments:
         segment.read = True  # also if the read fails
@@ -173,8 +170,7 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     if len(forms) == 1 or all(form is None for form in forms):
         return forms[0]
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
-    own = part_of(parameter)
-    filled = (Zero(size, own.shape, own) if form is None else form for form, size in zip(forms, sizes))
+    filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))
 
 
@@ -191,7 +187,9 @@ def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
         isinstance(call, LayerCall) and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls
     ):
         return False
-    reader = current.reader = current.reader or Gate(Segment([current]), None)
+    reader = record.reader
+    if reader is None or reader.segment.passes[0] is not current:
+        reader = record.reader = Gate(Segment([current]), None)
     try:
         with torch.no_grad(), without_autocast([edge.parameter for edge in calls[0].edges.values()]):
             form = reader.form_so_far(name)

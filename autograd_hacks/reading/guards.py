@@ -1,12 +1,11 @@
 """Checks whether a record may be read.  Each check raises an error that says what to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
@@ -18,7 +17,6 @@ from autograd_hacks.errors import (
     NothingRecorded,
     ProbeFailed,
     SamplesMixed,
-    ShardedParameters,
     StaleRecord,
     UnseenGradient,
     VerificationFailed,
@@ -26,7 +24,7 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import modules_of, version_of
+from autograd_hacks.support.trees import modules_of, overwritten_in
 
 _MICRO_BATCHES = (
     "If both passes are of the same samples, add their losses up first, so that each sample has one row. For micro-batches "
@@ -69,12 +67,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     """The segments to read.  Raises if there are none, or if their rows can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    if record.stage is not None and any(p.captures for segment in record.segments for p in segment.passes):
-        raise UnseenGradient(
-            "a zero-bubble schedule of torch.distributed.pipelining splits the backward pass: one part for a stage's "
-            "inputs, others for its weights. Layers see several gradients, so rows can't be computed. Use a schedule with "
-            "whole backward passes: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B."
-        )
     check_unseen(parameters, record)
     if not record.segments:
         no_backward = (
@@ -96,7 +88,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 "the last backward pass did not finish, so its rows are incomplete. Repeat the forward and the backward "
                 "pass."
             )
-        check_parts(record, recorded.received)
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
@@ -228,16 +219,6 @@ def check_shown(use: Use) -> None:
     )
 
 
-def check_parts(record: Record, uses: Iterable[Use]) -> None:
-    """Raises if a loss was differentiated through layers that are split over processes."""
-    if record.comparing and any(isinstance(use, PartCall) for use in uses):
-        raise ShardedParameters(
-            "a backward pass with create_graph=True reached layers that are split over processes. In tensor parallel, "
-            "losses with derivatives have no per-sample gradients, because torch computes other derivatives for such "
-            "graphs than on one process. Keep these layers whole."
-        )
-
-
 def check_seen(use: Use, grads: OutputGrads) -> None:
     """Raises if the tensors that the hooks saw are not the ones that the layer used."""
     if not use.is_first:
@@ -246,13 +227,11 @@ def check_seen(use: Use, grads: OutputGrads) -> None:
             "without prepend=True, or call remove_hooks and add_hooks after registering it."
         )
     for kind, watched in (("input", use.versions), ("gradient at the output", zip(grads.at, grads.versions))):
-        for tensor, version in watched:
-            if tensor is not None and version_of(tensor) != version:
-                raise StaleRecord(
-                    f"{use.place}: its {kind}, of shape {tuple(tensor.shape)}, was overwritten in place after the layer "
-                    f"read it (version {version_of(tensor)}; expected {version}). Read the per-sample gradients before "
-                    "that, or give the layer a copy: x.clone()."
-                )
+        if wrong := overwritten_in(watched):
+            raise StaleRecord(
+                f"{use.place}: its {kind}, {wrong} after the layer read it. Read the per-sample gradients before that, or "
+                "give the layer a copy: x.clone()."
+            )
 
 
 def _trains(layer: nn.Module) -> bool:

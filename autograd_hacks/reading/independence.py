@@ -1,10 +1,12 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
-An analysis of the model's graph shows it.  If that is not possible, the model is run again with other samples replaced.  If
-the model computes a loss itself, the rows are compared too."""
+The operations of each forward are compared with those of forwards that were proven.  Of others, labels show it, or a trace
+of the model.  If that is not possible, the model is run again with other samples replaced.  If the model computes a loss
+itself, the rows are compared too."""
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,20 +19,25 @@ from torch import Tensor
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering
-from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
 from autograd_hacks.distributed.shards import alone
-from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
 from autograd_hacks.probe.routes import has_choosing
+from autograd_hacks.probe.tape import Constants, Tape
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import Aside
+
+TRACED, IMPORTED = 0.008, 2.0
+"""About how many seconds a trace takes for each operation, and the import of torch's compiler."""
 
 
 class _Seen(NamedTuple):
@@ -41,22 +48,89 @@ class _Seen(NamedTuple):
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
-def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
+def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> bool:
+    """Whether samples of a finished forward are known to be independent, from its tape.
+
+    Another tape than those that were proven needs a proof, before the forward's gradients are read.  True if nothing asks
+    for independence.
+    """
+    tape = recorder.tape
+    if tape is None or not samples or samples < 2 or not recorder.planner.independent:
+        return True
+    if tape.refused is not None:
+        raise tape.refused
+    if plan.mixing:
+        return bool(plan.tapes.mixing == tape.entries)
+    return tape in plan.tapes or _is_by_tape(recorder, ran, plan, samples)
+
+
+def _is_by_tape(recorder: Recorder, ran: Ran, plan: Plan, samples: int) -> bool:
+    """Whether the tape shows it: by the labels of its operations, or because it differs from a proven one in sizes only."""
+    tape, batch = recorder.tape, recorder.batch
+    if tape is None or batch is None or plan.counted_at is not None or batch.has_lists(samples) or _losses(ran, plan):
+        return False
+    if not (tape.sites | _functions(ran)) <= plan.tapes.sites:
+        return False
+    axes = batch.axes_of_samples(plan.axis, samples)
+    plan.why_untaped = recorder.why_not_by_tape(tape, axes, samples, ran.outputs)
+    if plan.why_untaped and not plan.tapes.has_alike(tape):
+        return False
+    plan.tapes.add(tape, for_all_values=True)
+    return True
+
+
+def _functions(ran: Ran) -> set[Hashable]:
+    """The functions in a forward's graph whose backward isn't on the tape."""
+    return {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+
+
+def _losses(ran: Ran, plan: Plan) -> bool:
+    """Whether the model makes a loss itself."""
+    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+
+
+def show_independent(
+    recorder: Recorder, model: nn.Module, aside: Aside | None, batch: Batch, ran: Ran, plan: Plan, samples: int
+) -> None:
     """Records in a plan whether outputs, and changed buffers, are independent of other samples.
+
+    aside: the state in which the forward began; None if a proof was not known to be due then
 
     Raises ProbeFailed if the model can't be run again.
     """
+    tape = recorder.tape
+    if tape is not None and tape.refused is not None:
+        raise tape.refused
+    if tape is not None:
+        recorder.check_tape(tape)
     if samples < 2 or plan.mixing:
         plan.is_independent = not plan.mixing
+    elif tape is None or not (plan.is_independent and tape in plan.tapes):
+        with nullcontext() if aside is not None or recorder.marks is None else recorder.marks.put_back():
+            _show(recorder, aside or Aside(model, ran.arguments), batch, ran, plan, samples)
+    if tape is None or samples < 2:
         return
-    makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+    plan.tapes.mixing = tape.entries if plan.mixing else None
+    if plan.is_independent and not plan.mixing and tape not in plan.tapes:
+        plan.tapes.sites |= tape.sites | _functions(ran)
+        plan.tapes.constants.add(tape.outside)
+        plan.tapes.add(tape, for_all_values=not plan.why_unshown)
+
+
+def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
+    makes_loss = _losses(ran, plan)
     # The arguments as they were when the forward began: it may have overwritten them, and hooks may have replaced them.
     batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
-    if not makes_loss and _is_analysed(recorder, aside, batch, plan, samples):
+    if not makes_loss and _is_analysed(recorder, aside, batch, ran, plan, samples):
         plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
         return
+    if makes_loss or plan.counted_at is not None or batch.has_lists(samples):
+        _check_repeats(recorder, aside)
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
-    was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
+    was_shown, draws = (
+        samples <= plan.replaced and recorder.tape is None,
+        torch.Generator().manual_seed(samples),
+    )  # at another point of training
     # Rows take a backward pass.  They are compared in two runs of the first proof.
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
@@ -89,18 +163,54 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     plan.replaced = max(plan.replaced, samples if has_changed else 0)
 
 
-def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, samples: int) -> bool:
-    """Whether the analysis shows it.  With several processes it is not used, because they must decide together."""
+def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> bool:
+    """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
     if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
     if batch.has_lists(samples):  # their numbers are constants in a trace
         return False
-    if plan.is_independent and not plan.why_unshown and samples <= plan.replaced and plan.forwards == 2:
-        return True  # it holds for all values; whether the model's code branches is checked later
+    plan.why_unshown = ""
+    if _is_by_tape(recorder, ran, plan, samples):
+        return True
+    _check_repeats(recorder, aside)
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
     return not plan.why_unshown
+
+
+def _check_repeats(recorder: Recorder, aside: Aside) -> None:
+    """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
+    tape, batch = recorder.tape, recorder.batch
+    if tape is None or batch is None:
+        return
+    model = aside.module
+    if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
+        print(
+            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} "
+            f"operations that were not proven. It is traced, or runs again with other samples replaced: about {seconds:.0f} "
+            "s, and again for each new sequence of operations that labels alone don't show",
+            file=sys.stderr,
+        )
+    with nullcontext() if gathering(model) else alone(model), aside.run() as copied, Switch.paused_here():
+        own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
+        args, kwargs = own.arguments()
+        again = Tape(model, own.leaves, Constants())
+        again.start()
+        try:
+            with torch.enable_grad():
+                model(*args, **kwargs)
+        finally:
+            again.stop()
+    # The check keeps no casts of weights, so that each use has its own.
+    is_cached = torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
+    # An array may share the memory of a tensor, and its copy does not.
+    if not tape.repeats(again, is_cached or any(hasattr(leaf, "__array_interface__") for leaf in batch.leaves)):
+        raise ProbeFailed(
+            "independence of samples: this forward ran operations that were not proven, and other ones when it was repeated "
+            "for the proof. What a forward computes must follow from its arguments, the modules' attributes and the random "
+            "numbers of torch and Python. Set flags and counters as attributes of the model, outside of its forward."
+        )
 
 
 class _Runs:
@@ -114,22 +224,27 @@ class _Runs:
         model, rows = self.aside.module, dict[str, Tensor]()
         # Processes that hold shards are handled already; see `distributed/agreement.py`.
         with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
+            for n, p in enumerate(self.aside.trained):
+                # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
+                if p.numel() and not is_part(p) and not p.detach().any():
+                    p.data.copy_(noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32)
             args, kwargs = copied(arguments)
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs)
                 else:
-                    with torch.no_grad(), Switch.paused_here():
+                    with torch.enable_grad(), Switch.paused_here():  # the forward may take derivatives itself
                         outputs = tensors_of(model(*args, **kwargs))
             except PerSampleGradientError:
                 raise
             except Exception as error:  # the model may raise anything for other samples
                 raise ProbeFailed(
                     "independence of samples: the check runs the model again with other samples replaced, and the model "
-                    f"raised {type(error).__name__}: {error}. To skip the check, use independent=False."
+                    f"raised {type(error).__name__}: {error}. Training that is not "
+                    "private can leave the check out: independent=False."
                 ) from error
-            buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
-            return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)
+            buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
+            return _Seen([x.detach().clone() for x in outputs], buffers, rows)
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,9 +256,7 @@ class _Runs:
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
-                losses = [
-                    _along(whole_of(x), slot) for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested
-                ]
+                losses = [_along(x, slot) for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested]
             if not losses:
                 return outputs, {}
             torch.autograd.backward(losses)
@@ -159,12 +272,6 @@ class _Runs:
 
         rounds: whether to ignore differences that rounding explains
         """
-        own, mesh = self._differing(first, other, kept, rounds), mesh_of_parts(self.aside.module.parameters())
-        if mesh is None:
-            return own
-        return next((found for found in from_all(own, mesh) if found[0]), own)  # what one process finds, all must know
-
-    def _differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         every = tuple(range(len(first.outputs)))
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every

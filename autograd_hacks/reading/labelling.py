@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import LayerCall, packed_into
-from autograd_hacks.distributed.agreement import mesh_of_parts, told_by_all
 from autograd_hacks.probe.meetings import Follows, Meetings, memory_of
 from autograd_hacks.probe.owners import NOBODY, Verdict, Weights, judged
 from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place
@@ -23,7 +22,7 @@ from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made, operands_of
 from autograd_hacks.support.layout import Layout, candidates, likeliest, samples_of_rows
-from autograd_hacks.support.parts import cut_as, part_of, settled
+from autograd_hacks.support.parts import part_of, undivided
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.trees import tensors_of
@@ -92,7 +91,6 @@ class Passes:
             g = random_like(like, draws)
             weights = (self.weights.of_pass(number).to(g) for number in range(self.weights.passes))
             own = [g, *(g * over(g, w, where) for w in weights)]
-            own = [cut_as(x, like) for x in own] if isinstance(at, int) else own
             before = self.given.get(value)
             self.given[value] = own if before is None else [x + y for x, y in zip(before, own)]
         self.arrived: dict[str, Tensor] = {}  # gradients at parameters, in the pass with the first weights
@@ -102,7 +100,7 @@ class Passes:
 
     def run(self) -> Found:
         """Runs the passes.  Runs them again if some calls turn out to belong to no sample, for the nodes behind these."""
-        open_calls: set[LayerCall] = set()
+        open_calls: set[LayerCall] = self.ran.taken_apart()
         while True:
             found = self._run(open_calls)
             others = {call for call, place in found.calls.items() if place.kind == NOT_OF_BATCH} - open_calls
@@ -193,11 +191,9 @@ class Passes:
 
         with torch.no_grad(), without_autocast(self.ran.outputs):
             sweep(self.given, arrive, self.ran.ends, to_leaves=1)
-        if (mesh := mesh_of_parts(self.ran.parameters.values())) is not None:
-            self.verdicts = dict(zip(self.verdicts, told_by_all(list(self.verdicts.values()), mesh)))
 
     def _judge(self, key: Key, arrived: Tensor, *others: Tensor | None) -> None:
-        x, weighted = settled(arrived), [None if y is None else settled(y) for y in others]
+        x, weighted = undivided(arrived), [None if y is None else undivided(y) for y in others]
         axes = list(range(x.ndim))
         if isinstance(key[0], LayerCall) and not key[1]:
             axes = list(dict.fromkeys([*axes_for(key[0].layer, x.ndim), *axes]))

@@ -17,7 +17,7 @@ from autograd_hacks.reading.labelling import Hypothesis, Passes, over
 from autograd_hacks.reading.proof import fill
 from autograd_hacks.support.graph import Graph, Value, made
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.parts import settled
+from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.switch import Switch
@@ -73,8 +73,8 @@ def come_apart(x: Tensor, returned: Sequence[tuple[GradientEdge, Returned]]) -> 
     for edge, mark in returned:
         own, *others = (grads[edge.output_nr] for grads in found.get(edge.node, [[None] * (edge.output_nr + 1)]))
         if own is not None:
-            parts = [None if y is None else settled(y) for y in others]
-            verdicts.append(bool(judged(settled(own), parts, weights, [mark.layout]).layouts))
+            parts = [None if y is None else undivided(y) for y in others]
+            verdicts.append(bool(judged(undivided(own), parts, weights, [mark.layout]).layouts))
     return verdicts
 
 

@@ -14,7 +14,6 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import LayerCall
-from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.owners import NOBODY
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
@@ -27,11 +26,9 @@ from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, u
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, candidates
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed
-from autograd_hacks.support.untouched import Aside
 
 TRIES = 6
 """How many hypotheses about the samples' places in the outputs are tried."""
@@ -79,12 +76,8 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
         check_losses_inside(recorder, plan, ran, found, passes, draws)
         check_totals(plan, ran, found, passes)
         check_documents(plan, ran, found, draws)
-        if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds, all must know
-            for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
-                plan.disproven, plan.unsure = plan.disproven | disproven, plan.unsure | unsure
     if recorder.planner.independent and known.batch is not None and (model := next(iter(ran.modules), None)) is not None:
-        aside = known.aside or Aside(model, ran.arguments)  # if the forward began before a proof was known to be due
-        show_independent(recorder, aside, known.batch, ran, plan, found.hypothesis.samples)
+        show_independent(recorder, model, known.aside, known.batch, ran, plan, found.hypothesis.samples)
     return found.hypothesis.samples
 
 
@@ -131,7 +124,7 @@ def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -
     """Runs the same passes with noise in all-zero parameters, which hide what is behind them."""
     if found.mixed or not found.unsure:
         return found
-    zeros = {name: p for name, p in ran.parameters.items() if p.numel() and not is_part(p) and not bool(p.detach().any())}
+    zeros = {name: p for name, p in ran.parameters.items() if p.numel() and not bool(p.detach().any())}
     for noted in ran.noted if zeros else ():  # a layer's bias hides nothing
         names = [edge.name for edge in noted.call.edges.values()]
         for name in names if not all(other in zeros for other in names) else ():

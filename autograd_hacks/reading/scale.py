@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
+from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
-from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
@@ -21,15 +21,9 @@ def check_loss_type(loss_type: str | None) -> None:
         )
 
 
-def check_scale(scale: float | Tensor) -> None:
-    value = scale.detach() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-    if value.numel() != 1 if isinstance(value, Tensor) else not is_number(value):
-        raise TypeError(
-            f"scale is {scale!r}; expected the number that the loss was multiplied by: GradScaler.get_scale()."
-            + ON_REDUCTION
-        )
-    if not 0 < float(value) < float("inf"):
-        raise ValueError(f"scale is {float(value)}; expected a number above 0, the factor on the loss." + ON_REDUCTION)
+def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether ``unscale_`` was called for some optimizer since its last step, so that ``.grad`` has lost the scale."""
+    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())
 
 
 def check_ordinary(record: Record, what: str) -> None:

@@ -10,22 +10,15 @@ from torch import Tensor
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Bags, Form, Lookup
 from autograd_hacks.rules.rule import Call, needs_batch
-from autograd_hacks.support.parts import Cut, part_of
 
 
 def embedding(layer: nn.Embedding, call: Call) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
-    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # the value at the call, whole or a part
-    index, g, own = call.argument(0, "input"), call.grad, part_of(weight).shape
+    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # the value at the call
+    index = call.argument(0, "input")
     needs_batch(index, at_least=1, layout="(N, ...)")
     refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-    if own[0] == len(weight):
-        return {"weight": lookup(index, g, own, layer.padding_idx)}
-    index, first = index.long(), Cut.of(weight).start(0)  # the first entry that this process holds
-    outside = (index < first) | (index >= first + own[0])
-    if layer.padding_idx is not None:
-        outside |= index == layer.padding_idx
-    return {"weight": lookup((index - first).masked_fill(outside, 0), g.masked_fill(outside[..., None], 0), own)}
+    return {"weight": lookup(index, call.grad, weight.shape, layer.padding_idx)}
 
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:

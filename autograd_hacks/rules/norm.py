@@ -43,12 +43,15 @@ def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
 
 
 def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
-    of_batch = training or not layer.track_running_stats
+    of_batch = training or not layer.track_running_stats or layer.running_mean is None
     if not of_batch or isinstance(layer, nn.modules.instancenorm._InstanceNorm):
         return None
+    why, mend = (
+        ("training mode", "Call .eval() on it") if training else ("no running statistics", "Give it running statistics")
+    )
     return (
-        f"normalises with statistics of the batch ({'training mode' if training else 'no running statistics'}), so its "
-        "samples have no gradients of their own. Call .eval() on it, or use GroupNorm."
+        f"normalises with statistics of the batch ({why}), so its samples have no gradients of their own. {mend}, or use "
+        "GroupNorm."
     )
 
 

@@ -64,6 +64,11 @@ class Call:
 
         Raises StaleRecord if it has changed since.
         """
+        if name not in self.state:
+            raise StaleRecord(
+                f"{where(self.path, self.layer)} had no {name!r} in the forward pass, but per-sample gradients need it. Set "
+                "it before the forward, and leave it as it is until they are read."
+            )
         tensor, version = self.state[name]
         *path, own_name = name.split(".")
         if version_of(tensor) != version or getattr(self.layer.get_submodule(".".join(path)), own_name) is not tensor:

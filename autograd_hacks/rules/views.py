@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from autograd_hacks.forms import Dense, Form, Outer, Placed
-from autograd_hacks.support.graph import kept_by, number_of
+from autograd_hacks.rules.embedding import lookup
+from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of
 
 Step = Callable[[Form], Form]
 
@@ -56,6 +57,15 @@ def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
     return partial(_placed, start=start, stop=stop, shape=shape)
 
 
+def _looked_up(node: Any, number: int, shape: torch.Size) -> Step | None:
+    """Entries of a table, by an index that is the same for all samples, such as positions."""
+    if is_packed_by_hooks(node, "indices") or kept_by(node, "scale_grad_by_freq"):
+        return None
+    index, padding_idx = kept_by(node, "indices").clone(), number_of(node, "padding_idx")
+    padding_idx = None if padding_idx is None or padding_idx < 0 else padding_idx
+    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
+
+
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
     **dict.fromkeys(("TBackward0", "TransposeBackward0"), _swap),
     **dict.fromkeys(
@@ -67,5 +77,6 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
     ),
     "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
     **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
+    "EmbeddingBackward0": _looked_up,
 }  # fmt: skip
 """{node name: ``step(node, number, shape)``} for nodes that view a tensor; None for a case that isn't covered"""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from math import floor
 from operator import length_hint
 from typing import TYPE_CHECKING, TypeVar
 
@@ -154,6 +155,19 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
         _, seen = memory.setdefault(storage._cdata, (storage.nbytes(), {}))
         seen[x.storage_offset(), x.numel()] = x.numel() * x.element_size()
     return sum(min(size, sum(seen.values())) if seen else size for size, seen in memory.values())
+
+
+def percent(share: float) -> str:
+    """A share as text, rounded down: less than all is never shown as 100 %."""
+    return f"{floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def in_millions(number: int) -> str:
+    """A number as text: 1.2 M from a million on, 1.2 G from a billion on."""
+    for unit, size in {"G": 10**9, "M": 10**6}.items():
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,}"
 
 
 def with_unit(size: int | None) -> str:

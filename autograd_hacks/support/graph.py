@@ -139,6 +139,11 @@ def kept_by(node: Any, name: str) -> Any:
     return x
 
 
+def is_packed_by_hooks(node: Any, name: str) -> bool:
+    """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
+    return getattr(getattr(node, f"{RAW}{name}"), "unpack_hook", None) is not None
+
+
 def put_back_by(node: Any) -> Callable[[], None]:
     """Returns a function that restores what checkpoints recomputed for a node.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import (
     TreeSpec,
     register_pytree_node,
@@ -55,6 +55,8 @@ hooks_after: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 without_subclasses: Any = _C.DisableTorchFunctionSubclass
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+push_dispatch_mode: Callable[[Any], None] = _push_mode
+pop_dispatch_mode: Callable[[], Any] = _pop_mode
 pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
 top_saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 pop_saved_hooks: Callable[[], None] = _C._autograd._pop_saved_tensors_default_hooks
@@ -75,6 +77,9 @@ is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # 
 
 # Memory.
 versions_kept: Any = _autograd._unsafe_preserve_version_counter  # a context that doesn't count writes
+
+
+address_of: Callable[[Tensor], int] = _C.TensorBase.data_ptr  # also while the class's method is watched
 
 
 def uses_of(storage: Any) -> int:

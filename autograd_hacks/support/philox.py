@@ -6,19 +6,30 @@ needs by itself, in any order.
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC '11), section 3.3.
 """
 
+import secrets
+import struct
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
-from typing import Any
+from hashlib import blake2b, sha256
+from itertools import accumulate
+from math import factorial, log, pi
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _WORD = 2**32 - 1
-_FACTORS = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
-"""Philox' multipliers less 2³²: times a word they stay in int64, so that nothing overflows."""
+_FACTORS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85
 """The increments of the key's words from round to round."""
 _ROUNDS = 10
+_HALVES = struct.Struct("<2q")
+_ROOT_OF_HALF = 0x3FE6A09E667F3BCD
+"""The bits of √½ in float64."""
+_ROW = 128
+"""Counters of a row.  A row belongs to one stream: its numbers are those of R cos θ, then those of R sin θ."""
+_ARTANH = [-4 / (2 * k + 1) for k in range(10, -1, -1)]
+_SINE = [(-1) ** k / factorial(2 * k + 1) for k in range(7, -1, -1)]
+"""Series: of -4 artanh(s) / s by s², for |s| ≤ .172, and of sin(t) / t by t², for |t| ≤ π/4: to 10⁻¹⁶."""
 
 BITS = 128
 """Signs that one counter gives."""
@@ -31,21 +42,126 @@ def key_of(*fields: object) -> int:
     return int.from_bytes(sha256(repr(fields).encode()).digest()[:8], "big")
 
 
-def philox(counter: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Sequence[Tensor], key: int | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four random words of each counter.
 
-    counter: four int64 tensors of one shape with numbers in [0, 2³²)    key: of 64 bits, its lower word first
+    counter: four int64 tensors of one shape with numbers in [0, 2³²)
+    key: of 64 bits, its lower word first; or its two words, int64 tensors whose shape can be expanded to the counters'
     Returns four int64 tensors with numbers in [0, 2³²).
     """
-    (a, b, c, d), low, high = counter, key & _WORD, key >> 32
+    a, b, c, d = counter
+    low, high = (key & _WORD, key >> 32) if isinstance(key, int) else key
     for _ in range(_ROUNDS):
+        # The products' bits are right although the largest overflow int64.  The upper words of b and d are never cut off,
+        # because those of a and c are, after b and d have entered them: that saves two of twelve passes over memory.
         p, q = a * _FACTORS[0], c * _FACTORS[1]
-        # The upper word of a product is that of p or q, plus what 2³² times the factor adds to it.
-        upper_p, upper_q = (p >> 32).add_(a), (q >> 32).add_(c)
-        a, c = upper_q.bitwise_xor_(b).bitwise_xor_(low), upper_p.bitwise_xor_(d).bitwise_xor_(high)
-        b, d = q.bitwise_and_(_WORD), p.bitwise_and_(_WORD)
+        a = (q >> 32).bitwise_xor_(b).bitwise_xor_(low).bitwise_and_(_WORD)
+        c = (p >> 32).bitwise_xor_(d).bitwise_xor_(high).bitwise_and_(_WORD)
+        b, d = q, p
         low, high = (low + _STEPS[0]) & _WORD, (high + _STEPS[1]) & _WORD
-    return a, b, c, d
+    return a, b.bitwise_and_(_WORD), c, d.bitwise_and_(_WORD)
+
+
+class Stream(NamedTuple):
+    """Where a sequence of random numbers begins: a key of 64 bits, and the upper half of the counters, another 64.  The
+    lower half counts the numbers, so no two of a sequence share a counter, and no two streams a key and a counter unless
+    their 128 bits are equal.  Both fields are signed.
+    """
+
+    key: int
+    upper: int
+
+    @classmethod
+    def of(cls, *fields: object) -> "Stream":
+        """The stream of some fields: a hash of their ``repr``."""
+        return cls(*_HALVES.unpack(blake2b(repr(fields).encode(), digest_size=_HALVES.size).digest()))
+
+    @classmethod
+    def secret(cls) -> "Stream":
+        """A stream that nobody knows, from the operating system's random bits."""
+        return cls(*_HALVES.unpack(secrets.token_bytes(_HALVES.size)))
+
+    def part(self, number: int) -> "Stream":
+        return Stream.of(*self, number)
+
+    def words(self) -> list[int]:
+        """The words of the key and of the counter's upper half, the lower ones first."""
+        return [half >> shift & _WORD for half in self for shift in (0, 32)]
+
+
+def uniform(stream: Stream, count: int) -> Tensor:
+    """Numbers in [0, 1), multiples of 2⁻⁵³: float64, on the CPU."""
+    rows = [-(-count // (2 * _ROW))]
+    found = torch.empty(rows[0], 2, _ROW, dtype=torch.float64, device="cpu")
+    for piece, bits in _rows([stream], rows, found.device):
+        for own, numbers in zip(found[piece].unbind(1), bits):
+            own.copy_(numbers)
+    return found.flatten()[:count].mul_(2.0**-53)
+
+
+def normal(
+    streams: Sequence[Stream], counts: Sequence[int], deviation: float, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Normal numbers of several streams, drawn in float64: the same bits on every device, and alone or with others.
+
+    counts: of each stream's numbers
+    dtype: of the result, real
+    """
+    rows = [-(-count // (2 * _ROW)) for count in counts]
+    found = torch.empty(sum(rows), 2, _ROW, dtype=dtype, device=device)
+    for piece, bits in _rows(streams, rows, device):
+        for own, numbers in zip(found[piece].unbind(1), box_muller(*bits)):
+            own.copy_(numbers.mul_(deviation))
+    return [own.flatten()[:count] for own, count in zip(found.split(rows), counts)]
+
+
+def _rows(
+    streams: Sequence[Stream], rows: Sequence[int], device: torch.device
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+    """Rows of counters, some at a time, each with two numbers of 53 random bits.  rows: how many a stream has"""
+    fields = [(*stream.words(), start) for stream, start in zip(streams, accumulate(rows, initial=0))]
+    counts = torch.tensor(rows, device=device)
+    of_row = torch.tensor(fields, device=device).repeat_interleave(counts, 0, output_size=sum(rows))
+    entry = torch.arange(_ROW, device=device)
+    # A CPU's threads share each operation, if all of them have enough to do.
+    for piece in _pieces(len(of_row), _ROW // (torch.get_num_threads() if device.type == "cpu" else 1), device):
+        low, high, *upper, start = of_row[piece].T[..., None]
+        index = (torch.arange(piece.start, piece.stop, device=device)[:, None] - start) * _ROW + entry
+        counter = index & _WORD, index >> 32, *(word.expand_as(index) for word in upper)
+        a, b, c, d = philox(counter, (low, high))
+        yield piece, (a.mul_(2**21).add_(b >> 11), c.mul_(2**21).add_(d >> 11))
+
+
+def box_muller(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent normal numbers for each pair of numbers in [0, 2⁵³), in float64: R cos θ and R sin θ with
+    R = √(-2 log((u + 1) / 2⁵³)).
+
+    No number is beyond 8.57.  The lowest bit of v is the sign of R, the others are θ in [-π/2, π/2).  Libraries' logarithms
+    and sines differ in their last bits by device, version and place in a vector.  Here are only operations that IEEE 754
+    rounds in one way, so all devices and pieces have the same bits.
+
+    u, v: int64
+    Source: Box and Muller 1958, "A note on the generation of random normal deviates".
+    """
+    x = u.add(1).double().view(torch.int64)
+    exponent = (x - _ROOT_OF_HALF) >> 52
+    m = x.sub_(exponent << 52).view(torch.float64)  # x = m · 2^exponent with m in [√½, √2)
+    s = (m - 1).div_(m.add_(1))  # log m = 2 artanh s
+    radius = _polynomial(_ARTANH, s * s).mul_(s).add_(exponent.sub_(53).double().mul_(-2 * log(2))).sqrt_()
+    radius.view(torch.int64).bitwise_xor_(v << 63)
+    t = (v >> 1).double().mul_(pi / 2**53).sub_(pi / 4)  # θ / 2, for which cos = √(1 - sin²) loses no digits
+    sine = _polynomial(_SINE, t * t).mul_(t)
+    square = sine * sine
+    cosine = (1 - square).sqrt_()
+    return square.mul_(-2).add_(1).mul_(radius), sine.mul_(2).mul_(cosine).mul_(radius)
+
+
+def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    """coefficients: the highest first"""
+    found = x * coefficients[0]
+    for c in coefficients[1:-1]:
+        found.add_(c).mul_(x)
+    return found.add_(coefficients[-1])
 
 
 def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import undone_by
-from autograd_hacks.support.trees import like_its_kind
+from autograd_hacks.support.trees import like_its_kind, slots_of
 
 _ATOMS = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
 
@@ -250,7 +250,7 @@ def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
     return ProbeFailed(
         f"independence of samples: the check runs the model again, but can't restore {where}, of type "
         f"{type(thing).__name__} ({why}). Nothing has been run. Pass what it yields to the model as an argument, or use an "
-        "object that copy.deepcopy accepts. To skip the check, use independent=False."
+        "object that copy.deepcopy accepts. Training that is not private can leave the check out: independent=False."
     )
 
 
@@ -270,13 +270,6 @@ def _mentioned(code: CodeType) -> list[str]:
     """The names used in a function's code, including the functions that it defines."""
     inside = [name for const in code.co_consts if isinstance(const, CodeType) for name in _mentioned(const)]
     return [*code.co_names, *inside]
-
-
-def slots_of(thing: object) -> dict[str, Any]:
-    """The values in an object's slots, by name."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
-    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
-    return {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
 
 
 def _content_of_cell(name: str, cell: Any) -> dict[str, Any]:

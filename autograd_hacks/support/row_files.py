@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_DATA_SETS
-from autograd_hacks.support.reach import slots_of
+from autograd_hacks.support.trees import slots_of
 
 _KINDS = {
     torch.float16: ("<f2", "F16"),

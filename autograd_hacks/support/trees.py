@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict, UserDict, UserList
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from types import NoneType, SimpleNamespace
 from typing import Any
@@ -119,7 +119,7 @@ def unpacked(tree: Any, everything: bool = False) -> Any:
         if not (is_record or everything) or new is not base.__new__ or kind in (object, OrderedDict, dict, list):
             return leaf
         items = dict(leaf) if isinstance(leaf, dict) else dict(enumerate(leaf)) if isinstance(leaf, list) else {}
-        own = _attributes(leaf)
+        own = slots_of(leaf) | getattr(leaf, "__dict__", {})
         known[id(leaf)] = _ITSELF
         held_parts = [_ITSELF if part is leaf else part for part in (*items.values(), *own.values())]
         parts = [tree_map(at_leaf, part, is_leaf=is_packed) for part in held_parts]
@@ -138,10 +138,11 @@ def _is_record(x: Any) -> bool:
     return like or (is_dataclass(x) and not isinstance(x, type))
 
 
-def _attributes(x: Any) -> dict[str, Any]:
-    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for of in slots for name in ([of] if isinstance(of, str) else of) if not name.startswith("__")]
-    return {**{name: getattr(x, name) for name in names if hasattr(x, name)}, **getattr(x, "__dict__", {})}
+def slots_of(thing: object) -> dict[str, Any]:
+    """The values in an object's slots, by name."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
+    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
+    return {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
 
 
 def weakly(tree: Any) -> Any:
@@ -247,6 +248,29 @@ def holds_numbers(x: Tensor) -> bool:
 
 def is_packed(tree: Any) -> bool:
     return isinstance(tree, PackedSequence)
+
+
+def stepped_outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The trainable parameters that an optimizer steps and the model doesn't have."""
+    ours = {id(p) for p in model.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in ours]
+
+
+Versions = Sequence[tuple[Tensor, int]]
+"""Tensors, and how often each had been overwritten."""
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(x, version_of(x)) for x in tensors]
+
+
+def overwritten_in(versions: Iterable[tuple[Tensor | None, int]]) -> str:
+    """What is wrong if a tensor has been overwritten since, for messages; "" if none has."""
+    for tensor, version in versions:
+        if tensor is not None and version_of(tensor) != version:
+            now = f"version {version_of(tensor)}; expected {version}"
+            return f"of shape {tuple(tensor.shape)}, was overwritten in place ({now})"
+    return ""
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,6 +1,8 @@
 """Runs a module once more without a trace in the module, or in anything that it can reach."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.reach import Reach
 from autograd_hacks.support.restored import restored, switches_kept
 from autograd_hacks.support.stance import as_written
+from autograd_hacks.support.trees import tensors_of
 
 
 class Aside:
@@ -74,3 +77,48 @@ class Aside:
 def untouched(module: nn.Module, arguments: Any = ()) -> AbstractContextManager[Callable[[Any], Any]]:
     """A context in which a module may run once; see `Aside`."""
     return Aside(module, arguments).run()
+
+
+_OF_MODULE = frozenset(vars(nn.Module()))
+SIMPLE = (bool, int, float, str, type(None))
+
+
+class Marks:
+    """The plain attributes of a model's modules and the random numbers, as they were when its forward began.
+
+    They cost little in each forward, and often decide what it does.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._random = torch.get_rng_state(), random.getstate()
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.tensors: list[Tensor] = []  # kept as attributes that are no parameters or buffers
+        for module in modules:
+            own: dict[str, Any] = {}
+            for key, x in vars(module).items():
+                if type(x) in SIMPLE:
+                    own[key] = x
+                elif type(x) is Tensor:
+                    self.tensors.append(x)
+                elif key not in _OF_MODULE and type(x) in (list, tuple, dict, deque) and x:
+                    self.tensors += tensors_of(list(x) if type(x) is deque else x)
+            self._attributes.append((module, own))
+
+    @contextmanager
+    def put_back(self, with_torch: bool = True) -> Iterator[None]:
+        """A context in which they are as they were.  with_torch: also torch's random numbers"""
+        drawn, later = random.getstate(), list[tuple[nn.Module, dict[str, Any]]]()
+        for module, before in self._attributes:
+            own = vars(module)
+            later.append((module, {k: own[k] for k, x in before.items() if k in own and own[k] is not x}))
+
+        def undo() -> None:
+            random.setstate(drawn)
+            for module, own in later:
+                vars(module).update(own)
+
+        with restored(undo), with_random_state({"cpu": self._random[0]} if with_torch else {}):
+            random.setstate(self._random[1])
+            for (module, before), (_, own) in zip(self._attributes, later):
+                vars(module).update({k: before[k] for k in own})
+            yield

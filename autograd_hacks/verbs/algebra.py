@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
-from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
-from autograd_hacks.verbs.metric import random_sides
 
 if TYPE_CHECKING:
     from typing import Self
@@ -35,13 +33,13 @@ class Algebra(Matrix):
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            rows = {name: self._placed(form.dense()) for name, form in self.items()}
-            return {name: self.cuts[name].joined(x) if name in self.cuts else x for name, x in rows.items()}
+            return self._each(lambda _, form: form.dense())
 
     @overload
     def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
     @overload
     def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
@@ -52,17 +50,16 @@ class Algebra(Matrix):
         """
         with self.reading():
             if per_parameter:
-                norms = {name: form.norms(budget) for name, form in self.items()}
-                return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
+                return self._each(lambda _, form: form.norms(budget))
             forms, factor = without_factor(self)
-            norms = {name: form.norms(budget) for name, form in forms.items()}
-            joined = whole_norms(norms, self.cuts, lambda own: matrix.joint_norms(own.values(), self._row_count))
+            joined = matrix.joint_norms([form.norms(budget) for form in forms.values()], self._row_count)
             return self._placed(joined * abs(factor))
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def dot(
         self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
@@ -83,9 +80,10 @@ class Algebra(Matrix):
 
         with self.reading():
             if per_parameter:
-                return self._each({name: along(name, form) for name, form in self.items()})
+                return self._each(along)
             return self._added(along)
 
+    @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
 
@@ -118,6 +116,7 @@ class Algebra(Matrix):
     def gram(self, other: Self | None = None, budget: int = BUDGET) -> Tensor: ...
     @overload
     def gram(self, other: Self | None = None, budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def gram(
         self, other: Self | None = None, budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
@@ -152,12 +151,16 @@ class Algebra(Matrix):
                 f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
                 "preconditioned(metric) to both." + ON_METRICS
             )
-        if not per_parameter:
-            return self._between(other, lambda name, form: form.gram(other[name], budget))
-        with self.reading(), other.reading():
-            products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
-            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
 
+        def products(name: str, form: Form) -> Tensor:
+            return form.gram(other[name], budget)
+
+        if not per_parameter:
+            return self._between(other, products)
+        with self.reading(), other.reading():
+            return {name: other._placed(x, x.ndim - 1) for name, x in self._each(products).items()}
+
+    @checked(ON_VERBS)
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
         """The inner products ⟨gₙ, g′ₘ⟩ of this process's N samples with all M samples of all processes, (N, M).
 
@@ -183,13 +186,10 @@ class Algebra(Matrix):
                     f"for the largest parameter; the limit is {limit / 2**20:,.0f} MiB. Project them by "
                     "gram_of_all(dim=4096), or raise limit."
                 )
-            shape = self.samples, int(count)
+            products = (form.gram(Dense(everyones(form.dense()))) for form in self.values())
+            return matrix.added(products, (self.samples, int(count)))
 
-            def products(forms: Mapping[str, Form]) -> Tensor:
-                return matrix.added((form.gram(Dense(everyones(form.dense()))) for form in forms.values()), shape)
-
-            return whole_sum(self, self.cuts, products)
-
+    @checked(ON_VERBS)
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """The weighted sum of squares Σₙ wₙ gₙ², elementwise, {name: shape}.
 
@@ -203,6 +203,7 @@ class Algebra(Matrix):
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
 
+    @checked(ON_VERBS)
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
         """The sum Σₙ f(gₙ) of an elementwise function of the gradients, {name: shape}.
 
@@ -244,23 +245,22 @@ class Algebra(Matrix):
     @overload
     def project(
         self,
-        dim: int | None = None,
+        dim: int,
         seed: int = 0,
         budget: int = BUDGET,
         *,
         per_parameter: bool,
-        rank: int | None = None,
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> dict[str, Tensor]: ...
+    @checked(ON_VERBS)
     def project(
         self,
-        dim: int | None = None,
+        dim: int,
         seed: int = 0,
         budget: int = BUDGET,
         *,
         per_parameter: bool = False,
-        rank: int | None = None,
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
@@ -273,42 +273,31 @@ class Algebra(Matrix):
         seed: the seed of R
         budget: bytes to use beside the result
         per_parameter: return {name: (N, dim)} instead, a projection of each parameter
-        rank: use with ``per_parameter`` instead of ``dim``. Returns {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P
-        and Q, as in `Metric.low_rank`. A vector becomes at most rank² numbers. A side of at most ``rank`` entries is left
-        as it is
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
         map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
         of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
         one, and of about √(6 / dim) with a sparse map
         entries: coordinates per number in a sparse map, 1 by default; must divide ``dim``
 
-        Raises ValueError for a ``dim`` or ``rank`` below 1, for both or neither of them, for an unknown kind, and for
-        ``entries`` below 1 or that don't divide ``dim``.
+        For small matrices Pᵀ Gₙ Q take ``grads.preconditioned(Metric.low_rank(model, rank)).dense()``.
+
+        Raises ValueError for a ``dim`` below 1, for an unknown kind, and for ``entries`` below 1 or that don't divide
+        ``dim``.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        if rank is not None:
-            if dim is not None or not per_parameter or self.cuts or kind != "signs":
-                raise ValueError(
-                    f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
-                    "expected project(rank=..., per_parameter=True), and parameters that are not cut over processes."
-                    + ON_VERBS
-                )
-            with self.reading():
-                sides = {n: random_sides(n, form.shape, rank, seed, form.like.device) for n, form in self.items()}
-                return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
         matrix.check_map("project: dim", dim, kind, entries)
-        count = dim or 0
 
         def projected(name: str, form: Form) -> Tensor:
-            random = matrix.random_map(name, form.shape, count, seed, self.cuts.get(name), kind, entries)
+            random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
             return form.project(random, budget)
 
         with self.reading():
             if per_parameter:
-                return self._each({name: projected(name, form) for name, form in self.items()})
-            return self._added(projected, count)
+                return self._each(projected)
+            return self._added(projected, dim)
 
+    @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
         """The best low-rank approximation of each sample's gradient, {name: (left, right)}.
 
@@ -320,18 +309,15 @@ class Algebra(Matrix):
         rank: the largest number of terms
         budget: bytes to use beside the result
 
-        Raises ValueError for a rank below 1, and for parameters that are cut over processes.
+        Raises ValueError for a rank below 1, and for rows of output entries.
         Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
         """
-        arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
-        if self.cuts or self.entries:
-            raise ValueError(
-                f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
-                "expected one row per sample, for whole parameters." + ON_VERBS
-            )
+        if self.entries:
+            raise ValueError("low_rank: these are rows of output entries; expected one row per sample." + ON_VERBS)
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}
 
+    @checked(ON_VERBS)
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
         """Sums of rows with the same id: one row for each user, or each document.
 

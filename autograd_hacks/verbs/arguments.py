@@ -1,38 +1,22 @@
-"""Checks of verbs' arguments: directions, dimensions, names, dampings, limits."""
+"""Checks of verbs' arguments: directions, groups, names, sizes."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import isfinite
-from typing import Any, SupportsFloat
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge
+from autograd_hacks.errors import ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
-from autograd_hacks.support.kinds import is_number, is_whole
 
 NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
 """The prefixes that wrappers add to parameters' names."""
-
-
-def check_count(what: str, count: object, of: str, page: str, other: str = "") -> None:
-    """Raises unless ``count`` is a whole number above 0.
-
-    what: the argument's name, for the message
-    of: what is counted, for the message
-    other: what else the argument may be, for the message
-    """
-    if not is_whole(count):
-        raise TypeError(f"{what}={count!r} is not a whole number; expected how many {of}, 1 or more{other}." + page)
-    if count < 1:  # type: ignore[operator]  # a whole number
-        raise ValueError(f"{what}={count} is below 1; expected how many {of}, 1 or more{other}." + page)
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -72,8 +56,6 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
         raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers: ids.long()." + ON_VERBS)
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
-    if groups is not None and not is_whole(groups):
-        raise TypeError(f"group: groups={groups!r} is not a whole number; expected how many rows to return." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(
             f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
@@ -166,31 +148,6 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
     return torch.arange(samples, device="cpu")[index.cpu()]
 
 
-def check_damping(what: str, damping: Any, rank: int | None = None) -> float:
-    """The damping as a float.
-
-    rank: an upper bound on the rank of the matrix that is to be inverted; None if the damping may be 0
-    """
-    if damping is None and rank is not None:
-        raise TypeError(
-            f"{what}: damping is missing; expected λ > 0. JᵀJ / N has rank {rank} at most, one for each pass and sample, so "
-            f"it has no inverse. Start with {what}(v, damping=1e-2) and try powers of ten: with a large damping the step is "
-            "close to v / λ, with a small one it follows the curvature of these samples." + ON_CURVATURE
-        )
-    is_one = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
-    if not is_one or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
-        raise ValueError(f"{what}: damping={damping!r}; expected a finite number, for example 1e-2." + ON_CURVATURE)
-    if float(damping) < 0 or (float(damping) == 0 and rank is not None):
-        least = "0 or more" if rank is None else "a number above 0"
-        raise ValueError(f"{what}: damping={damping!r} is too small; expected {least}." + ON_CURVATURE)
-    return float(damping)
-
-
-def check_limit(limit: object) -> None:
-    if not is_number(limit):
-        raise TypeError(f"limit={limit!r}; expected a number of bytes: 2**30, or float('inf')." + ON_CURVATURE)
-
-
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     """Raises BlockTooLarge if the largest block takes more bytes than the limit.
 
@@ -245,7 +202,9 @@ def names_matching(
     """
     named = list(model.named_parameters(remove_duplicate=False))
     of_norms = {id(p) for m in model.modules() if isinstance(m, NORM_LAYERS) for p in m._parameters.values()}
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else []
+    if not patterns:
+        raise ValueError(f"{what}={only!r} names no parameter; expected names, or patterns: '8.*'" + page)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
@@ -286,6 +245,21 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
             f"{who}: several patterns match {some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
         )
     return parts
+
+
+def check_loader(who: str, loader: object, page: str) -> None:
+    """Raises TypeError for what has no batches."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"{who} was given loader={loader!r}; expected batches, such as a DataLoader" + page)
+
+
+def check_state(who: str, state: object, own: Collection[str], page: str) -> None:
+    """Raises unless a state has the entries that ``state_dict()`` of the same object has.  own: these"""
+    if not isinstance(state, Mapping) or not set(own) <= state.keys():
+        found = some(list(map(str, state))) or "no entry" if isinstance(state, Mapping) else kind_of(state)
+        raise ValueError(
+            f"{who}.load_state_dict was given {found}; expected what its state_dict() returned: {some(list(own))}" + page
+        )
 
 
 def kind_of(value: object) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.hooks import pause_hooks
+from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import (
     A_LOSS_EACH,
     ON_CHECKING,
@@ -22,8 +23,10 @@ from autograd_hacks.errors import (
     VerificationFailed,
 )
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
+from autograd_hacks.support.display import percent
 from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import map_tensors
 from autograd_hacks.support.untouched import Aside
@@ -37,13 +40,13 @@ from autograd_hacks.verbs.comparisons import (
     Rows,
     counted,
     exact,
-    percent,
 )
 
 _PREFIXES = ("_module.", "module.", "_orig_mod.")
 """Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
 
 
+@checked(ON_CHECKING)
 def check_rows(
     model: nn.Module,
     batch: Any,
@@ -84,7 +87,7 @@ def check_rows(
     ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
     something can't be restored.
     """
-    _check_arguments(model, batch, loss, rows, coverage, tolerance)
+    _check_arguments(model, batch, loss, rows)
     known, aside = _known_names(model), Aside(model, batch)
     parameters = list(known.values())
     with _losses(aside, model, batch, loss) as losses:
@@ -104,11 +107,8 @@ def check_rows(
     return result
 
 
-def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any, coverage: float, tolerance: float | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"check_rows was given {type(model).__name__} for the model; expected a torch.nn.Module" + ON_CHECKING
-        )
+def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
+    check_module("check_rows", model, ON_CHECKING)
     if not callable(loss):
         raise TypeError(
             f"check_rows was given {type(loss).__name__} for the loss; expected a function of the model "
@@ -130,10 +130,6 @@ def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any, coverage: flo
                 f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms"
                 f"{_from_array(x) or '. From autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
             )
-    if not 0 <= coverage <= 1:
-        raise ValueError(f"coverage is {coverage}; expected a share of the parameters, from 0 to 1" + ON_CHECKING)
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise ValueError(f"tolerance is {tolerance}; expected a relative error between 0 and 1, such as 1e-4" + ON_CHECKING)
     if has_parts(model):
         raise ShardedParameters(
             "check_rows was given a model that is split over processes. Give it the whole model, in one process."

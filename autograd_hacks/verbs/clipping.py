@@ -1,21 +1,19 @@
 """Per-sample gradient clipping."""
 
 from collections.abc import Mapping
-from math import inf
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.reading.scale import check_scale
-from autograd_hacks.support.kinds import is_number
+from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.reading.scale import is_unscaled
+from autograd_hacks.support.ranges import check
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
@@ -60,9 +58,7 @@ def clip_grad1_norm_(
     all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
     then changes ``.grad`` by at most max_norm / batch_size
     process_group: as in `per_sample_grads`. The sum and N cover the samples of all these processes
-    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model. In a pipeline
-    (``torch.distributed.pipelining``) every stage calls this function, and the norms over all stages are used by default;
-    give them if a process has several stages
+    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model
 
     Returns the norms of this process's samples before clipping, N, without the scale.
 
@@ -79,11 +75,12 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
+        given = {"max_norm": max_norm, "scale": scale, "budget": budget, "batch_size": batch_size}
+        check("clip_grad1_norm_", ON_CLIPPING, "batch_size", **given)
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
+        lengths = grads.norms(budget=max(1, budget // 4)) if norms is None else norms
         return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
@@ -91,7 +88,7 @@ def clip_grad1_norm_(
 
     with spread.weights():
         (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
-        weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
+        weights = clip_weights(lengths, float(max_norm))
         if scaler is not None and scaler.is_enabled():
             # Every optimizer must skip its step, whichever parameter overflowed.
             weights = weights.where(lengths.isfinite(), torch.nan)
@@ -101,25 +98,14 @@ def clip_grad1_norm_(
             weights = weights / max(1, samples)
         if not add:
             drop_grads(model)  # first, so that two sets of gradients never exist at once
-        sums = grads.weighted_sum(weights, budget // 4)
+        sums = grads.weighted_sum(weights, max(1, budget // 4))
     set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
     give_back(written, recorder)
     return lengths
 
 
-def check_numbers(verb: str, **numbers: float) -> None:
-    for what, number in numbers.items():
-        if not is_number(number):
-            raise TypeError(f"{verb} was given {what}={number!r}; expected a number" + ON_CLIPPING)
-        may_be_zero = what == "noise_multiplier"
-        if not (number > 0 or (number == 0 and may_be_zero)) or (number == inf and what != "max_norm"):
-            least = "0 or more" if may_be_zero else "a number larger than 0"
-            raise ValueError(f"{verb} was given {what}={number}; expected {least}" + ON_CLIPPING)
-
-
 def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
     """Raises if ``scaler.step`` would divide by the scale twice, or not at all."""
-    check_scale(scale)
     if scale != 1:
         raise ValueError(
             f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself: scaler=scaler. .grad then "
@@ -129,8 +115,7 @@ def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) ->
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler" + ON_SCALERS)
     # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
-    states = scaler._per_optimizer_states.values() if scaler is not None and scaler.is_enabled() else ()
-    if any(state["stage"] is OptState.UNSCALED for state in states):
+    if scaler is not None and scaler.is_enabled() and is_unscaled(scaler):
         raise RuntimeError(
             "clip_grad1_norm_ was called after scaler.unscale_(optimizer). It writes scaled gradients into .grad, and "
             "scaler.step(optimizer) would not divide by the scale again. Call unscale_ after clip_grad1_norm_, or not at "

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from autograd_hacks.support.display import Shown, Table, progress
+from autograd_hacks.support.display import Shown, Table, in_millions, percent, progress
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 
 Gradients = Sequence[Tensor | None]
@@ -73,7 +73,7 @@ class CheckedRows(Shown):
     def _table(self) -> Table:
         is_whole = any(line.name == WHOLE for line in self.parameters)
         given = "over all" if is_whole else f"attributed: {percent(self.share)} of"
-        title = f"{counted(self.samples, 'sample')}, {given} {_big(self.numbers)} parameters"
+        title = f"{counted(self.samples, 'sample')}, {given} {in_millions(self.numbers)} parameters"
         title += f"; shown to be in it: {percent(self.share)}" if is_whole and self.share < 1 else ""
         return Table(title, [_HEADER, *(line.cells() for line in self.parameters)], self.hint, is_whole=True)
 
@@ -83,18 +83,6 @@ class CheckedRows(Shown):
 def counted(number: int, what: str) -> str:
     """A number of things, as text."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def percent(share: float) -> str:
-    """A share as text, rounded down: less than all is never shown as 100 %."""
-    return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
-
-
-def _big(number: int) -> str:
-    for unit, size in {"G": 10**9, "M": 10**6}.items():
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,}"
 
 
 class _Line:

@@ -10,12 +10,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, BlockTooLarge, NothingRecorded, needed
+from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, ON_NOISE, ON_VERBS, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import BUDGET, Form, scale
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix, statistics
 from autograd_hacks.verbs.algebra import Algebra
 from autograd_hacks.verbs.arguments import LIMIT, kind_of
@@ -59,6 +60,7 @@ class PerSampleGrads(Algebra):
 
     # Noise and directions.
 
+    @checked(ON_NOISE)
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.
 
@@ -70,6 +72,7 @@ class PerSampleGrads(Algebra):
             means = statistics.means(self, self.spread, samples, budget)
             return statistics.variances(self, means, self.spread, samples, budget)
 
+    @checked(ON_NOISE)
     def snr(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The gradient signal-to-noise ratio, ḡ² / `variance`, elementwise, {name: shape}.
 
@@ -88,6 +91,7 @@ class PerSampleGrads(Algebra):
     def noise_scale(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> NoiseScale: ...
     @overload
     def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
+    @checked(ON_NOISE)
     def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
         """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
 
@@ -110,6 +114,7 @@ class PerSampleGrads(Algebra):
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         return NoiseScale(*(sum((x.to(parts[0].device) for x in parts), zero) for parts in zip(*each.values())))
 
+    @checked(ON_VERBS)
     def cosine(self, other: PerSampleGrads | Mapping[str, Tensor] | None = None, budget: int = BUDGET) -> Tensor:
         """The cosines between gradients, (N, M); or between gradients and a direction, N.  A zero gradient has cosine 0.
 
@@ -158,16 +163,10 @@ class PerSampleGrads(Algebra):
 
         metric: a map for every parameter, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
 
-        Raises ValueError for a parameter without a map, for a map that doesn't fit a parameter's shape, and if a layer is
-        cut over processes.
+        Raises ValueError for a parameter without a map, and for a map that doesn't fit a parameter's shape.
         """
         if not isinstance(metric, Metric):
             raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
-        if self.cuts:
-            raise ValueError(
-                f"preconditioned: {next(iter(self.cuts))} is cut over processes, but a map needs the whole. Take dense()"
-                + ON_METRICS
-            )
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
         maps, forms = metric._of(named, list(self)), dict[str, Form]()
@@ -178,7 +177,7 @@ class PerSampleGrads(Algebra):
                 except ValueError as error:
                     raise ValueError(f"preconditioned, {name!r}: the metric has {error}" + ON_METRICS) from error
         made = self.with_forms(forms, self.samples)
-        made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
+        made._versions += [(name, versions_of(by.tensors())) for name, by in maps.items()]
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None
@@ -238,6 +237,7 @@ class PerSampleGrads(Algebra):
             )
         return self._narrowed(self._matvec(v))
 
+    @checked(ON_CURVATURE)
     def natural_gradient(
         self, v: Mapping[str, Tensor], damping: float | None = None, limit: float = LIMIT
     ) -> dict[str, Tensor]:
@@ -253,9 +253,15 @@ class PerSampleGrads(Algebra):
         Source: the identity of Woodbury 1950; Ren and Goldfarb 2019 (arXiv:1906.02353).
         """
         self._check_alone("natural_gradient")
-        damping = arguments.check_damping("natural_gradient", damping, self._row_count)
+        if damping is None:
+            raise TypeError(
+                f"natural_gradient: damping is missing; expected λ > 0. JᵀJ / N has rank {self._row_count} at most, one for "
+                "each pass and sample, so it has no inverse. Start with natural_gradient(v, damping=1e-2) and try powers of "
+                "ten: with a large damping the step is close to v / λ, with a small one it follows the curvature of these "
+                "samples." + ON_CURVATURE
+            )
+        damping = float(damping)
         self._check_real()
-        arguments.check_limit(limit)
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
                 f"natural_gradient: J Jᵀ has {self._row_count:,} rows, one for each pass and sample, and takes "
@@ -270,6 +276,7 @@ class PerSampleGrads(Algebra):
         back = self._transposed(inside.view(along.shape))
         return self._narrowed({name: (v[name].to(x) - x) / damping for name, x in back.items()})
 
+    @checked(ON_CURVATURE)
     def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
         """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
 
@@ -283,7 +290,6 @@ class PerSampleGrads(Algebra):
         other = name if other is None else other
         mine, theirs = self[name], self[other]
         self._check_real()
-        arguments.check_limit(limit)
         arguments.check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
         with self.reading():
             return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
@@ -302,6 +308,7 @@ class PerSampleGrads(Algebra):
             )
         return {name: part.view(form.shape) for part, (name, form) in zip(vector.split(sizes), self.items())}
 
+    @checked(ON_CURVATURE)
     def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
         """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
 
@@ -312,7 +319,7 @@ class PerSampleGrads(Algebra):
         Raises ImportError without scipy, ValueError for a negative damping.
         """
         self._check_alone("as_linear_operator")
-        damping = arguments.check_damping("as_linear_operator", damping)
+        damping = float(damping)
         self._check_real()
 
         with needed("curvature"):

@@ -1,20 +1,25 @@
 """`add_hooks`.  It connects capture with the check of plans and with the agreement of processes."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch.nn as nn
+from torch import Tensor
 
 from autograd_hacks.capture import hooks
-from autograd_hacks.capture.hooks import HOOKS, recorder_of
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.agreement import begin, together
+from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Segments
+from autograd_hacks.probe.tape import Tape
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
+from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.proof import prove
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.describe import Description, describe
 
@@ -30,13 +35,13 @@ class Hooked(hooks.Hooked):
         return describe(self._model, trained)
 
 
+@checked(ON_BATCH)
 def add_hooks(
     model: nn.Module,
     batch_dim: BatchDim = 0,
     probe: bool | str = True,
     param_grad: bool = True,
     reuse: bool = True,
-    mode: str = HOOKS,
     independent: bool = False,
     only: str | Iterable[str] | None = None,
     segments: Segments | None = None,
@@ -45,10 +50,11 @@ def add_hooks(
     if only is not None and isinstance(model, nn.Module):
         names = [name for name, _ in model.named_parameters()]
         left_out = set(names).difference(names_matching(only, model, names))
-    handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out, segments)
+    handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, independent, left_out, segments)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
-    recorder.look_inside, recorder.why_unshown = look_inside, _why_unshown
+    recorder.look_inside, recorder.is_shown = look_inside, is_shown
+    recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
     return Hooked(model, handle._before)
@@ -60,6 +66,19 @@ def _why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int)
     except ImportError as error:
         return str(error)
     return why_unshown(model, batch, axis, samples)
+
+
+def _why_not_by_tape(tape: Tape, axes: Sequence[int | None], samples: int, outputs: Sequence[Tensor]) -> str:
+    from autograd_hacks.compiled.of_tape import why_not_by_tape
+
+    return why_not_by_tape(tape, axes, samples, outputs)
+
+
+def _check_tape(tape: Tape) -> None:
+    if tape.opaque:
+        from autograd_hacks.compiled.of_tape import check_opaque
+
+        check_opaque(tape)
 
 
 add_hooks.__doc__ = hooks.add_hooks.__doc__

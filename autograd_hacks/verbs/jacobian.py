@@ -12,7 +12,6 @@ from autograd_hacks.capture.arrivals import announced, returned_in
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
@@ -22,14 +21,16 @@ from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.graph import Graph
 from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import check_count, kind_of
+from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
 
+@checked(ON_OUTPUTS)
 def per_sample_jacobian(
     model: nn.Module, output: Tensor, *, retain_graph: bool = False, chunk_size: int | None = None
 ) -> PerSampleGrads:
@@ -38,7 +39,7 @@ def per_sample_jacobian(
     It runs one backward pass for each entry.  Verbs return the output's axes after the samples'.  For logits, ``norms()`` is
     (N, C), and ``gram(other)``, the tangent kernel, is (N, C, M, C).  For tokens' losses, ``norms()`` is (N, T), and
     ``weighted_sum(w)`` takes (N, T).  ``.grad`` and the record of other passes don't change, also within `accumulate` and
-    `streaming`.
+    `during_backward`.
 
     output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
     outputs, such as tokens' losses, with the samples on axis 0; two more passes then check that samples don't mix in it
@@ -53,8 +54,6 @@ def per_sample_jacobian(
     """
     recorder = recorder_of(model)
     record = recorder.record
-    if chunk_size is not None:
-        check_count(f"{WHAT}: chunk_size", chunk_size, "passes", ON_OUTPUTS, ", or None")
     check_output(WHAT, output, ON_OUTPUTS)
     with outside_inference(), record.set_aside(), recorder.backward.aside():
         layout, samples, version = record.outputs.get(output) or (None, None, None)
@@ -84,7 +83,7 @@ def per_sample_jacobian(
         if len(chunks) > 1:
             forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
         samples, entries = len(first), first.shape[1:]
-        of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
+        of = weakref.ref(model), "Jacobian", [samples], entries
         return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.cut import refuse_curvature, whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import Dense, Form, RandomMap, SparseMap
@@ -24,16 +23,15 @@ from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
-from autograd_hacks.support.parts import Cut
-from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.support.trees import overwritten_in, versions_of
+from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
 """Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
-INTERNAL = {"with_forms", "reading", "summing", "spread", "cuts", "batches"}
+INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
 
@@ -139,12 +137,9 @@ def _along_positions(pair: Sequence[Tensor], w: Tensor, some: Tensor, dtype: tor
     return torch.cat(found)
 
 
-def own_parts(v: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
-    """The parts of a direction that belong to this process's layers.
-
-    v: {name: shape}, in shards, or whole and equal on all processes
-    """
-    return {name: cuts[name].own(x) if name in cuts else whole_of(x) for name, x in v.items()}
+def whole_parts(v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A direction without shards.  v: {name: shape}, in shards, or whole and equal on all processes"""
+    return {name: whole_of(x) for name, x in v.items()}
 
 
 KINDS = ("signs", "sjlt")
@@ -156,11 +151,10 @@ def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
 
     what: the verb and its name for ``dim``, for the message
     """
-    check_count(what, dim, "coordinates", ON_VERBS)
-    assert dim is not None  # check_count refuses None
+    if dim is None:
+        raise TypeError(f"{what} is missing; expected a whole number, how many coordinates to project to." + ON_VERBS)
     if kind not in KINDS:
         raise ValueError(f"{what}={dim} with kind={kind!r}; expected one of {', '.join(map(repr, KINDS))}" + ON_VERBS)
-    check_count(f"{what}={dim} with entries", entries, "entries for each number of a gradient", ON_VERBS)
     if kind == "signs" and entries != 1:
         raise ValueError(
             f"{what}={dim} with kind='signs' and entries={entries}; entries is for kind='sjlt'. Leave it out, or give "
@@ -173,23 +167,17 @@ def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
         )
 
 
-def random_map(
-    name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | None, kind: str = "signs", entries: int = 1
-) -> AnyMap:
-    """A parameter's random map; for a part of a parameter, the whole map restricted to the part.
-
-    shape: the shape of the part
-    """
-    within = None if cut is None else (cut.shape, cut.start(0), cut.start(1))
+def random_map(name: str, shape: torch.Size, dim: int, seed: int, kind: str = "signs", entries: int = 1) -> AnyMap:
+    """A parameter's random map."""
     if kind == "sjlt":
-        return SparseMap(unwrapped(name), shape, dim, seed, entries, within)
-    return RandomMap(unwrapped(name), shape, dim, seed, within)
+        return SparseMap(unwrapped(name), shape, dim, seed, entries)
+    return RandomMap(unwrapped(name), shape, dim, seed)
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
     """The matrix J of a whole model without the verbs.  See `PerSampleGrads` for the arguments.
 
-    spread: the processes that have other samples, or other parts of parameters (cuts)
+    spread: the processes that have other samples
     """
 
     def __init__(
@@ -208,10 +196,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self.reached, self.loss_type, self.hess_type = reached, loss_type, hess_type
         self.batches, self.batch = batches, sum(batches)
         self.spread = Spread({}, None) if spread is None else spread
-        self.cuts = self.spread.cuts
         # The tensors that forms hold, with their version counters now.
         self._versions = [
-            (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
+            (name, versions_of(x for leaf in form.leaves() for x in leaf.held)) for name, form in forms.items()
         ]
 
     def __dir__(self) -> list[str]:
@@ -338,39 +325,29 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     def _check(self) -> None:
         self.spread.check()
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:
+        for name, versions in self._versions:
+            if wrong := overwritten_in(versions):
                 raise StaleRecord(
-                    f"the per-sample gradients of {name!r} need a tensor of shape {tuple(tensor.shape)} that was "
-                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
-                    "before that, or give the layer a copy: x.clone()."
+                    f"a tensor that the per-sample gradients of {name!r} need, {wrong} since they were taken. Read before "
+                    "that, or give the layer a copy: x.clone()."
                 )
 
     def _shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the whole parameters."""
-        return {name: self.cuts[name].shape if name in self.cuts else form.shape for name, form in self.items()}
+        """The shapes of the parameters."""
+        return {name: form.shape for name, form in self.items()}
 
     def _direction(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of a direction that belong to this process's layers.
-
-        v: {name: shape}
-        """
+        """A direction without shards, {name: shape}."""
         check_direction(v, self._shapes())
-        return own_parts(v, self.cuts)
+        return whole_parts(v)
 
     def _added(self, verb: Verb, *shape: int) -> Tensor:
         """A verb's results summed over parameters, (N, *shape)."""
-        rows = self._row_count, *shape
-        return self._placed(whole_sum(self, self.cuts, lambda forms: added(starmap(verb, forms.items()), rows)))
+        return self._placed(added(starmap(verb, self.items()), (self._row_count, *shape)))
 
-    def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Results of whole parameters.
-
-        parts: {name: rows ...}, of the parts on this process
-        """
-        return {
-            n: self._placed(whole_sum({n: x}, self.cuts, lambda one: next(iter(one.values())))) for n, x in parts.items()
-        }
+    def _each(self, verb: Verb) -> dict[str, Tensor]:
+        """A verb's results for each parameter, {name: (N, ...)}."""
+        return {name: self._placed(verb(name, form)) for name, form in self.items()}
 
     def _between(self, other: Matrix, product: Verb) -> Tensor:
         """Products with another batch, summed over parameters, (N, M).
@@ -398,8 +375,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             )
 
     def _check_real(self) -> None:
-        """Raises for parameters without curvature: complex parameters, and parts of larger ones."""
-        refuse_curvature(bool(self.cuts))
+        """Raises TypeError for complex parameters, which have no curvature."""
         for name, form in self.items():
             if form.like.is_complex():
                 raise TypeError(

@@ -17,6 +17,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
 from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
@@ -162,6 +163,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return cls(maps)
 
     @classmethod
+    @checked(ON_METRICS)
     def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
         """The inverse K-FAC (B + √λ/π)⁻¹ G (A + √λ π)⁻¹ of parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
 
@@ -176,25 +178,24 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
-        def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
+        def inverse(p: nn.Parameter, kfac: Any, total: Tensor | float) -> LinearMap:
             both = [x.double() for x in _sides_of(p, kfac)]
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
-            total = shifts[p] if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
             pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # 1 for an expert that got no tokens
             left, right = (
                 _damped_inverse(x, shift).to(kfac[1]) for x, shift in zip(both, (total**0.5 / pi, total**0.5 * pi))
             )
-            return _sides(left, right, p)
+            return _sides(left, right, p.shape)
 
         def mean(p: nn.Parameter, kfac: Any) -> Tensor:
             left, right = _sides_of(p, kfac)
             return (_mean(left.double(), right.ndim == 3) * _mean(right.double(), right.ndim == 3)).mean()
 
-        shifts = cls._shifts(model, "kfac", mean)
-        return cls._from(model, "kfac", damping, inverse)
+        return cls._from(model, "kfac", damping, mean, inverse)
 
     @classmethod
+    @checked(ON_METRICS)
     def from_ekfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
         """The inverse (EKFAC + λ)⁻¹ of parameters that have ``ekfac``: `ekfac_solve`, but lazily.
 
@@ -207,46 +208,37 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         ``kfac_bias='joint'``, which makes one block of a weight and its bias.
         """
 
-        def inverse(p: nn.Parameter, block: Any) -> LinearMap:
+        def inverse(p: nn.Parameter, block: Any, shift: Tensor | float) -> LinearMap:
             if len(block.names) > 1:
                 raise ValueError(
                     f"Metric.from_ekfac: {' and '.join(block.names)} share one block (kfac_bias='joint'), but a metric "
                     "needs one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
                 )
-            shift = shifts[p] if damping is None else damping
-            scale = 1 / (block.values + shift)
-            left, right = block.sides
-            if p.ndim < 2 and scale.ndim == 2:
-                before, after = (None, None) if left is None else (left.mT, left)
-                return InTurn([Sides(before), Elementwise(scale.view(p.shape)), Sides(after)])
-            flat = _Flat(scale.reshape(p.shape[0], -1))
-            turned = [None if x is None else x.mT for x in (left, right)]
-            return InTurn([_sides(turned[0], right, p), flat, _sides(left, turned[1], p)])
+            return in_eigenbasis(block.sides, 1 / (block.values + shift), p.shape)
 
-        shifts = cls._shifts(model, "ekfac", lambda _, block: block.values.mean())
-        return cls._from(model, "ekfac", damping, inverse)
-
-    @staticmethod
-    def _shifts(model: nn.Module, attribute: str, mean: Callable[[nn.Parameter, Any], Tensor]) -> dict[nn.Parameter, Tensor]:
-        """The default damping of each parameter that has curvature."""
-        found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
-        return dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
+        return cls._from(model, "ekfac", damping, lambda _, block: block.values.mean(), inverse)
 
     @classmethod
-    def _from(cls, model: nn.Module, attribute: str, damping: float | None, inverse: Any) -> Metric:
-        if damping is not None and not damping > 0:
-            raise ValueError(
-                f"Metric.from_{attribute} was given damping={damping!r}; expected a number above 0" + ON_METRICS
-            )
+    def _from(
+        cls,
+        model: nn.Module,
+        attribute: str,
+        damping: float | None,
+        mean: Callable[[nn.Parameter, Any], Tensor],
+        inverse: Callable[[nn.Parameter, Any, Tensor | float], LinearMap],
+    ) -> Metric:
+        """mean: a parameter's mean eigenvalue    inverse: its map, from its curvature and the damping"""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
             raise NothingRecorded(
                 f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run backprop_hess(output) and "
                 f"compute_hess(model, kind={attribute!r}), or compute_hess_over(model, loader, kind={attribute!r})."
             )
-        return cls({p: inverse(p, block) for p, block in found.items()})
+        shifts = dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
+        return cls({p: inverse(p, block, shifts[p] if damping is None else damping) for p, block in found.items()})
 
     @classmethod
+    @checked(ON_METRICS)
     def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
         """The projection G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), to rank² numbers for a matrix.
 
@@ -264,14 +256,25 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         maps: dict[str | nn.Parameter, Given] = {}
         for name, p in model.named_parameters():
             if p.requires_grad:
-                maps[p] = _principal(name, p, rank) if pca else random_sides(name, p.shape, rank, seed, p.device)
+                maps[p] = _principal(name, p, rank) if pca else _random(name, p.shape, rank, seed, p.device)
         return cls(maps)
 
 
-def _sides(left: Tensor | None, right: Tensor | None, p: Tensor) -> LinearMap:
+def in_eigenbasis(sides: tuple[Tensor | None, Tensor | None], scale: Tensor, shape: torch.Size) -> LinearMap:
+    """G ↦ Q_L (D ∘ (Q_Lᵀ G Q_R)) Q_Rᵀ, with orthogonal matrices.
+
+    sides: Q_L and Q_R; None for the identity    scale: D, in the parameter's memory order    shape: the parameter's
+    """
+    left, right = sides
+    turned = [None if x is None else x.mT for x in sides]
+    scaling = Elementwise(scale.reshape(shape))
+    return InTurn([_sides(turned[0], right, shape), scaling, _sides(left, turned[1], shape)])
+
+
+def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> LinearMap:
     """G ↦ L G R for a parameter that is one matrix, or several below each other."""
     if right is None or right.ndim < 3:
-        if right is None or right.shape[0] == p.shape[1:].numel():
+        if right is None or right.shape[0] == shape[1:].numel():
             return Sides(left, right)
         left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
     return BlockSides(left, right)  # of a matrix whose rows are several axes, one block
@@ -294,26 +297,6 @@ class _Unstepped(Sides):
 
     def to(self, like: Tensor) -> _Unstepped:
         return self
-
-
-class _Flat(Elementwise):
-    """A factor for each entry of a parameter seen as a matrix O I."""
-
-    def shape_of(self, shape: torch.Size) -> torch.Size:
-        super().shape_of(torch.Size((shape[0], shape[1:].numel())))
-        return shape
-
-    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
-        return x * self.scale.view(shape)
-
-    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
-        return v * self.scale.view(shape)
-
-    def to(self, like: Tensor) -> _Flat:
-        return _Flat(self.scale.to(like))
-
-    def block(self, rows: slice) -> _Flat:
-        return _Flat(self.scale[rows])
 
 
 def _map_of(key: object, given: Given) -> LinearMap:
@@ -341,10 +324,8 @@ def _map_of(key: object, given: Given) -> LinearMap:
 # Random and principal directions.
 
 
-def random_sides(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
+def _random(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
     """Pᵀ and Q with random signs.  They depend only on the parameter's name and shape, the rank and the seed."""
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"a projection was given rank={rank!r}; expected a number of directions, 1 or more" + ON_METRICS)
     if len(shape) < 2:  # as many numbers as a matrix has
         return Sides(_signs(name, "left", shape[:1].numel(), rank * rank, seed, device))
     sizes = {"left": shape[0], "right": shape[1:].numel()}

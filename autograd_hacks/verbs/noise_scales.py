@@ -12,8 +12,9 @@ from torch import Tensor
 from autograd_hacks.errors import ON_NOISE
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import statistics
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import check_state, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.statistics import NoiseScale
 
@@ -40,12 +41,14 @@ class NoiseScales(Shown):
 
     __repr__ = Shown.__str__
 
+    @checked(ON_NOISE)
     def __init__(self, smoothing: float = 0.95, elementwise: bool = False) -> None:
-        self.smoothing, self.elementwise = check_smoothing("NoiseScales was given smoothing", smoothing), elementwise
+        self.smoothing, self.elementwise = smoothing, elementwise
         # For each parameter the sums of noise and signal, and the sum of their weights, 1 - βᵗ.
         self._means: dict[str, tuple[float, float, float]] = {}
         self._each: dict[str, tuple[Tensor, Tensor]] = {}
 
+    @checked(ON_NOISE)
     def update(self, grads: PerSampleGrads, budget: int = BUDGET) -> None:
         """Adds a step's gradients.  All processes must call it at once.  budget: bytes to use beside the result
 
@@ -137,6 +140,7 @@ class NoiseScales(Shown):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
+        check_state("NoiseScales", state, self.state_dict(), ON_NOISE)
         self._means, self._each = dict(state["means"]), dict(state["each"])
 
     def _table(self) -> Table:
@@ -150,10 +154,3 @@ class NoiseScales(Shown):
             scale = f"{own.scale.item():.4g}" if is_seen else "signal not seen yet"
             rows.append((place, f"{own.noise.item():.4g}", f"{own.signal.item():.4g}", scale))
         return Table(title, rows)
-
-
-def check_smoothing(what: str, smoothing: float) -> float:
-    """Raises ValueError for a number outside [0, 1)."""
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"{what}={smoothing}; expected a number in [0, 1)" + ON_NOISE)
-    return smoothing

@@ -21,12 +21,12 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
-from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.row_files import RowFile, RowFolder, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
-from autograd_hacks.verbs.arguments import kind_of, names_matching
+from autograd_hacks.verbs.arguments import check_loader, kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -51,6 +51,7 @@ _ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.
 """Verbs that return one row per sample.  Their results can't be summed over batches."""
 
 
+@checked(ON_DATA_SETS)
 def over(
     model: nn.Module,
     loader: Iterable[Any],
@@ -105,7 +106,7 @@ def over(
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
         raise RuntimeError("over reads after each batch; leave accumulate(model) first" + ON_PASSES)
-    _check(verb, against, total, out, budget)
+    _check(loader, loss, verb, against, total, out)
     if not total and isinstance(getattr(loader, "sampler", None), RandomSampler):
         warnings.warn(
             "over was given a loader that shuffles, so row k is not sample k of the data set: rows come in the order of the "
@@ -167,8 +168,14 @@ def over(
     return cast(Found, joined.get(_ALONE, joined))
 
 
-def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object, budget: object) -> None:
-    """Raises ValueError for arguments that don't go together."""
+def _check(
+    loader: object, loss: object, verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object
+) -> None:
+    """Raises TypeError for arguments of another kind, and ValueError for some that don't go together."""
+    check_loader("over", loader, ON_DATA_SETS)
+    for name, given, example in (("loss", loss, "of the model and a batch"), ("verb", verb, "such as PerSampleGrads.norms")):
+        if not callable(given):
+            raise TypeError(f"over was given {name}={given!r}; expected a function, {example}" + ON_DATA_SETS)
     if out is not None and total:
         raise ValueError(
             "over was given out= and total=True, but out= is for rows. Save the returned sums: torch.save(sums, path)"
@@ -181,8 +188,6 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
         )
     if verb in _BETWEEN and against is None:
         raise ValueError(_WITHIN + ON_DATA_SETS)
-    if not is_number(budget):
-        raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
             f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader, "
@@ -378,6 +383,7 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
         if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
             raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}" + ON_DATA_SETS)
         state, weight = pair
+        check("over", ON_DATA_SETS, weight=weight)
         if isinstance(state, Mapping):
             places = {_memory_of(x) for x in state.values() if isinstance(x, Tensor)}
             live += not places.isdisjoint(trained)

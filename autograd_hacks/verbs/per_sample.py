@@ -18,6 +18,7 @@ from autograd_hacks.errors import (
     ON_HOOKS,
     ON_PASSES,
     ON_PROCESSES,
+    ON_REDUCTION,
     ON_SCALERS,
     ON_SEGMENTS,
     BatchSizeError,
@@ -29,17 +30,18 @@ from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.probe.documents import tokens_of
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
-from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.parts import joined, part_of
+from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 
+@checked(ON_REDUCTION)
 def per_sample_grads(
     model: nn.Module,
     loss_type: str | None = None,
@@ -85,8 +87,7 @@ def grads_of(
     if only is not None:
         names = names_matching(only, model, names)
     reached = frozenset(name for name in names if forms[name] is not None)
-    like = {name: part_of(parameters[name]) for name in names}
-    filled = {name: forms[name] or Zero(samples, like[name].shape, like[name]) for name in names}
+    filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
@@ -184,6 +185,7 @@ def compute_grad1(
 
     def write() -> dict[str, Form | None]:
         """Sets ``grad1`` and returns its forms."""
+        check("compute_grad1", ON_REDUCTION, scale=scale)
         try:
             check_ordinary(recorder.record, "grad1")
             if set_grad:
@@ -217,7 +219,6 @@ def _samples(forms: Iterable[Form | None]) -> int:
 
 def _check_unscaled(scale: float | Tensor) -> None:
     """Raises ValueError if ``scaler.step`` would divide by the scale twice."""
-    check_scale(scale)
     if scale != 1:
         raise ValueError(
             f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide .grad "
@@ -235,10 +236,10 @@ def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: F
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
         # Not a view, so that the pool can reuse the memory.
-        out = pool.take(key, (form.samples, *form.shape), part_of(like))
+        out = pool.take(key, (form.samples, *form.shape), like)
     attributes.pop("grad1", None)  # free the old rows before writing new ones
     if trains:
-        attributes["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
+        attributes["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
@@ -251,7 +252,7 @@ def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss, from the form's factors if that is cheaper than reading the rows."""
     if form is None:  # only other processes' samples reached the parameter
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    rows = part_of(vars(parameter)["grad1"])
+    rows = vars(parameter)["grad1"]
     if form.sums_cheaply:
         return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)
@@ -295,15 +296,15 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
 
 
 def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
-    """Raises NotImplementedError if processes share the batch or a layer.
+    """Raises NotImplementedError if processes share the batch.
 
     what: what needs all samples, for the message
     instead: what to do then, for the message
     """
-    if grads.spread.mesh is not None or grads.spread.cuts:
+    if grads.spread.mesh is not None:
         raise NotImplementedError(
-            f"{what}: the model shares its batches, or its layers, with other processes, and this sum would cover one "
-            f"process only. {instead}" + ON_PROCESSES
+            f"{what}: the model shares its batches with other processes, and this sum would cover one process only. "
+            f"{instead}" + ON_PROCESSES
         )
 
 

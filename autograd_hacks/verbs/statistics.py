@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.distributed.cut import each_norms
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.forms import scale
 from autograd_hacks.forms.numerics import smallest
-from autograd_hacks.verbs.matrix import Forms, own_parts, second_moments
+from autograd_hacks.verbs.matrix import Forms, second_moments, whole_parts
 
 
 class NoiseScale(NamedTuple):
@@ -49,7 +48,7 @@ def variances(forms: Forms, about: Mapping[str, Tensor], spread: Spread, samples
 
     about: ḡ
     """
-    totals = spread.settled(second_moments(forms, None, own_parts(about, spread.cuts), budget).items())
+    totals = spread.settled(second_moments(forms, None, whole_parts(about), budget).items())
     return {name: total / (samples - 1) for name, total in totals.items()}
 
 
@@ -60,8 +59,7 @@ def signal_to_noise(forms: Forms, spread: Spread, samples: int, budget: int) -> 
     noise = variances(forms, about, spread, samples, budget)
     for name in _out_of_range(forms, {name: squares[name] + noise[name] for name in forms}):
         form = forms[name]
-        norms = _norms({name: form}, spread, budget)[name]
-        size = spread.summed({name: norms.double().sum()})[name].item()
+        size = spread.summed({name: form.norms(budget).double().sum()})[name].item()
         if not 0 < size < inf:
             continue
         dtype = form.sum_dtype.to_real()
@@ -81,7 +79,7 @@ def _out_of_range(forms: Forms, sums: Mapping[str, Tensor]) -> list[str]:
 
 def noise_scales(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, NoiseScale]:
     """Noise and signal of each parameter."""
-    norms = _norms(forms, spread, budget)
+    norms = {name: form.norms(budget) for name, form in forms.items()}
     squares = spread.summed({name: x.double().square().sum() for name, x in norms.items()})
     about = means(forms, spread, samples, budget)
     lengths = {name: whole_of(mean.abs().double().square().sum()) for name, mean in about.items()}
@@ -97,8 +95,3 @@ def _without_digits(forms: Forms, noise: Mapping[str, Tensor], squares: Mapping[
     shares = [(noise[name] / squares[name]).cpu() for name in forms]  # NaN where all are zero
     digits = [1e4 * torch.finfo(form.sum_dtype).eps / (samples - 1) for form in forms.values()]
     return [name for name, share, least in zip(forms, torch.stack(shares).tolist(), digits) if share <= least]
-
-
-def _norms(forms: Forms, spread: Spread, budget: int) -> dict[str, Tensor]:
-    """The norms of each parameter's rows, {name: N}."""
-    return each_norms({name: form.norms(budget) for name, form in forms.items()}, spread.cuts)

@@ -16,9 +16,9 @@ from autograd_hacks.errors import ON_STORES
 from autograd_hacks.forms.low_rank import LowRank
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
-from autograd_hacks.support.kinds import is_number
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.row_files import RowFile, digest_of, names_in
-from autograd_hacks.verbs.arguments import check_count, differing, kind_of, some
+from autograd_hacks.verbs.arguments import differing, kind_of, some
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""
@@ -51,6 +51,8 @@ class Store(Shown):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Store was given {kind_of(path)}; expected the path of rows that over has written" + ON_STORES)
         self.path = Path(path)
         names = names_in(self.path)
         if self.path.is_dir() and not names:
@@ -118,6 +120,7 @@ class Store(Shown):
 
     # Searches.
 
+    @checked(ON_STORES)
     def search(
         self,
         queries: Queries,
@@ -147,12 +150,10 @@ class Store(Shown):
             raise ValueError(
                 f"search was given metric={metric!r}; expected one of {', '.join(map(repr, METRICS))}" + ON_STORES
             )
-        check_count("search was given k", k, "rows", ON_STORES)
         if k > len(self):
             raise ValueError(
                 f"search was given k={k}, but {self.path} has {len(self)} rows; expected at most that many" + ON_STORES
             )
-        _check_budget("search", budget)
         if model is not None:
             self.check(model)
         is_cosine = metric == "cosine"
@@ -173,6 +174,7 @@ class Store(Shown):
         self._tell(odd)
         return values, numbers
 
+    @checked(ON_STORES)
     def duplicates(self, threshold: float = 0.99, *, limit: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         """The pairs of rows i < j with a cosine of at least a threshold: (cosines, pairs), (M,) and (M, 2).
 
@@ -184,12 +186,6 @@ class Store(Shown):
 
         Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
         """
-        if not is_number(threshold) or not 0 < float(threshold) <= 1:
-            raise ValueError(
-                f"duplicates was given threshold={threshold!r}; expected a number above 0 and at most 1" + ON_STORES
-            )
-        check_count("duplicates was given limit", limit, "pairs", ON_STORES)
-        _check_budget("duplicates", budget)
         cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # slack: rounding of products of equal rows
         cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
         with torch.no_grad():
@@ -324,8 +320,3 @@ def _wide(rows: Named) -> Named:
 def _is_odd(rows: Named) -> Tensor:
     """Which rows have NaN or ∞, n."""
     return torch.stack([~x.isfinite().flatten(1).all(1) for x in rows.values()]).any(0)
-
-
-def _check_budget(verb: str, budget: object) -> None:
-    if not is_number(budget):
-        raise TypeError(f"{verb} was given budget={budget!r}; expected a number of bytes" + ON_STORES)

@@ -33,8 +33,9 @@ from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of
-from autograd_hacks.support.parts import cut_as, own_of, part_of
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.philox import key_of, noise
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
 from autograd_hacks.support.untouched import untouched
 from autograd_hacks.verbs.leaks import check_values
@@ -44,6 +45,7 @@ HEADER = ("parameter", "compared", "largest difference", "largest value")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@checked(ON_WRONG)
 def verify(
     model: nn.Module,
     samples: int = 0,
@@ -197,8 +199,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
         grad = parameters[name].grad
         if form is not None and grad is not None:
             w = torch.full((form.samples,), 1 / form.samples if is_mean else 1.0, dtype=torch.float64, device="cpu")
-            total = own_of(grad, parameters[name]).to_dense()
-            comparison.add(name, "sum of the step's rows with .grad", form, w, total)
+            comparison.add(name, "sum of the step's rows with .grad", form, w, part_of(grad).to_dense())
     return comparison.wrong
 
 
@@ -253,8 +254,8 @@ def _with_autograd(
             return []
         if loss is not None:
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        parts = {slot: part_of(outputs[slot]) for slot in places}
-        grads = {slot: noise(outputs[slot].shape, key_of(slot), own.device, own.dtype) for slot, own in parts.items()}
+        own = {slot: outputs[slot] for slot in places}
+        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot, x in own.items()}
         if documents is not None:  # zero at padding
             grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
         # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
@@ -304,13 +305,12 @@ def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Ma
     """One backward pass from some of the outputs."""
     try:
         roots, leaves = [outputs[slot] for slot in grads], list(parameters.values())
-        given = [cut_as(g, root) for g, root in zip(grads.values(), roots)]
-        found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(roots, leaves, list(grads.values()), retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
         raise UnsupportedLayer(f"verify {REENTRANT}") from error
     return {
-        name: torch.zeros_like(part_of(p)) if grad is None else own_of(grad.detach(), p).to_dense()
+        name: torch.zeros_like(part_of(p)) if grad is None else part_of(grad.detach()).to_dense()
         for (name, p), grad in zip(parameters.items(), found)
     }

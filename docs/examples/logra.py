@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
-from autograd_hacks import add_hooks, over
+from autograd_hacks import Metric, add_hooks, over
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 
@@ -50,9 +50,8 @@ def logra(
     damping: float = 0.1,
 ) -> Tensor:
     """Σ ⟨G, (H + λ)⁻¹ G′⟩ over parameters, D E, for G = PᵀgQ and its second moment H."""
-    own, others = (
-        over(model, data, losses, lambda grads: grads.project(rank=rank, per_parameter=True)) for data in (train, queries)
-    )
+    low = Metric.low_rank(model, rank)
+    own, others = (over(model, data, losses, lambda grads: grads.preconditioned(low).dense()) for data in (train, queries))
     scores = []
     for name, g in own.items():
         solved = torch.linalg.solve(damped(g.flatten(1), damping), others[name].flatten(1).mT)

@@ -53,7 +53,8 @@ def train(steps: int) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     images, labels = digits(device)
     test, images, labels = (images[1500:], labels[1500:]), images[:1500], labels[:1500]
-    model, draws = network(device), torch.Generator().manual_seed(1)  # the same on all processes
+    # The same on all processes, and in all runs, to compare them.  Where the weights are published, leave noise= out.
+    model, draws = network(device), torch.Generator().manual_seed(1)
     autograd_hacks.add_hooks(model, param_grad=False, independent=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
     for step in range(1, steps + 1):

@@ -56,10 +56,11 @@ def trackstar(
     only: Sequence[str] | None = None,
 ) -> Tensor:
     """cos(R^-½ G, R^-½ G′), D E, for G = Pᵀ A g Q of each parameter, with Adam's A = 1 / (√v̂ + eps)."""
+    low = Metric.low_rank(model, rank)
 
     def projected(grads: PerSampleGrads) -> dict[str, Tensor]:
-        low = grads.preconditioned(adam).project(rank=rank, per_parameter=True)
-        return {name: rows.flatten(1) for name, rows in low.items()}
+        rows = grads.preconditioned(adam).preconditioned(low).dense()
+        return {name: own.flatten(1) for name, own in rows.items()}
 
     own, others = (over(model, data, losses, projected, only=only) for data in (train, queries))
     roots = {name: whitening(own[name], others[name], mix, damping) for name in own}

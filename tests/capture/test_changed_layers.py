@@ -173,7 +173,7 @@ def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[n
         autograd_hacks.add_hooks(model, param_grad=param_grad)
         for _ in range(2):
             x = torch.randn(4, 4, 3).double()
-            with autograd_hacks.streaming(model, loss_type="sum") as streamed:
+            with autograd_hacks.during_backward(model, "norms", loss_type="sum") as streamed:
                 squares(model(x), targets(4)).sum().backward()
             assert all(p.grad is None for p in model.parameters()) or param_grad
             check(model, x, "sum")

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
+from derivatives import LOSSES, Loss, gradient_penalty, laplacian, rows_of, score_matching, step, third
 from nets import Choosy, Scale
 from oracle import assert_same, one_loss_at_a_time
 from quantities import assert_quantities
+from rarely import rarely
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
@@ -156,8 +157,18 @@ def check_step(model: nn.Module, losses: Callable[[], Tensor]) -> None:
         assert_same(found(model), one_loss_at_a_time(model, losses))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", MODELS)
+SLOW = "recurrent", "attention", "routed", "norms by channel", "normed"
+"""Models of which the usual tests take the first loss and the last."""
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        *((name, loss) for name in MODELS for loss in LOSSES if name not in SLOW),
+        *((name, loss) for name in SLOW for loss in (gradient_penalty, third)),
+        *rarely(*((name, loss) for name in SLOW for loss in (laplacian, score_matching))),
+    ],
+)
 def test_rows_are_those_of_each_loss_alone(name: str, loss: Loss) -> None:
     check(name, loss, param_grad=True)
 

@@ -1,4 +1,4 @@
-"""The face: adding, removing and switching hooks, and what they leave on the model."""
+"""The face: adding, removing and switching hooks, their handle, and what they leave on the model."""
 
 import copy
 import io
@@ -27,15 +27,33 @@ def traces(model: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_remove_hooks_leaves_the_model_as_it_was() -> None:
+def removed_within(model: nn.Module, handle: Any) -> None:
+    with handle:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda model, handle: autograd_hacks.remove_hooks(model),
+        lambda model, handle: handle.remove(),
+        lambda model, handle: (handle.remove(), handle.remove()),
+        lambda model, handle: (handle.off(), handle.remove()),
+        removed_within,
+    ],
+)
+def test_removing_leaves_the_model_as_it_was(remove: Callable[[nn.Module, Any], Any]) -> None:
     model = mlp()
     before = traces(model)
-    autograd_hacks.add_hooks(model)
+    handle = autograd_hacks.add_hooks(model)
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     assert traces(model) != before
-    autograd_hacks.remove_hooks(model)
+    remove(model, handle)
     assert traces(model) == before
+    for gone in (lambda: handle.settings, handle.on, lambda: autograd_hacks.compute_grad1(model)):
+        with pytest.raises(NothingRecorded):
+            gone()
 
 
 def test_no_attribute_on_layers_or_parameters_but_grad1() -> None:
@@ -101,12 +119,6 @@ def test_the_context_removes_hooks_after_an_exception_too() -> None:
     assert not model[0]._forward_hooks
 
 
-def test_the_context_allows_removing_inside_it() -> None:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        autograd_hacks.remove_hooks(model)
-
-
 def test_pausing_nests_and_restores(model: nn.Module) -> None:
     step(model, *batch())
     with autograd_hacks.pause_hooks():
@@ -114,6 +126,8 @@ def test_pausing_nests_and_restores(model: nn.Module) -> None:
         with autograd_hacks.pause_hooks():
             pass
         step(model, *batch(8))
+    with autograd_hacks.add_hooks(model).pause():
+        step(model, *batch(7))
     assert_right(model, *batch())
     autograd_hacks.disable_hooks()
     with autograd_hacks.pause_hooks():
@@ -187,16 +201,6 @@ def test_a_copys_dead_hooks_leave_no_key_behind(model: nn.Sequential) -> None:
             assert not p._backward_hooks
 
 
-def test_hooked_models_that_earlier_versions_have_pickled() -> None:
-    twin = mlp()
-    for layer in twin.modules():
-        # What such a pickle holds for a hook, when these were in a module of that name.
-        layer.register_forward_hook(pickle.loads(b"cautograd_hacks.hooks\n_Unhooked\n(tR."))
-        layer.register_forward_pre_hook(pickle.loads(b"cautograd_hacks.hooks\n_Unhooked\n(tR."))
-    step(twin, *batch())
-    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in twin.modules())
-
-
 def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
@@ -218,6 +222,28 @@ def test_the_handle_says_what_it_holds() -> None:
     assert repr(handle) == "<hooks of a Sequential: 3 modules, batch_dim=1, param_grad=True>"
     autograd_hacks.remove_hooks(model)
     assert repr(handle) == "<hooks of a Sequential, removed>"
+
+
+def test_settings_are_what_it_was_told() -> None:
+    model = mlp()
+    default = {"batch_dim": 0, "probe": True, "param_grad": True, "reuse": True, "independent": False, "segments": None}
+    assert autograd_hacks.add_hooks(model).settings == {**default, "left_out": []}
+    told = autograd_hacks.add_hooks(model, batch_dim=1, probe="once", reuse=False, independent=True, only="0.*")
+    own = {"batch_dim": 1, "probe": "once", "reuse": False, "independent": True, "left_out": ["2.bias", "2.weight"]}
+    assert told.settings == {**default, **own}
+    told.off()
+    assert told.settings == {**default, **own}
+    assert not autograd_hacks.add_hooks(mlp(), param_grad=False).settings["param_grad"]
+
+
+def test_describe_is_that_of_the_model() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    handle = autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    assert handle.describe() == autograd_hacks.describe(model)
+    assert [row.parameter for row in handle.describe(trained=True).rows] == ["0.bias", "2.weight", "2.bias"]
+    assert {"remove", "pause", "settings", "describe", "on", "off"} == {n for n in dir(handle) if not n.startswith("_")}
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -12,40 +12,17 @@ import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
 
 
-def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential) -> None:
+@pytest.mark.parametrize("by", ["a weight", "the input"])
+def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential, by: str) -> None:
     x, y = batch()
+    x.requires_grad_()
     loss = squares(model(x), y).mean()
-    torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+    torch.autograd.grad(loss, model[2].weight if by == "a weight" else x, retain_graph=True)
+    torch.autograd.grad(squares(model(x), y).mean(), x)
     loss.backward()
     assert_right(model, x, y)
     for p in model.parameters():
         assert_close(p.grad1.mean(0), p.grad)
-
-
-class Methods(nn.Module):
-    """Run through a method of its own, never called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.layers[2](torch.tanh(self.layers[0](x)))
-
-
-def test_forwards_and_backwards_of_a_model_that_is_run_through_methods() -> None:
-    model = Methods()
-    (x, y), (z, t) = batch(4), batch(4, 1)
-    with autograd_hacks.add_hooks(model):
-        first, second = squares(model.encode(x), y).mean(), squares(model.encode(z), t).mean()
-        first.backward()
-        second.backward()
-        assert_right(model, z, t, run=model.encode)
-        with autograd_hacks.accumulate(model):
-            first, second = squares(model.encode(x), y).mean(), squares(model.encode(z), t).mean()
-            first.backward()
-            second.backward()
-        assert_right(model, torch.cat([x, z]), torch.cat([y, t]), run=model.encode)
 
 
 def test_batched_gradients_are_no_record(model: nn.Module) -> None:
@@ -128,48 +105,6 @@ def test_two_hooked_models_that_share_layers() -> None:
         autograd_hacks.compute_grad1(model)
         for p in model.parameters():
             assert_close(p.grad1.mean(0), p.grad)
-
-
-def test_a_retained_graph_run_twice_adds(model: nn.Module) -> None:
-    x, y = batch()
-    loss = squares(model(x), y).mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    autograd_hacks.compute_grad1(model)
-    assert_rows(model, one_backward_per_sample(model, lambda out, y: 2 * squares(out, y), x, y))
-    for p in model.parameters():
-        assert_close(p.grad1.mean(0), p.grad)
-
-
-def test_two_losses_on_separate_branches_of_one_forward_add() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.left(x), self.right(x)
-
-    model, (x, y) = Branches().double(), batch()
-    with autograd_hacks.add_hooks(model):
-        left, right = model(x)
-        squares(left, y).mean().backward()
-        squares(right, y).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        for p in model.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
-
-
-def test_an_input_gradient_before_the_training_step_does_not_leak_into_it(model: nn.Module) -> None:
-    x, y = batch()
-    x.requires_grad_()
-    loss = squares(model(x), y).mean()
-    torch.autograd.grad(loss, x, retain_graph=True)
-    (adversarial,) = torch.autograd.grad(squares(model(x), y).mean(), x)
-    loss.backward()
-    assert_right(model, x, y)
-    step(model, x + adversarial, y)
-    assert_right(model, x + adversarial, y)
 
 
 def test_autograd_grad_to_some_parameters_records_those(model: nn.Sequential) -> None:

@@ -13,31 +13,6 @@ from torch.testing import assert_close
 import autograd_hacks
 
 
-def test_a_plain_training_loop_needs_no_clearing(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for seed in range(3):
-        optimizer.zero_grad()
-        step(model, *batch(seed=seed))
-        assert_right(model, *batch(seed=seed))
-        for p in model.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
-        optimizer.step()
-
-
-def test_reading_every_third_step_reads_that_step(model: nn.Module) -> None:
-    for seed in range(6):
-        model.zero_grad()
-        step(model, *batch(4 + seed, seed))
-        if seed % 3 == 2:
-            assert_right(model, *batch(4 + seed, seed))
-
-
-def test_reading_twice_gives_the_same(model: nn.Module) -> None:
-    step(model, *batch())
-    assert_right(model, *batch())
-    assert_right(model, *batch())
-
-
 def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Module) -> None:
     step(model, *batch())
     model(batch(7)[0])
@@ -48,14 +23,6 @@ def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Mo
     assert_right(model, *batch())
 
 
-def test_layers_called_by_themselves(model: nn.Sequential) -> None:
-    for seed in range(3):
-        x, y = batch(4 + seed, seed)
-        hidden = model[1](model[0](x))
-        squares(model[2](hidden), y).mean().backward()
-    assert_right(model, x, y)
-
-
 def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
     x, y = batch()
     step(model, *batch(seed=1))
@@ -64,26 +31,6 @@ def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
     model.zero_grad()
     step(model, x, y)
     assert_right(model, x, y)
-
-
-def test_an_exception_in_the_middle_of_a_backward(model: nn.Sequential) -> None:
-    x, y = batch()
-    hidden = model[0](x)
-    hidden.register_hook(lambda g: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        squares(model[2](hidden), y).mean().backward()
-    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="did not finish"):
-        autograd_hacks.compute_grad1(model)
-    step(model, x, y)
-    assert_right(model, x, y)
-
-
-def test_one_hooked_model_while_another_runs(model: nn.Module) -> None:
-    other = mlp()
-    step(model, *batch())
-    step(other, *batch(7, 1))
-    assert_right(model, *batch())
-    assert not hasattr(next(other.parameters()), "grad1")
 
 
 def test_two_models_in_two_threads() -> None:

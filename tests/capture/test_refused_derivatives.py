@@ -1,31 +1,14 @@
-"""add_hooks(mode=), which means nothing any more; derivatives without a probe, and those that are refused."""
+"""Derivatives without a probe, and those that are refused."""
 
 import pytest
 import torch.nn as nn
 from derivatives import gradient_penalty, rows_of, step
 from oracle import assert_same
-from steps import batch, mlp
+from steps import batch
 from test_derivatives import found, made
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
-
-
-@pytest.mark.parametrize("mode", ["derivatives", "expand"])
-def test_a_mode_is_no_longer_needed(mode: str) -> None:
-    model, x = made("mlp")
-    with pytest.warns(DeprecationWarning, match="Leave mode out"):
-        hooked = autograd_hacks.add_hooks(model, mode=mode)
-    with hooked:
-        step(model, gradient_penalty, x)
-        autograd_hacks.compute_grad1(model, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_same(found(model), rows_of(model, gradient_penalty, x))
-
-
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'hooks', 'derivatives', 'expand'"):
-        autograd_hacks.add_hooks(mlp(), mode="higher")
 
 
 def test_without_a_probe() -> None:

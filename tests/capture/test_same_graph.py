@@ -12,6 +12,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture import recorder
+from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.errors import SamplesMixed
 
 N = 5
@@ -47,9 +48,10 @@ def recalls() -> Iterator[list[bool]]:
     """Whether each forward's graph was known."""
     found, own = list[bool](), recorder.recall
 
-    def noting(*arguments: object) -> bool:
-        found.append(own(*arguments))  # type: ignore[arg-type]
-        return found[-1]
+    def noting(*arguments: object) -> OffGraph | None:
+        off = own(*arguments)  # type: ignore[arg-type]
+        found.append(off is not None)
+        return off
 
     with mock.patch.object(recorder, "recall", noting):
         yield found

@@ -220,13 +220,3 @@ def test_all_that_trains_is_counted(kind: str) -> None:
         autograd_hacks.compute_hess_over(model, [x], kind, parameters=["0.*", "2.*"])
     with pytest.raises(ValueError, match="matches only frozen parameters"):
         autograd_hacks.compute_hess_over(model, [x], kind, parameters="3.weight")
-
-
-def test_only_is_the_name_that_reading_has_for_parameters() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(x))
-    assert autograd_hacks.compute_hess(model, kind="diag", only=["0.*"]).covered == ["0.weight", "0.bias"]
-    assert autograd_hacks.compute_hess_over(model, [x], kind="diag", only="2.bias").covered == ["2.bias"]
-    with pytest.raises(ValueError, match=r"only=.* and parameters=.*one of them"):
-        autograd_hacks.compute_hess_over(model, [x], kind="diag", only="2.bias", parameters="2.bias")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -121,35 +120,6 @@ def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
     assert_close(grads.gram(rows), products)
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_a_weight_with_its_bias(case: tuple[nn.Module, Tensor], approximation: str) -> None:
-    """The bias is the last column of the weight, and its input 1."""
-    model, x = case
-    autograd_hacks.compute_hess_over(model, x.split(4), kind="ekfac", kfac_approx=approximation, kfac_bias="joint")
-    with autograd_hacks.pause_hooks():
-        rows = rows_of(model, x)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
-    layers = [f"{path}." for path, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    for layer in layers:
-        weight, bias = model.get_parameter(f"{layer}weight"), model.get_parameter(f"{layer}bias")
-        a, b = weight.kfac
-        assert bias.kfac is None
-        assert_close(a[-1, -1], torch.ones(()))
-        if layer == "0.":
-            windows = F.unfold(x, 2, stride=2).mT if x.ndim == 4 else x[:, None]
-            ones = torch.cat([windows, torch.ones_like(windows[..., :1])], -1)
-            inputs = ones.flatten(0, 1) if approximation == "expand" else ones.mean(1)
-            assert_close(a, inputs.T @ inputs / len(inputs))
-        joint = torch.cat([rows[f"{layer}weight"].flatten(2), rows[f"{layer}bias"][..., None]], -1)
-        block = by_formula(joint, (a, b), len(x)) + 0.3 * torch.eye(joint[0].numel())
-        flat = torch.cat([v[f"{layer}weight"].flatten(1), v[f"{layer}bias"][:, None]], -1)
-        found = torch.cat([solved[f"{layer}weight"].flatten(1), solved[f"{layer}bias"][:, None]], -1)
-        assert_close(found.flatten(), torch.linalg.solve(block, flat.flatten()))
-    with pytest.raises(ValueError, match=r"'0\.bias' alone, but 0\.weight and 0\.bias share one block"):
-        autograd_hacks.ekfac_solve(model, {"0.bias": v["0.bias"]})
-
-
 def test_folded_samples_and_some_parameters() -> None:
     """Positions that are folded into the batch in front of a layer."""
 
@@ -178,20 +148,3 @@ def test_folded_samples_and_some_parameters() -> None:
         model.norm.weight.requires_grad_(False)
         table = autograd_hacks.compute_hess(model, kind=kind)
         assert table.share == 1
-
-
-def test_refusals() -> None:
-    model, x = dense_net()
-    autograd_hacks.add_hooks(model)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    with pytest.raises(NothingRecorded, match=r"0\.weight has no ekfac"):
-        autograd_hacks.ekfac_solve(model, v)
-    autograd_hacks.compute_hess_over(model, [x], kind="ekfac")
-    for damping in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="expected a number above 0"):
-            autograd_hacks.ekfac_solve(model, v, damping)
-    with pytest.raises(ValueError, match=r"'0\.bias'; expected shape \(4,\)"):
-        autograd_hacks.ekfac_solve(model, v | {"0.bias": torch.zeros(3)})
-    autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(ValueError, match="'ekfac'"):
-        autograd_hacks.compute_hess(model, kind="ek-fac")

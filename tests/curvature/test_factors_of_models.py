@@ -119,12 +119,14 @@ def test_damped_factors_as_a_metric(case: str) -> None:
         assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))
 
 
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_bias_as_one_more_input(case: str) -> None:
+def test_a_bias_as_one_more_input(case: str, approximation: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
         rows, uses = rows_of(model, x), uses_of(model, x)
-    autograd_hacks.compute_hess_over(model, [x], "ekfac", "Jacobian", kfac_bias="joint")
+    options = {"kfac_approx": approximation, "kfac_bias": "joint"}
+    autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], "ekfac", "Jacobian", **options)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     solved = autograd_hacks.ekfac_solve(model, v, 0.3)
     for layer in ("turned", "grouped", "deep", "last"):
@@ -134,7 +136,8 @@ def test_a_bias_as_one_more_input(case: str) -> None:
         p, size = model.get_parameter(weight), model.get_parameter(bias).numel()
         a, b = p.kfac
         count, axis = (len(b) if b.ndim == 3 else 1), (-2 if weight in IS_TURNED else -1)
-        inputs = torch.cat([i for sample in uses for k, i, _ in sample[weight] if k == 0])
+        own = [i for sample in uses for k, i, _ in sample[weight] if k == 0]
+        inputs = torch.cat(own) if approximation == "expand" else torch.stack([i.mean(0) for i in own])
         inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
         assert_close(a if count == 1 else a[0], inputs.T @ inputs / len(inputs))
 

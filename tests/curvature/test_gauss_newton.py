@@ -131,6 +131,8 @@ def test_a_linear_operator_for_scipy() -> None:
     largest = torch.linalg.eigvalsh(expected)[-3:]
     assert_close(torch.tensor(eigsh(operator, k=3)[0]), largest)
     assert_close(torch.tensor(sorted(svds(operator, k=3, rng=0)[1])), largest)
+    real, imaginary = torch.randn(2, 43).numpy()
+    assert_close(torch.tensor(operator @ (real + 1j * imaginary)).imag, torch.tensor(operator @ imaginary))
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     solved, code = cg(operator, grads.to_vector(v).numpy(), rtol=1e-12)
     assert code == 0

@@ -1,4 +1,4 @@
-"""What Hessian passes leave alone, how long their record lives, and what is refused."""
+"""What Hessian passes leave alone, and how long their record lives."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_rows_of_passes_are_no_gradients() -> None:
         autograd_hacks.clip_grad1_norm_(model, 1.0)
     with pytest.raises(ValueError, match="loss_type"):
         autograd_hacks.per_sample_grads(model, loss_type="mean")
-    with pytest.raises(RuntimeError, match="during_backward"), autograd_hacks.streaming(model):
+    with pytest.raises(RuntimeError, match="during_backward"), autograd_hacks.during_backward(model, "norms"):
         autograd_hacks.backprop_hess(model(x))
     autograd_hacks.backprop_hess(model(x))
     autograd_hacks.verify(model)
@@ -248,3 +248,70 @@ def test_batches_that_do_not_reach_a_parameter_count(kind: str, kfac_approx: str
             assert_close(found[1], alone[1] * 4 / 6)
         else:
             assert_close(found, alone * 4 / 6)
+
+
+def test_a_record_that_can_not_be_read_does_not_block_the_next() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(5, 3)))
+    with pytest.raises(autograd_hacks.errors.SamplesMixed):
+        autograd_hacks.compute_hess(model)
+    model.eval()
+    autograd_hacks.backprop_hess(model(torch.randn(5, 3)))
+    autograd_hacks.compute_hess(model)
+
+
+def test_a_failed_reading_leaves_no_earlier_curvature() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_hess(model)
+    assert not any(hasattr(p, "hess") for p in model.parameters())
+
+
+def test_parameters_by_iterators_and_aliases() -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(5, 3)))
+    autograd_hacks.compute_hess(model, parameters=iter(["0.bias"]))
+    assert layer.bias.hess.shape == (3, 3)
+    autograd_hacks.compute_hess(model, parameters=["2.weight"])
+    assert layer.weight.hess.shape == (3, 3, 3, 3)
+    assert not hasattr(layer.bias, "hess")
+    autograd_hacks.compute_hess(model, parameters="2.bias")
+
+
+def test_two_hooked_models_that_share_a_layer() -> None:
+    """Each has seen all calls of the layer."""
+    shared, x = nn.Linear(3, 3), torch.randn(4, 3)
+    one, other = nn.Sequential(shared, nn.Linear(3, 2)), nn.Sequential(shared, nn.Linear(3, 2))
+    both, found = nn.ModuleList([one, other]), []
+    both.forward = lambda x: one(x) + other(x)  # type: ignore[method-assign]  # the model of this test
+    for hooked in ([one, other], [both], [both, one]):
+        for model in hooked:
+            autograd_hacks.add_hooks(model)
+        autograd_hacks.backprop_hess(both(x))
+        for model in hooked:
+            autograd_hacks.compute_hess(model)
+            found.append(shared.weight.hess)
+        for model in hooked:
+            autograd_hacks.remove_hooks(model)
+    for own in found:
+        assert_close(own, found[0])
+
+
+def test_a_leaf_that_went_after_the_forward_and_inference_mode() -> None:
+    model, x = network()
+    output = model(x)
+    model[0].weight.requires_grad_(False)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+    assert not hasattr(model[0].weight, "hess")
+    model[0].weight.requires_grad_(True)
+    output = model(x)
+    with torch.inference_mode():
+        autograd_hacks.backprop_hess(output)
+        autograd_hacks.compute_hess(model)

@@ -185,8 +185,10 @@ class Split(nn.Module):
 
 
 @needs_cuda
-@pytest.mark.parametrize("places", [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("places", [("cpu", "cuda"), ("cuda", "cpu"), ("cuda:0", "cuda:1")])
 def test_two_devices(places: tuple[str, str]) -> None:
+    if torch.cuda.device_count() < 2 and places[1] == "cuda:1":
+        pytest.skip("there are fewer than two GPUs")
     torch.manual_seed(0)
     model, x = Split(*map(torch.device, places)).double(), torch.randn(6, 5, dtype=torch.float64)
     expected = rows_of(model, x)
@@ -195,7 +197,11 @@ def test_two_devices(places: tuple[str, str]) -> None:
             step(model, x)
         assert_close(grad1_of(model), expected)
         matrix = torch.cat([own.flatten(1).cpu() for own in expected.values()], 1)
-        assert_close(autograd_hacks.per_sample_grads(model).norms().cpu(), matrix.norm(dim=1))
+        grads, v = autograd_hacks.per_sample_grads(model), {name: torch.ones_like(p) for name, p in model.named_parameters()}
+        found = grads.norms(), grads.gram(), grads.dot(v)
+        assert_close([own.cpu() for own in found], [matrix.norm(dim=1), matrix @ matrix.mT, matrix.sum(1)])
+        autograd_hacks.clip_grad1_norm_(model, 0.1)
+        assert [p.grad.device for p in model.parameters()] == [p.device for p in model.parameters()]
 
 
 def test_a_model_that_moves(device: torch.device) -> None:

@@ -118,7 +118,7 @@ def verbs(model: nn.Module, x: Tensor) -> None:
     grads.second_moment()
     grads.variance()
     grads.project(5)
-    grads.project(rank=2, per_parameter=True)
+    grads.preconditioned(autograd_hacks.Metric.low_rank(model, 2)).dense()
     grads.project(16, kind="sjlt")
 
 
@@ -138,7 +138,7 @@ def summing(model: nn.Module, x: Tensor) -> None:
 
 
 def streamed(model: nn.Module, x: Tensor) -> None:
-    with autograd_hacks.streaming(model, gram=True):
+    with autograd_hacks.during_backward(model, "norms", "gram"):
         losses(model(x)).mean().backward()
 
 

@@ -94,7 +94,7 @@ def called_by_itself() -> None:
             read(model)
     with pytest.raises(NothingRecorded, match="don't know"):
         autograd_hacks.clip_grad1_norm_(model, BOUND)
-    with pytest.raises(NothingRecorded, match="don't know"), autograd_hacks.streaming(model):
+    with pytest.raises(NothingRecorded, match="don't know"), autograd_hacks.during_backward(model, "norms"):
         model[0](x[own((4, 4))]).square().sum(1).mean().backward()
     model.zero_grad()
     train_step(model, x, y)

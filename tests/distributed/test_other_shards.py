@@ -1,4 +1,4 @@
-"""Parameters of which processes hold parts in other ways than by ``fully_shard`` on the model that is hooked."""
+"""Models that processes divide in other ways than by ``fully_shard`` on the model that is hooked: refused by name."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,25 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import WORLD, Both
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import ShardedParameters
+from autograd_hacks.errors import ShardedParameters, UnseenGradient
 
 
 def sharded() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3 + 2 * dist.get_rank(), 3)
 
@@ -36,7 +47,7 @@ def sharded() -> None:
                     ShardedParameters, match=r"split over processes.*FSDP1.*Use torch.distributed.fsdp.fully_shard"
                 ):
                     run(x)
-                with pytest.raises(ShardedParameters), autograd_hacks.streaming(hooked):
+                with pytest.raises(ShardedParameters), autograd_hacks.during_backward(hooked, "norms"):
                     pass
                 for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
                     with pytest.raises(ShardedParameters):
@@ -64,3 +75,150 @@ def sharded() -> None:
 
 def test_sharded_parameters_are_refused(both: Both) -> None:
     both(sharded)
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def by_columns(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(net, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+
+
+def along_sequences(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    layers = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    return parallelize_module(net, mesh, {"": enter, **layers, "3": RowwiseParallel(output_layouts=Shard(1))})
+
+
+def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def enter(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
+        return (DTensor.from_local(args[0], mesh, [Replicate()]),)
+
+    return distribute_module(net, mesh, input_fn=enter, output_fn=lambda _, output, __: output.to_local())
+
+
+def in_parts() -> None:
+    mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
+    for cut in (by_columns, along_sequences, copied_to_all):
+        for hooks in ("before", "after"):
+            for probe in (True, False):
+                for frozen in (True, False):
+                    net = blocks()
+                    head = nn.Linear(4, 2)
+                    if hooks == "before":
+                        autograd_hacks.add_hooks(nn.Sequential(net, head), probe=probe)
+                    model = nn.Sequential(cut(net, mesh).requires_grad_(not frozen), head)
+                    autograd_hacks.add_hooks(model, probe=probe)
+                    with pytest.raises(ShardedParameters, match=r"0\.1\.weight.*Tensor parallelism.*fully_shard"):
+                        model(x)
+                    with autograd_hacks.pause_hooks():
+                        model(x).square().sum().backward()
+                    assert head.weight.grad is not None
+    # Shards of parts.
+    both = dist.init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "tp"))
+    net = fully_shard(by_columns(blocks(), both["tp"]), mesh=both["dp"])
+    autograd_hacks.add_hooks(net)
+    for _ in range(2):
+        with pytest.raises(ShardedParameters, match="Tensor parallelism"):
+            net(x)
+
+
+def test_tensor_parallelism_is_refused(both: Both) -> None:
+    both(in_parts)
+
+
+class Enters(nn.Module):
+    """Its parameters are ordinary, and its computation is not."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight, self.first, self.mesh = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = DTensor.from_local(torch.tanh(self.first(x)), self.mesh, [Shard(1)])
+        weight = DTensor.from_local(self.weight, self.mesh, [Replicate()])
+        return (inside @ weight).sum(1).full_tensor()
+
+
+def read(net: nn.Module, x: torch.Tensor) -> None:
+    net(x).square().sum(1).mean().backward()
+    autograd_hacks.compute_grad1(net)
+
+
+def dtensors() -> None:
+    mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
+    net = nn.Sequential(nn.Linear(4, 2))
+    with autograd_hacks.add_hooks(net), pytest.raises(TypeError, match="to_local"):
+        net(DTensor.from_local(x, mesh, [Replicate()]))
+    for probe in (True, False):
+        inside = Enters(mesh)
+        with (
+            autograd_hacks.add_hooks(inside, probe=probe),
+            pytest.raises(ShardedParameters, match="computes with a DTensor"),
+        ):
+            read(inside, x)
+
+
+def test_dtensors_are_refused(both: Both) -> None:
+    both(dtensors)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.layer(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
+
+
+def around_a_ring() -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
+    from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
+
+    net, x, mesh = Attends(), torch.randn(2, 8, 4), dist.init_device_mesh("cpu", (WORLD,))
+    for probe in (True, False):
+        autograd_hacks.add_hooks(net, probe=probe)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            with pytest.raises(UnseenGradient, match="context_parallel is on"):
+                net(x)
+            with torch.no_grad(), autograd_hacks.pause_hooks():
+                assert x.shape[1] == 8 // WORLD
+        enter()
+        with pytest.raises(UnseenGradient, match="context_parallel is on"):
+            net(x)
+        leave()
+        net(x).square().sum((1, 2)).mean().backward()
+        assert len(autograd_hacks.per_sample_grads(net).norms()) == 2
+        net.zero_grad()
+
+
+def test_context_parallelism_is_refused(both: Both) -> None:
+    both(around_a_ring)
+
+
+def staged() -> None:
+    """Both stages of a pipeline in this process, so that no other waits."""
+    x, alone = torch.randn(8, 3), [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
+    for schedule, count in ((ScheduleInterleaved1F1B, 2), (ScheduleGPipe, 1)):
+        nets = [nn.Linear(3, 3), nn.Linear(3, 3)][:count]
+        stages = [PipelineStage(net, n, count, torch.device("cpu"), group=alone) for n, net in enumerate(nets)]
+        run = schedule(stages if count > 1 else stages[0], 4, loss_fn=nn.functional.mse_loss)
+        run.step(x, target=x)
+        for net in nets:
+            autograd_hacks.add_hooks(net)
+        with pytest.raises(RuntimeError) as raised:  # torch's own, which names the stage and quotes ours as its cause
+            run.step(x, target=x)
+        assert isinstance(raised.value.__cause__, ShardedParameters)
+        assert "one stage of a pipeline" in str(raised.value.__cause__)
+        with autograd_hacks.pause_hooks():
+            run.step(x, target=x)
+        nets[0](x).square().sum(1).mean().backward()
+        assert len(autograd_hacks.per_sample_grads(nets[0]).norms()) == 8
+
+
+def test_pipelines_are_refused(both: Both) -> None:
+    both(staged)

@@ -8,16 +8,17 @@ import torch.nn as nn
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net
 from processes import Both
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining
 
+USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 
-def steps(way: str, secure: bool = False, **options: Any) -> None:
-    expected, model = by_hand(net(), *data()), net()
+
+def steps(way: str, secure: bool = False, groups: list[int] | None = None, **options: Any) -> None:
+    expected, model = by_hand(net(), *data(), groups=groups), net()
     run: nn.Module = model
     if way == "ddp":
         run = DistributedDataParallel(model)
@@ -26,17 +27,17 @@ def steps(way: str, secure: bool = False, **options: Any) -> None:
             fully_shard(layer)
         fully_shard(model)
     private = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED + (torch.distributed.get_rank() if secure else 0),
-                              secure=secure)  # fmt: skip
+                              secure=secure, groups=groups)  # fmt: skip
     optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
     with private.attach(run, optimizer):
         for _ in range(2):
-            for x, y in private.loader(TensorDataset(*data()), **options):
+            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **options):
                 private.backward(losses(run, x, y))
                 if (found := private.step()) is not None:
                     optimizer.step()
                     optimizer.zero_grad()
                     kept.append(len(found.norms))
-    assert private.history == [(NOISE, EXPECTED / 30, 2 * STEPS)]
+    assert private.history == [(NOISE, EXPECTED / (30 if groups is None else len(set(groups))), 2 * STEPS)]
     parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     if not secure:
         assert_close([p.detach() for p in parameters], [p.detach() for p in expected.parameters()], rtol=1e-4, atol=1e-5)
@@ -57,24 +58,30 @@ def each_way() -> None:
             steps(way, **options)
 
 
+def test_each_process_has_its_users_of_each_batch(both: Both) -> None:
+    both(each_users)
+
+
+def each_users() -> None:
+    for way in ("ddp", "fsdp2"):
+        for options in ({}, {"micro_batch_size": 7}):
+            steps(way, groups=USERS, **options)
+
+
 def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
     both(steps, "ddp", True)
 
 
 def test_a_loader_takes_processes_for_what_the_model_does(both: Both) -> None:
-    """Where they have the same samples, or nobody adds up over them, each would train on half of a batch."""
+    """Where nobody adds up over them, each would train on half of a batch."""
     both(refused)
 
 
 def refused() -> None:
-    alone, cut = net(), net()
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    parallelize_module(cut, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for model in (alone, cut):
-        private = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
-        with private.attach(model):
-            for x, y in private.loader(TensorDataset(*data())):
-                private.backward(losses(model, x, y))
-                with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
-                    private.step()
-                break
+    model, private = net(), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*data())):
+            private.backward(losses(model, x, y))
+            with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
+                private.step()
+            break

@@ -43,7 +43,7 @@ def two_passes(where: str, options: dict[str, bool]) -> None:
     autograd_hacks.add_hooks(hooked)
 
     def norms(losses: Tensor, retain_graph: bool) -> Tensor:
-        with autograd_hacks.streaming(hooked) as streamed:
+        with autograd_hacks.during_backward(hooked, "norms") as streamed:
             autograd_hacks.backward(losses, retain_graph=retain_graph)
         ddp.zero_grad()
         return streamed.norms

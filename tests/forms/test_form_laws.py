@@ -80,16 +80,6 @@ def test_sums_of_parameters_without_entries(shape: tuple[int, ...], budget: int)
             assert_close(part.dot(zero, budget), torch.zeros(part.samples).double())
 
 
-@given(cases())
-def test_gram_norms_and_adjoint_agree(case: tuple[Form, Form]) -> None:
-    form, _ = case
-    gram = form.gram(form)
-    assert_close(gram, gram.mT)
-    assert_close(gram.diagonal(), form.norms() ** 2)
-    v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
-    assert_close(form.dot(v) @ w, (v * form.weighted_sum(w)).sum())
-
-
 @given(cases(), st.data())
 def test_indexing_takes_rows(case: tuple[Form, Form], data: st.DataObject) -> None:
     form, _ = case

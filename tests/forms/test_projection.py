@@ -81,19 +81,6 @@ def test_projections_by_signs_can_be_differentiated(shape: tuple[int, int]) -> N
     assert_close(grad[0].flatten(), Dense(eye).project(random).sum(1))
 
 
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 70), st.data())
-def test_a_part_of_a_parameter_has_the_maps_own_signs(fan_out: int, fan_in: int, dim: int, data: st.DataObject) -> None:
-    """As where a parameter is cut over processes."""
-    row, column = data.draw(st.integers(0, fan_out - 1)), data.draw(st.integers(0, fan_in - 1))
-    rows, columns = data.draw(st.integers(1, fan_out - row)), data.draw(st.integers(1, fan_in - column))
-    shape, like = torch.Size((fan_out, fan_in)), torch.empty(0, dtype=torch.float64)
-    part = RandomMap("p", torch.Size((rows, columns)), dim, 1, (shape, row, column))
-    for (at, u, v), (own, left, right) in zip(RandomMap("p", shape, dim, 1).columns(like), part.columns(like), strict=True):
-        assert at == own
-        assert torch.equal(left, u[:, row : row + rows])
-        assert torch.equal(right, v[:, column : column + columns])
-
-
 def test_how_many_signs_are_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form, random = Outer(torch.randn(3, 4, 50), torch.randn(3, 4, 60)), RandomMap("p", torch.Size((50, 60)), 200, 1)
     expected = form.project(random)

@@ -24,6 +24,11 @@ from autograd_hacks.integrations.lightning import PrivateCallback  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+class Clips(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 0.1)
+
+
 class Classifier(pl.LightningModule):
     def __init__(self, own: nn.Module, reduction: str = "none", extra: bool = False) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
     first = trained(Classifier(net()), PrivateCallback(private(), "own"), max_epochs=1)
     first.save_checkpoint(tmp_path / "kept.ckpt", weights_only=False)
     rest = net()
-    callback = PrivateCallback(private(seed=99), "own")
+    callback = PrivateCallback(private(seed=SEED + 99), "own")
     trained(Classifier(rest), callback, resume=tmp_path / "kept.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters()))
     assert callback.private.steps == 2 * STEPS
@@ -92,7 +97,12 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
     loader = own.loader(TensorDataset(*data()))
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         trained(Classifier(net()), PrivateCallback(own, "own"), loader, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5, which would clip the noisy gradient"):
+        trained(Classifier(net()), PrivateCallback(private(), "own"), gradient_clip_val=0.5)
     with pytest.raises(ValueError, match="expected N losses"):
         trained(Classifier(net(), "mean"), PrivateCallback(private(), "own"))
     with pytest.raises(ValueError, match="steps 2 parameters"):
         trained(Classifier(net(), extra=True), PrivateCallback(private(), "own"))
+    own = PrivateCallback(private(), "own")
+    with pytest.raises(RuntimeError, match="not the one of private step 0"):  # within the optimizer's closure
+        trained(Classifier(net()), own, callbacks=[own, Clips()])

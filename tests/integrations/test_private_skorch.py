@@ -1,5 +1,6 @@
 """skorch and accelerate, trained privately: against a loop by hand, and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_what_would_break_a_nets_guarantee_is_refused() -> None:
         fitted(net(), PrivateCallback(private(loss_type="sum")))
     with pytest.raises(ValueError, match=r"ignored targets \(0\)"):
         fitted(net(), PrivateCallback(private(loss_type="mean")), criterion__ignore_index=0)
+    own = PrivateCallback(private(loss_type="mean"))
+    with pytest.raises(ValueError, match="GradientNormClipping, which would clip the noisy gradient"):
+        fitted(net(), own, callbacks=[own, skorch.callbacks.GradientNormClipping(0.1)])
+
+    class Clips(skorch.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_grad_computed(self, net: Any, named_parameters: Any, **_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_([p for _, p in named_parameters], 0.1)
+
+    own = PrivateCallback(private(loss_type="mean"))
+    with pytest.raises(RuntimeError, match="not the one of private step 0"):  # within the optimizer's closure
+        fitted(net(), own, callbacks=[own, Clips()])
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -89,5 +101,39 @@ def test_accelerate_trains_as_a_loop_by_hand_and_goes_on(scales: bool, tmp_path:
     rest, own = run(99, 1, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters()))
     assert own.steps == 2 * STEPS
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("way", ["clips", "clips and divides", "skips"])
+def test_what_accelerate_would_do_to_the_noisy_gradient_is_refused(way: str, scales: bool) -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    divides = 1 if way == "clips" else 2
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=divides), net()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scales else None
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    own = private(expected_batch_size=EXPECTED, loss_type="mean" if way == "clips and divides" else None)
+    told = {
+        "clips": "not the one of private step 0",
+        "clips and divides": r"accelerator\.backward divides the loss by gradient_accumulation_steps=2",
+        "skips": r"optimizer\.step\(\) does nothing",
+    }
+
+    def train() -> None:
+        for x, y in own.loader(TensorDataset(*data())):
+            with accelerator.accumulate(model) if way == "skips" else nullcontext():
+                if way == "clips and divides":
+                    accelerator.backward(losses(model, x, y).mean())
+                else:
+                    own.backward(losses(model, x, y), accelerator.scaler)
+                if own.step(scaler=accelerator.scaler):
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with own.attach(model, optimizer), pytest.raises((RuntimeError, ValueError), match=told[way]):
+        train()
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

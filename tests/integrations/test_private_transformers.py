@@ -42,7 +42,7 @@ def trainer(model: nn.Module, folder: Path, own: PrivateTraining, rows: Any = No
     given: dict[str, Any] = {
         "per_device_train_batch_size": EXPECTED, "num_train_epochs": 2, "learning_rate": LR, "optim": "sgd",
         "lr_scheduler_type": "constant", "logging_steps": 5, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "save_strategy": "no", "max_grad_norm": 0.0,
+        "save_strategy": "no",
     }  # fmt: skip
     loss = options.pop("loss", None)
     arguments = transformers.TrainingArguments(str(folder), **(given | options))
@@ -70,6 +70,51 @@ def test_it_trains_as_a_loop_by_hand(parts: int, tmp_path: Path, capfd: pytest.C
     assert made.last_step.bound == BOUND
     assert "epsilon=" in capfd.readouterr().err  # in the progress bar
     assert not any(layer._forward_hooks for layer in model.modules())
+
+
+@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 0.05}, {"max_grad_norm": 0}])
+def test_the_trainers_own_clipping_is_off_and_it_says_so(
+    given: dict[str, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its default is 1, which is shorter than the noise.  Afterwards the arguments are as they were."""
+    model = net()
+    made = trainer(Classifier(model), tmp_path, private(), **given)
+    made.train()
+    assert_close(model.state_dict(), by_hand(net(), *data()).state_dict(), rtol=1e-4, atol=1e-4)
+    clips = given.get("max_grad_norm", 1.0)
+    said = [line for line in capfd.readouterr().err.splitlines() if "max_grad_norm" in line]
+    assert len(said) == (clips != 0)
+    assert all(f"PrivateTrainer doesn't clip to max_grad_norm={clips}" in line for line in said)
+    assert made.args.max_grad_norm == clips
+
+
+def test_a_trainer_that_clips_in_some_way_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Clips(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    made = trainer(Classifier(net()), tmp_path, private())
+    made.add_callback(Clips())
+    with pytest.raises(RuntimeError, match="not the one of private step 0"):
+        made.train()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_users_train_as_by_hand(parts: int, tmp_path: Path) -> None:
+    """Also where the samples of the drawn users are more than the trainer's batch, and are cut between users."""
+    users = [n % 9 if n % 2 else n % 5 for n in range(30)]
+    model, count = net(), len(set(users))
+    own = private(groups=users, expected_batch_size=4)
+    given: dict[str, Any] = {"per_device_train_batch_size": 7, "gradient_accumulation_steps": parts, "max_steps": STEPS}
+    trainer(Classifier(model), tmp_path, own, **given).train()
+    expected = by_hand(net(), *data(), STEPS, expected=4, groups=users)
+    assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-4)
+    assert own.history == [(NOISE, 4 / count, STEPS)]
+    with pytest.raises(ValueError, match="expected the mean number of users in a batch"):
+        trainer(Classifier(net()), tmp_path, private(groups=users))
+    few = private(groups=users, expected_batch_size=4)
+    with pytest.raises(ValueError, match="a user has more than 1 samples"):
+        trainer(Classifier(net()), tmp_path, few, per_device_train_batch_size=1).train()
 
 
 class OfLists(nn.Module):
@@ -116,7 +161,7 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
     whole.train()
     kept = tmp_path / "whole" / "checkpoint-7"
     assert json.loads((kept / STATE).read_text())["history"] == [[NOISE, EXPECTED / 30, 7]]
-    rest = made("rest", seed=99)
+    rest = made("rest", seed=SEED + 99)
     rest.train(resume_from_checkpoint=str(kept))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters()))
     assert rest.private.history == whole.private.history
@@ -186,7 +231,6 @@ def test_samples_that_overflow_have_no_part_and_lower_the_scale(tmp_path: Path) 
     arguments = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=EXPECTED, num_train_epochs=1, learning_rate=LR, report_to="none",
         use_cpu=True, disable_tqdm=True, save_strategy="no", optim="sgd", lr_scheduler_type="constant",
-        max_grad_norm=0.0,
     )  # fmt: skip
     made = Watched(Classifier(model), arguments, train_dataset=rows, private=own)
     made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**128 * 0.99)  # infinite in single precision

@@ -166,7 +166,7 @@ def test_what_is_refused() -> None:
     for name, wrong in {"max_norm": 0, "smoothing": 1, "loss_type": "most"}.items():
         with pytest.raises(ValueError, match=name):
             Steps(**{name: wrong})
-    with pytest.raises(ValueError, match=r"max_norm='1' was given; expected a number"):
+    with pytest.raises(TypeError, match=r"max_norm='1'; expected a number"):
         Steps("1")  # type: ignore[arg-type]  # what is refused
     steps, model = Steps(), net()
     steps.attach(model)

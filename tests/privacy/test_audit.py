@@ -4,7 +4,9 @@ Two trainings differ in one sample.  From how well a threshold tells their resul
 (Nasr et al. 2021, arXiv:2101.04535; Steinke et al. 2023, arXiv:2305.08846), with its confidence by Clopper and Pearson.
 """
 
+from collections.abc import Callable
 from math import log
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,13 @@ from torch.utils.data import TensorDataset
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining
+from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.privacy import training as of_training
 from autograd_hacks.privacy.accounting import spent
+from autograd_hacks.privacy.poisson import Mark
+from autograd_hacks.support.philox import Stream
 
-SIZE, EXPECTED, BOUND, NOISE, DELTA, STEPS = 4, 4.0, 1.0, 1.2, 1e-2, 2
+SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
 RUNS, CONFIDENCE = 400, 0.99
 CANARY = 100.0
 """Its gradient, before clipping."""
@@ -36,36 +41,30 @@ class Weights(nn.Module):
         return x @ self.weights
 
 
-def statistics(with_canary: bool) -> tuple[list[float], float]:
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    """How far each of many trainings of some steps has gone along the canary, and their epsilon.
+Statistic = Callable[[Tensor], Tensor]
+"""Of the steps of many runs, (RUNS, STEPS), a number for each run."""
 
-    The other samples' gradients are zero.  One sample more or less, so that the rate of sampling is the same.
+
+def statistics(with_canary: bool, of: Statistic, rate: float, noise: float, samples: int) -> tuple[list[float], float]:
+    """What each of many trainings of some steps shows of the canary, by their steps along it, and their epsilon.
+
+    The other samples' gradients are zero.  One sample more or less, or one user, so that the rate of sampling is the same.
+    samples: of each user
     """
-    expected = EXPECTED * (SIZE + with_canary) / SIZE
-    private, model = PrivateTraining(BOUND, NOISE, expected, DELTA, seed=int(with_canary)), Weights()
-    x, found = torch.zeros(SIZE + with_canary, 3), list[float]()
+    users = SIZE + with_canary
+    expected, groups = rate * users, torch.arange(users).repeat(samples)
+    whose = {} if samples == 1 else {"groups": groups}
+    private, model = PrivateTraining(BOUND, noise, expected, DELTA, seed=SEED + with_canary, **whose), Weights()
+    x, found = torch.zeros(len(groups), 3), list[float]()
     if with_canary:
-        x[-1, 0] = CANARY
+        x[groups == users - 1, 0] = CANARY
     with private.attach(model):
         for (part,) in private.loader(TensorDataset(x), steps=RUNS * STEPS):
             private.backward(model(part))
             private.step()
             assert model.weights.grad is not None
             found.append(float(model.weights.grad[0]) * expected)
-    epsilon = spent([(NOISE, private.rate, STEPS)], DELTA)
-    return torch.tensor(found).view(RUNS, STEPS).sum(1).tolist(), epsilon
+    return of(torch.tensor(found).view(RUNS, STEPS)).tolist(), spent([(noise, private.rate, STEPS)], DELTA)
 
 
 def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
@@ -80,13 +79,26 @@ def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
         wrong = beta.ppf(confidence, misses + 1, n - misses) if misses < n else 1.0
         return log(max((found - delta) / wrong, 1.0))
 
-    best = max(torch.linspace(-3, 12, 61).tolist(), key=lambda threshold: epsilon(half, threshold, 0.9))
-    return epsilon(rest, best, CONFIDENCE)
+    found = {threshold: epsilon(half, threshold, 0.9) for threshold in torch.linspace(-3, 12, 61).tolist()}
+    best = [threshold for threshold, own in found.items() if own == max(found.values())]
+    return epsilon(rest, best[len(best) // 2], CONFIDENCE)
 
 
-def audited() -> tuple[float, float]:
-    """What runs say of epsilon at least, and what the accountant says."""
-    (without, stated), (with_canary, _) = statistics(False), statistics(True)
+def sums(steps: Tensor) -> Tensor:
+    return steps.sum(1)
+
+
+def differences(steps: Tensor) -> Tensor:
+    """In which noise that two steps have in common cancels."""
+    return (steps[:, 1] - steps[:, 0]).abs()
+
+
+OF_TWO_STEPS: dict[str, Any] = {"of": differences, "rate": 0.5, "noise": 4.0}
+
+
+def audited(of: Statistic = sums, rate: float = 1.0, noise: float = NOISE, samples: int = 1) -> tuple[float, float]:
+    """What runs say of epsilon at least, and what the accountant says.  samples: of each user"""
+    (without, stated), (with_canary, _) = (statistics(own, of, rate, noise, samples) for own in (False, True))
     return lower_bound({False: without, True: with_canary}, DELTA), stated
 
 
@@ -104,9 +116,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_don_t_contradict_epsilon() -> None:
-    found, stated = audited()
+@pytest.mark.parametrize("samples", [1, 8])
+def test_many_runs_don_t_contradict_epsilon(samples: int) -> None:
+    """Of a sample, and of a user whose samples are all canaries."""
+    found, stated = audited(samples=samples)
     assert 0.1 < found < stated  # it is no idle audit
+    found, stated = audited(**OF_TWO_STEPS, samples=samples)
+    assert found < stated
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
@@ -116,18 +132,55 @@ def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
         monkeypatch.setitem(bounds.RULES, "flat", lambda norms, bound: torch.ones_like(norms))
     elif mistake == "too little noise":
         drawn = private.drawn
-        monkeypatch.setattr(private, "drawn", lambda *given: drawn(*given) / 8)
-    else:  # the same noise in each step
-        own = of_training.seeded
-        monkeypatch.setattr(
-            of_training,
-            "seeded",
-            lambda seed, what, t: torch.Generator().manual_seed(1) if what == "noise" else own(seed, what, t),
-        )
+        monkeypatch.setattr(private, "drawn", lambda *given: (own / 8 for own in drawn(*given)))
+    else:  # the same noise in steps that differ
+        place = {"in all steps and runs": lambda t: 0, "in both steps of a run": lambda t: t // STEPS}[mistake]
+        own = Stream.of
+        of = SimpleNamespace(of=lambda seed, what, t: own(seed, what, place(t) if what == "noise" else t))
+        monkeypatch.setattr(of_training, "Stream", of)
 
 
-@pytest.mark.parametrize("mistake", ["noise without clipping", "too little noise", "the same noise in all steps and runs"])
+@pytest.mark.parametrize("mistake", ["noise without clipping", "too little noise", "in all steps and runs"])
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     planted(monkeypatch, mistake)
     found, stated = audited()
+    assert found > stated
+
+
+class CentredLater(Weights):
+    """Centres its input over the batch, without a gradient, from some step on."""
+
+    begins, forwards = 3, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x - x.mean(0) if self.forwards > self.begins else x)
+
+
+def test_samples_that_begin_to_mix_are_found_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample then moves the others' gradients, by up to the bound each, and the accountant knows of one alone."""
+    monkeypatch.undo()
+    private, model = PrivateTraining(BOUND, NOISE, 4.0, DELTA, seed=SEED), CentredLater()
+
+    def trained() -> None:
+        for (part,) in private.loader(TensorDataset(torch.randn(8, 3)), steps=10):
+            private.backward(model(part))
+            private.step()
+
+    with private.attach(model), pytest.raises(SamplesMixed):
+        trained()
+    assert private.steps == CentredLater.begins
+
+
+def test_equal_noise_of_two_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the steps' difference, where the canary is drawn in one of them."""
+    planted(monkeypatch, "in both steps of a run")
+    found, stated = audited(**OF_TWO_STEPS)
+    assert found > stated
+
+
+def test_users_whose_samples_are_clipped_one_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mark, "groups", lambda _: None)
+    monkeypatch.setattr(Mark, "units", property(lambda mark: mark.samples))
+    found, stated = audited(samples=8)
     assert found > stated

@@ -1,7 +1,7 @@
 """What a private step promises: no sample moves `.grad` further than it says, by whatever rule it was clipped."""
 
 from collections.abc import Callable
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from typing import Any
 
 import pytest
@@ -185,6 +185,11 @@ def test_the_noise_is_as_is_said() -> None:
     assert model.weight.grad.std().item() == pytest.approx(found.deviation, rel=0.1)
 
 
+def test_without_a_bound_and_noise_the_deviation_is_0() -> None:
+    found = step(hooked(), torch.randn(6, 4), inf, 0.0)
+    assert (found.bound, found.deviation) == (inf, 0.0)
+
+
 def test_it_prints_as_a_table() -> None:
     found = step(hooked(), torch.randn(6, 4), multiplier=1.5)
     assert repr(found) == "a private step of 6 samples, bound 2, noise 1.5 of it"
@@ -202,7 +207,7 @@ def test_what_would_break_the_promise_is_refused() -> None:
         ({"clip": 3}, "expected a name or a function"),
         ({"max_norm": {"0.*": 1.0}}, "no bound for"),
         ({"max_norm": {"*": 1.0, "0.*": 1.0}}, "two bounds for"),
-        ({"max_norm": {"*": -1.0}}, "expected a number larger than 0"),
+        ({"max_norm": {"*": -1.0}}, r"expected a number in \(0, inf\], or a dictionary"),
         ({"mask": torch.ones(6)}, "expected 6 booleans"),
         ({"mask": torch.ones(5, dtype=torch.bool)}, "expected 6 booleans"),
         ({"clip": autograd_hacks.QuantileClip(), "add": True}, "whole steps"),

@@ -1,6 +1,7 @@
 """Loops that are written otherwise than documented: a private step is the same one, or refused."""
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +25,14 @@ pytestmark = pytest.mark.usefixtures("double")
 def training(**options: Any) -> PrivateTraining:
     given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
     return PrivateTraining(**(given | options))  # type: ignore[arg-type]
+
+
+def begun(private: PrivateTraining, *models: nn.Module, **options: Any) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """A model in training, and its batches."""
+    model = models[0] if models else net()
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*numbers()), **options):
+            yield model, x, y
 
 
 def epoch(private: PrivateTraining, model: nn.Module, **options: Any) -> int:
@@ -60,44 +69,37 @@ def test_an_optimizer_that_steps_after_each_micro_batch_never_sees_a_sum_without
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_batch_that_was_left_out_is_refused(at: int) -> None:
     """Also where all have one shape: another's mask would take padding for a sample."""
-    private, model = training(), net()
-    with private.attach(model):
-        for i, (x, y) in enumerate(private.loader(TensorDataset(*numbers()), micro_batch_size=12, padded=True)):
-            if i < at:
-                private.backward(losses(model, x, y))
+    private = training()
+    for i, (model, x, y) in enumerate(begun(private, micro_batch_size=12, padded=True)):
+        if i != at:
+            private.backward(losses(model, x, y))
+            with pytest.raises(RuntimeError, match="one call for each batch") if i > at else nullcontext():
                 private.step()
-            elif i > at:
-                private.backward(losses(model, x, y))
-                with pytest.raises(RuntimeError, match="one call for each batch"):
-                    private.step()
-                break
+        if i > at:
+            break
 
 
 def test_a_rate_that_changes_amid_a_pass_is_refused() -> None:
-    private, model = training(), net()
-    with private.attach(model):
-        loader = private.loader(TensorDataset(*numbers()))
-        for x, y in loader:
-            private.expected_batch_size = 2
-            private.backward(losses(model, x, y))
-            with pytest.raises(RuntimeError, match=r"drawn at a rate of 0\.2"):
-                private.step()
-            break
+    private = training()
+    model, x, y = next(batches := begun(private))
+    private.expected_batch_size = 2
+    private.backward(losses(model, x, y))
+    with pytest.raises(RuntimeError, match=r"drawn at a rate of 0\.2"):
+        private.step()
+    batches.close()
 
 
 @pytest.mark.parametrize("how", ["views", "accumulated", "cut"])
 def test_another_number_of_losses_than_samples_is_refused(how: str) -> None:
-    private, model = training(), net()
-    with private.attach(model):
-        for x, y in private.loader(TensorDataset(*numbers())):
-            with autograd_hacks.accumulate(model) if how == "accumulated" else nullcontext():
-                for _ in range(1 + (how == "accumulated")):
-                    x, y = (x[:1], y[:1]) if how == "cut" else (x, y)
-                    x, y = (x.repeat(2, 1), y.repeat(2)) if how == "views" else (x, y)
-                    private.backward(losses(model, x, y))
-            with pytest.raises(ValueError, match=r"\d samples were drawn, but \d+ have losses; expected one loss for each"):
-                private.step()
-            break
+    private = training()
+    model, x, y = next(batches := begun(private))
+    x, y = {"views": (x.repeat(2, 1), y.repeat(2)), "accumulated": (x, y), "cut": (x[:1], y[:1])}[how]
+    with autograd_hacks.accumulate(model) if how == "accumulated" else nullcontext():
+        for _ in range(1 + (how == "accumulated")):
+            private.backward(losses(model, x, y))
+    with pytest.raises(ValueError, match=r"\d samples were drawn, but \d+ have losses; expected one loss for each"):
+        private.step()
+    batches.close()
 
 
 def test_views_of_a_sample_are_one_sample() -> None:
@@ -109,14 +111,13 @@ def test_views_of_a_sample_are_one_sample() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    private, model = training(), OfViews()
-    with private.attach(model):
-        for x, y in private.loader(TensorDataset(*numbers())):
-            logits = model(torch.stack([x, x + 0.1, x - 0.1], 1))
-            each = nn.functional.cross_entropy(logits.mT, y[:, None].expand(-1, 3), reduction="none")
-            private.backward(each.mean(1))
-            assert private.step().norms.shape == y.shape
-            break
+    private = training()
+    model, x, y = next(batches := begun(private, OfViews()))
+    logits = model(torch.stack([x, x + 0.1, x - 0.1], 1))
+    each = nn.functional.cross_entropy(logits.mT, y[:, None].expand(-1, 3), reduction="none")
+    private.backward(each.mean(1))
+    assert private.step().norms.shape == y.shape
+    batches.close()
 
 
 def test_parameters_that_an_optimizer_gets_later_are_refused() -> None:

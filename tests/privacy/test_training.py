@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from counted import stream, uniforms
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
 from private_steps import data as numbers
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
 from autograd_hacks.privacy.accounting import noise_for, spent
-from autograd_hacks.privacy.poisson import seeded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -68,7 +68,7 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
     assert_close(model.state_dict(), by_hand(net(), *numbers()).state_dict())
     assert private.steps == len(done) == 2 * STEPS
     assert private.history == [(NOISE, EXPECTED / SIZE, 2 * STEPS)]
-    sizes = [int((torch.rand(SIZE, generator=seeded(3, "batch", t)) < EXPECTED / SIZE).sum()) for t in range(2 * STEPS)]
+    sizes = [sum(u < EXPECTED / SIZE for u in uniforms(stream(SEED, "batch", t), SIZE)) for t in range(2 * STEPS)]
     assert [len(step.norms) for step in done] == sizes  # padding is not among them
     assert not hasattr(model[0].weight, "grad1")
 
@@ -76,10 +76,11 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
 def test_every_sample_is_drawn_with_its_probability() -> None:
     private = training()
     batches = private.loader(data()).batches
-    count = Counter(n for t in range(4000) for n in batches.drawn(t))
+    drawn = [batches.drawn(t) for t in range(4000)]
+    count = Counter(n for batch in drawn for n in batch)
     expected, deviation = 4000 * EXPECTED / SIZE, (4000 * 0.2 * 0.8) ** 0.5
     assert all(abs(count[n] - expected) < 5 * deviation for n in range(SIZE))
-    sizes = torch.tensor([float(len(batches.drawn(t))) for t in range(4000)])
+    sizes = torch.tensor([float(len(batch)) for batch in drawn])
     assert sizes.var().item() == pytest.approx(SIZE * 0.2 * 0.8, rel=0.1)  # each by itself
 
 
@@ -89,12 +90,12 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(options: dict[str, Any], clip: 
     def made(seed: int) -> PrivateTraining:
         return training(seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
 
-    whole, expected = made(3), net()
+    whole, expected = made(SEED), net()
     train(whole, expected, **options)
-    before, model = made(3), net()
+    before, model = made(SEED), net()
     train(before, model, upto=7, **options)
     state = copy.deepcopy(before.state_dict())
-    after = made(99)  # the seed comes from the checkpoint
+    after = made(SEED + 99)  # the seed comes from the checkpoint
     after.load_state_dict(state)
     rest = train(after, model, epochs=1, **options)
     assert len(rest) == 3

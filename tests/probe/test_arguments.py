@@ -100,40 +100,6 @@ def test_a_setting_before_the_batch() -> None:
         assert model.layer.weight.grad1.shape == (4, 3, 3)
 
 
-def test_tables_that_are_read_by_the_batch() -> None:
-    class Tables(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.weights = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3, 3))
-            self.layer = nn.Linear(3, 3)
-            self.register_buffer("noise", torch.rand(5))
-
-        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-            x = self.noise[ids, None] * x + self.table[ids]
-            return self.layer(torch.einsum("nij,nj->ni", self.weights[ids], x).tanh() + self.table.index_select(0, ids))
-
-    model, x = Tables().double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for ids in (torch.tensor([0, 3, 3, 1]), torch.tensor([4, 4, 2, 1])):
-            check_losses(model, lambda i=ids: squares(model(x, i)))
-
-
-def test_packing_inside_a_model() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.out = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return self.out(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
-
-    model, x = Packed().double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for lengths in ([2, 5, 3, 1], [5, 1, 5, 2]):
-            check_losses(model, lambda at=lengths: squares(model(x, torch.tensor(at))))
-
-
 def test_bags_with_offsets_as_arguments() -> None:
     class Bags(nn.Module):
         def __init__(self) -> None:

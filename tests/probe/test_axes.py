@@ -128,22 +128,6 @@ def test_recurrent_layers_with_time_first(kind: type[nn.RNNBase], steps: int) ->
             check_losses(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.rnn, self.out = nn.Embedding(11, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(self.words(x))[0])
-
-
-def test_an_axis_that_was_learnt_is_kept_for_a_batch_of_one() -> None:
-    model = TimeFirst().double()
-    with autograd_hacks.add_hooks(model):
-        for samples in (3, 1):
-            check(model, torch.randint(11, (samples, 4)), "sum", lambda x: model(x.T).transpose(0, 1))
-
-
 class Pair(nn.Module):
     """Arguments with samples on different axes, and a mask of N = T by T."""
 

@@ -170,11 +170,9 @@ def test_independence_runs_a_model_a_few_times_more(is_traced: bool) -> None:
                 squares(model(x)).mean().backward()
                 autograd_hacks.compute_grad1(model)
             counts.append(tanhs.number)
-    assert 1 < counts[0] <= (3 if is_traced else 12)
-    # Later proofs replace half of the samples, and then the others, beside a run with none replaced.  Analysis runs twice,
-    # without values.
-    later = {15: 3} if is_traced else {1: 4, 15: 4}
-    assert counts[1:] == [later.get(n, 1) for n in range(1, 20)]
+    # Labels of the operations that ran need no further run.  A later forward with the same operations is known.
+    assert counts[0] == 1 if is_traced else 1 < counts[0] <= 12
+    assert counts[1:] == [1] * 19
 
 
 def test_a_slow_proof_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,18 +23,8 @@ class Mixing(nn.Module):
         return self.last(self.how(self.first(x)))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda h: h - h.mean(0),
-        lambda h: h.sub_(h.mean(0)),
-        lambda h: h + 1e-2 * h.flip(0),
-        lambda h: h / h.norm(),
-        lambda h: F.batch_norm(h, None, None, training=True),
-        lambda h: (h @ h.T).softmax(1) @ h,
-    ],
-)
-def test_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("how", [lambda h: h.sub_(h.mean(0)), lambda h: F.batch_norm(h, None, None, training=True)])
+def test_what_is_said_of_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
     model = Mixing(how)
     with autograd_hacks.add_hooks(model):
         squares(model(torch.randn(6, 3))).mean().backward()
@@ -113,7 +103,7 @@ def test_samples_that_mix_in_memory_of_the_users_own() -> None:
             autograd_hacks.compute_grad1(model)
 
 
-@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8, 64])
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 64])
 @pytest.mark.parametrize(
     "how",
     [

@@ -13,6 +13,7 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.probe.planner import MOST
 
 
 def count_proofs(model: nn.Module) -> list[int]:
@@ -184,3 +185,44 @@ def test_a_model_that_fails_at_first() -> None:
             model(x)
         for _ in range(2):
             check(model, x)
+
+
+class WithNotes(nn.Module):
+    """Ignores all of its arguments but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.body(x)
+
+
+def test_the_number_of_plans_is_bounded() -> None:
+    """Names of files as dictionary keys, and lists of any length, make each forward another kind."""
+    model = WithNotes().double()
+    with autograd_hacks.add_hooks(model):
+        plans = recorder_of(model).planner.plans
+        for n in range(100):
+            notes: list[Any] = [{f"file {n}": n}, list(range(n)), ["a"] * n, {"file": {str(n): None}}]
+            check(model, torch.randn(4, 3).double(), run=lambda x, own=notes[n % 4]: model(x, own))
+        assert len(plans) <= MOST
+        x = torch.randn(4, 3).double()
+        check(model, x)
+        proofs = count_proofs(model)
+        for n in range(5):  # the plans that are used stay
+            check(model, x)
+            model(x, {f"another {n}": n})
+        assert len(proofs) == 1 + 5  # the second forward of its kind, and the others
+
+
+def test_a_model_whose_dtype_changes_and_changes_back() -> None:
+    """torch makes a new node for a parameter each time, also if nothing runs between two changes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with autograd_hacks.add_hooks(model):
+        for n in range(8):
+            model.to(torch.float32 if n % 3 else torch.float64)
+            if n % 2:
+                model.to(torch.float16).to(torch.float32)
+            for _ in range(2):
+                check(model, torch.randn(4, 3).to(model[0].weight))

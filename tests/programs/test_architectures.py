@@ -88,6 +88,9 @@ MODELS: list[tuple[str, str, dict[str, Any], Inputs, str]] = [
     ("AlbertModel", "AlbertConfig", TEXT | {"embedding_size": 8}, square_text, "last_hidden_state"),
     ("DebertaV2Model", "DebertaV2Config", TEXT | {"relative_attention": True,
      "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}, text, "last_hidden_state"),
+    *[("DebertaV2Model", "DebertaV2Config", TEXT | {"relative_attention": True, "pos_att_type": kinds, "share_att_key": True,
+       "position_buckets": 4, "norm_rel_ebd": "layer_norm", "position_biased_input": False}, text, "last_hidden_state")
+      for kinds in ([], ["c2p"], ["p2c"])],
     ("LlamaForCausalLM", "LlamaConfig", TEXT | {"num_key_value_heads": 1}, text, "logits"),
     ("MixtralForCausalLM", "MixtralConfig", TEXT | EXPERTS | {"num_local_experts": 3}, text, "logits"),
     ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", TEXT | EXPERTS | {"num_experts": 3, "num_experts_per_tok": 2,

@@ -288,7 +288,7 @@ def test_one_sample_at_a_time(what: str) -> None:
                 for n in range(3):
                     squares(model(x[n : n + 1])).sum().backward()
             assert_close(autograd_hacks.per_sample_grads(model, "sum").norms(), norms)
-            with autograd_hacks.streaming(model, loss_type="sum") as found:
+            with autograd_hacks.during_backward(model, "norms", loss_type="sum") as found:
                 squares(model(x[:1])).sum().backward()
             assert_close(found.norms, norms[:1])
             assert_close(autograd_hacks.per_sample_jacobian(model, squares(model(x[:1]))).norms(), norms[:1])

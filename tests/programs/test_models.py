@@ -6,33 +6,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample
 from quantities import assert_quantities
-from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-
-
-class Tutorial(nn.Module):
-    """The network of PyTorch's tutorial on per-sample gradients, a quarter as wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3, 1), nn.Conv2d(8, 16, 3, 1)
-        self.fc1, self.fc2 = nn.Linear(2304, 32), nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-        return F.log_softmax(self.fc2(F.relu(self.fc1(x.flatten(1)))), dim=1)
-
-
-def lenet5() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
-        nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(),
-        nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10), nn.LogSoftmax(1),
-    )  # fmt: skip
 
 
 class Reused(nn.Module):
@@ -80,7 +57,7 @@ class Strange(nn.Module):
 
 
 @pytest.mark.parametrize("loss_type", ["mean", "sum"])
-@pytest.mark.parametrize("build", [Tutorial, *rarely(lenet5), Reused, Tied, Strange])
+@pytest.mark.parametrize("build", [Reused, Tied, Strange])
 def test_network(build: type[nn.Module], loss_type: str) -> None:
     model, x, y = build(), torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
     model(x)

@@ -1,16 +1,23 @@
 """Samples that a model puts in an order of their values' and back, each time by other operations.  In the first batches,
-which are proven, they are in their order by chance: later ones must not be read so."""
+which are proven, they are as given, or reversed: later ones must not be read so."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from rarely import rarely
 from torch import Tensor
 from twin import Bare, check_right
 
+pytestmark = pytest.mark.usefixtures("double")
+
+Inner = Callable[[Tensor], Tensor]
+"""What each sample goes through by itself, N 3 -> N 3."""
 Way = Callable[[Tensor, Tensor], Tensor]
+"""A batch and an order -> the batch in this order."""
 
 
 def matrix(order: Tensor) -> Tensor:
@@ -31,6 +38,22 @@ def written(h: Tensor, order: Tensor) -> Tensor:
 def filled(h: Tensor, order: Tensor) -> Tensor:
     rows = [torch.where((order == n)[:, None], h[n][None], torch.zeros_like(h)) for n in range(len(order))]
     return torch.stack(rows).sum(0)
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, saves: bool) -> Tensor:
+        if saves:
+            ctx.save_for_backward(order)
+        else:
+            ctx.order = order
+        ctx.saves = saves
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        order = ctx.saved_tensors[0] if ctx.saves else ctx.order
+        return torch.empty_like(g).index_copy(0, order, g), None, None
 
 
 WAYS: dict[str, Way] = {
@@ -60,24 +83,88 @@ WAYS: dict[str, Way] = {
     "sparse": lambda h, order: torch.sparse.mm(matrix(order).to_sparse(), h),
     "product": lambda h, order: (matrix(order)[:, :, None] * h[None]).sum(1),
     "convolution": lambda h, order: F.conv1d(h[None], matrix(order)[:, :, None])[0],
+    "a function that saves": lambda h, order: Dispatch.apply(h, order, True),
+    "a function that keeps": lambda h, order: Dispatch.apply(h, order, False),
 }
 
 
+def one_by_one(f: Inner, x: Tensor) -> Tensor:
+    rows = {int(n): f(x[n : n + 1]) for n in x[:, 0].argsort()}
+    return torch.cat([rows[n] for n in range(len(x))])
+
+
+def chosen_first(f: Inner, x: Tensor) -> Tensor:
+    first, second = (x[:, 0] > 0).nonzero()[:, 0], (x[:, 0] <= 0).nonzero()[:, 0]
+    return torch.cat([f(x[first]), f(x[second])])[torch.cat([first, second]).argsort()]
+
+
+def rotated(f: Inner, x: Tensor) -> Tensor:
+    k, n = int(x[:, 0].argmax()), len(x)
+    h = f(torch.cat([x[k:], x[:k]]))
+    return torch.cat([h[n - k :], h[: n - k]])
+
+
+def rolled(f: Inner, x: Tensor) -> Tensor:
+    k = int(x[:, 0].argmax())
+    return f(x.roll(-k, 0)).roll(k, 0)
+
+
+def flipped(f: Inner, x: Tensor) -> Tensor:
+    return f(x) if bool(x[0, 0] > x[-1, 0]) else f(x.flip(0)).flip(0)
+
+
+def halves(f: Inner, x: Tensor) -> Tensor:
+    """The half with the largest entry comes first."""
+    k = len(x) // 2
+    if bool(x[:, 0].argmax() < k):
+        return f(x)
+    h = f(torch.cat([x[k:], x[:k]]))
+    return torch.cat([h[len(x) - k :], h[: len(x) - k]])
+
+
+def dealt(f: Inner, x: Tensor) -> Tensor:
+    """In rounds, as cards are."""
+    k = 3 if bool(x[:, 0].argmax() < 3) else 1
+    n = len(x) // k
+    return f(x.unflatten(0, (k, n)).transpose(0, 1).flatten(0, 1)).unflatten(0, (n, k)).transpose(0, 1).flatten(0, 1)
+
+
+MOVES: tuple[Callable[[Inner, Tensor], Tensor], ...] = (
+    *(one_by_one, chosen_first, rotated, rolled, flipped, halves, dealt),
+)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:index_reduce")
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("way", WAYS)
-def test_an_order_that_was_as_given_by_chance(way: str, scaled: bool) -> None:
-    put = WAYS[way]
+@pytest.mark.parametrize(
+    ("way", "inside"),
+    [
+        *((way, inside) for way in (*WAYS, *MOVES) for inside in ("bare", "layers")),
+        *((way, "layers around") for way in ("index", *MOVES)),
+        *rarely(*((way, "layers around") for way in WAYS if way != "index")),
+    ],
+    ids=lambda way: getattr(way, "__name__", way),
+)
+def test_an_order_that_was_as_given_by_chance(way: Any, inside: str) -> None:
+    """Of layers their rules read all, and no parameter asks for a walk through the graph."""
 
-    def how(m: Bare, x: Tensor) -> Tensor:
-        order = (x[:, 0] > 0).long().argsort(stable=True)
-        h = put(x * m.scale if scaled else x, order)
-        return put((m.layer(h) @ m.w).tanh(), order.argsort())
+    def how(f: Inner, x: Tensor) -> Tensor:
+        if way not in WAYS:
+            return way(f, x)
+        order, put = x[:, 0].argsort(), WAYS[way]
+        return put(f(put(x, order)), order.argsort())
 
-    batches = []
-    for signs in ([1, 1, 1, 1], [1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [-1, 1, 1, -1]):
-        x = torch.randn(4, 3)
-        x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
-        batches.append((x,))
-    own = {"scale": torch.randn(3)} if scaled else {}
-    check_right(Bare(how, layer=nn.Linear(3, 3), w=torch.randn(3, 3), **own), *batches)
+    def run(m: Bare, x: Tensor) -> Tensor:
+        if inside == "bare":
+            return how(lambda rows: (rows @ m.a).tanh() * m.scale @ m.w, x * m.before)
+        return m.last(how(m.inner, m.first(x) if inside == "layers around" else x))
+
+    own: dict[str, Any] = {"a": torch.randn(3, 4), "scale": torch.randn(4), "w": torch.randn(4, 3), "before": torch.ones(3)}
+    if inside != "bare":
+        own = {"inner": nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), "last": nn.Linear(3, 2)}
+    if inside == "layers around":
+        own["first"] = nn.Linear(3, 3)
+        nn.init.eye_(own["first"].weight)
+    for down in (False, True):
+        xs = [torch.randn(6, 3) for _ in range(4)]
+        xs[:2] = [x[x[:, 0].argsort(descending=down)] for x in xs[:2]]
+        check_right(Bare(run, **own), *[(x,) for x in xs], (xs[2][:3],), (xs[0],))

@@ -117,7 +117,7 @@ def parts(data: tuple[Tensor, Tensor]) -> tuple[list[Any], list[Any]]:
 
 
 def map_of(model: nn.Module, x: Tensor, **how: Any) -> Any:
-    """The map of ``grads.project(**how)``, (49, dim) or {name: numbers, K}, from what it makes of rows that span all."""
+    """The map of ``grads.project(**how)``, (49, dim), or by ``rank`` of LoGra, {name: numbers, K}: from spanning rows."""
     torch.manual_seed(2)
     by = torch.randn(len(x), 4, dtype=x.dtype)
 
@@ -125,7 +125,10 @@ def map_of(model: nn.Module, x: Tensor, **how: Any) -> Any:
         return (model(x) * by).sum(1)
 
     rows = autograd_hacks.over(model, [x], mixed, lambda grads: {n: g.flatten(1) for n, g in grads.dense().items()})
-    images = autograd_hacks.over(model, [x], mixed, lambda grads: grads.project(**how))
+    low = autograd_hacks.Metric.low_rank(model, how["rank"]) if "rank" in how else None
+    images = autograd_hacks.over(
+        model, [x], mixed, lambda grads: grads.preconditioned(low).dense() if low else grads.project(**how)
+    )
     if isinstance(images, Tensor):
         return linear_map(joined(rows), images)
     return {name: linear_map(rows[name], image.flatten(1)) for name, image in images.items()}
@@ -159,7 +162,7 @@ def test_ekfac_is_the_inverse_of_its_factors(
 @pytest.mark.parametrize("rank", [3, 8])  # 8: all of each side
 def test_logra(rank: int, hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: SimpleNamespace) -> None:
     train, others = parts(data)
-    maps, expected = map_of(hooked, data[0], rank=rank, per_parameter=True), torch.zeros(D, E, dtype=torch.float64)
+    maps, expected = map_of(hooked, data[0], rank=rank), torch.zeros(D, E, dtype=torch.float64)
     for name, rows in rows_of(hooked, data).items():
         low = rows if rank == 8 else rows @ maps[name]
         hessian = torch.stack([torch.outer(g, g) for g in low[:D]]).mean(0)
@@ -198,7 +201,7 @@ def test_trackstar(rank: int, hooked: nn.Module, data: tuple[Tensor, Tensor], re
     optimizer = torch.optim.Adam(hooked.parameters(), lr=0.05)
     step(hooked, optimizer, data, 3)
     metric, scale, features = Metric.from_optimizer(optimizer), adams(optimizer, hooked), []
-    maps = map_of(hooked, data[0], rank=rank, per_parameter=True)
+    maps = map_of(hooked, data[0], rank=rank)
     for name, rows in rows_of(hooked, data).items():
         by = torch.eye(rows.shape[1], dtype=torch.float64) if rank == 8 else maps[name]
         low, eye = (rows * scale[name]) @ by, torch.eye(by.shape[1], dtype=torch.float64)

@@ -22,22 +22,6 @@ def test_accumulate_appends_rows(model: nn.Module, sizes: tuple[int, ...]) -> No
     assert_right(model, *batch(7, 1))
 
 
-def test_accumulate_with_a_retained_graph_adds_within_its_rows(model: nn.Module) -> None:
-    x, y = batch(4)
-    with autograd_hacks.accumulate(model):
-        step(model, x[:2], y[:2])
-        loss = squares(model(x[2:]), y[2:]).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    autograd_hacks.compute_grad1(model)
-    twice = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)[:, None]
-    with autograd_hacks.pause_hooks():
-        expected = one_backward_per_sample(
-            model, lambda out, y: squares(out, y[:, :2]) * y[:, 2], x, torch.cat([y, twice], 1)
-        )
-    assert_rows(model, expected)
-
-
 def test_accumulate_fills_in_zeros_for_parts_that_were_not_reached(model: nn.Sequential) -> None:
     x, y = batch(3)
     with autograd_hacks.accumulate(model):
@@ -59,16 +43,6 @@ def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
         fail()
     with raises(model, NothingRecorded, "accumulate(model): KeyError left the context"):
         autograd_hacks.compute_grad1(model)
-
-
-def test_accumulate_within_itself_and_without_hooks(model: nn.Module) -> None:
-    with autograd_hacks.accumulate(model):
-        with pytest.raises(RuntimeError, match="accumulating already"), autograd_hacks.accumulate(model):
-            pass
-        step(model, *batch())
-    assert_right(model, *batch())
-    with pytest.raises(NothingRecorded, match="has no hooks"), autograd_hacks.accumulate(mlp()):
-        pass
 
 
 def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> None:

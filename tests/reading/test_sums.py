@@ -30,7 +30,7 @@ def wrong_by(factor: float, kind: type[nn.Module], monkeypatch: pytest.MonkeyPat
 
 
 def norms(model: nn.Module, losses: Callable[[], Tensor]) -> Tensor:
-    with autograd_hacks.streaming(model) as streamed:
+    with autograd_hacks.during_backward(model, "norms") as streamed:
         autograd_hacks.backward(losses())
     return streamed.norms
 

@@ -1,13 +1,18 @@
 """Tables and bags that the strategies don't draw: offsets, weights, padding, tied and sparse ones, and refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_same, one_backward_per_sample, squares
 from steps import check, check_batches
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, StaleRecord
+from autograd_hacks.forms import Chained, Lookup
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -112,3 +117,35 @@ def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
             autograd_hacks.compute_grad1(layer, "sum")
             assert not layer.weight.grad[1].any()
             assert not layer.weight.grad1[:, 1].any()
+
+
+class Positions(nn.Module):
+    """A table that is read by one index for all samples, which may repeat."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.positions, self.out = nn.Embedding(7, 4), nn.Embedding(6, 4, **options), nn.Linear(4, 2)
+        self.register_buffer("at", torch.tensor([[0, 1, 1, 5, 3]]))
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = checkpoint(self.positions, self.at, use_reentrant=False) if self.checkpointed else self.positions(self.at)
+        return self.out(torch.tanh(self.embed(x) + at))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"padding_idx": -1}], ids=str)
+def test_positions_are_looked_up(options: dict[str, int], checkpointed: bool) -> None:
+    model, x = Positions(**options).double(), torch.randint(7, (3, 5))
+    expected = one_backward_per_sample(model, squares, x)
+    model.checkpointed = checkpointed
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            squares(model(x)).sum().backward()
+            at = model.at.clone()
+            if not checkpointed:  # else a derivative is taken, which needs the index
+                model.at.zero_()
+            grads = autograd_hacks.per_sample_grads(model, "sum")
+            assert isinstance(grads["positions.weight"], Chained if checkpointed else Lookup)
+            assert_same(grads.dense(), expected)
+            model.at.copy_(at)

@@ -60,6 +60,41 @@ def test_what_counts_is_the_mode_that_the_forward_ran_in() -> None:
         autograd_hacks.compute_grad1(model)
 
 
+def without_statistics(layer: nn.Module) -> None:
+    layer.running_mean = layer.running_var = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_running_statistics_that_are_gone_in_a_later_step(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=affine)).double().eval()
+    autograd_hacks.add_hooks(model)
+    for step in range(6):
+        if step == 3:
+            without_statistics(model[1])
+        x = torch.randn(4, 2, dtype=torch.float64)
+        model(x).square().sum().backward()
+        if step < 3:
+            autograd_hacks.compute_grad1(model, "sum")
+            continue
+        with pytest.raises(SamplesMixed, match="BatchNorm1d" if affine else "samples mix"):
+            autograd_hacks.compute_grad1(model, "sum")
+    model[1].running_mean, model[1].running_var = torch.zeros(3).double(), torch.ones(3).double()
+    check_batches(model, x)
+
+
+def test_running_statistics_that_are_gone_since_the_forward_or_new() -> None:
+    layer, x = nn.BatchNorm1d(3).double().eval(), torch.randn(4, 3, dtype=torch.float64)
+    with autograd_hacks.add_hooks(layer):
+        layer(x).sum().backward()
+        without_statistics(layer)
+        with pytest.raises((SamplesMixed, StaleRecord)):
+            autograd_hacks.compute_grad1(layer)
+        layer(x).sum().backward()
+        layer.running_mean, layer.running_var = torch.zeros(3).double(), torch.ones(3).double()
+        with pytest.raises((SamplesMixed, StaleRecord)):
+            autograd_hacks.compute_grad1(layer)
+
+
 def test_running_statistics_that_have_moved_since() -> None:
     layer = nn.BatchNorm1d(3).eval()
     with autograd_hacks.add_hooks(layer):

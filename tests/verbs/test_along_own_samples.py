@@ -79,21 +79,3 @@ def test_an_optimizer_steps_by_the_training_samples_alone() -> None:
     assert model.spare.grad is None
     for name, after in expected.items():
         assert_close(model.get_parameter(name).detach(), after)
-
-
-def test_what_is_refused() -> None:
-    model, x = nn.Linear(4, 3), torch.randn(5, 4)
-    with autograd_hacks.add_hooks(model):
-        for wrong in (torch.ones(5, 1), torch.ones(5, dtype=torch.long), [1.0] * 5):
-            with pytest.raises(TypeError, match="expected N weights"), autograd_hacks.during_backward(model, weights=wrong):  # type: ignore[arg-type]
-                pass
-        for options in ({"weights": torch.ones(4)}, {"dot": torch.ones(4)}):
-            with pytest.raises(ValueError, match=r"of shape \(4,\).*\(5,\).*has 5 samples"):  # noqa: SIM117
-                with autograd_hacks.during_backward(model, **options):
-                    squares(model(x)).mean().backward()
-    with (
-        autograd_hacks.add_hooks(model, only="bias"),
-        pytest.raises(ValueError, match="because the model was hooked with only"),
-        autograd_hacks.during_backward(model, weights=torch.ones(5)),
-    ):
-        pass

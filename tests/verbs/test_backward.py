@@ -7,14 +7,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, raises, step
+from steps import assert_right, batch
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import (
-    BatchSizeError,
-    NothingRecorded,
     SamplesMixed,
 )
 
@@ -83,53 +81,6 @@ def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -
     autograd_hacks.backward(losses, retain_graph=True)
     autograd_hacks.backward(losses, "sum")
     assert_right(model, x, y)
-
-
-@pytest.mark.parametrize("loss_type", ["average", "", 1])
-def test_a_loss_type_that_is_neither(model: nn.Module, loss_type: object) -> None:
-    step(model, *batch())
-    with raises(model, ValueError, repr(loss_type), "'mean' or 'sum'"):
-        autograd_hacks.compute_grad1(model, loss_type)
-    with raises(model, ValueError, repr(loss_type)):
-        autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), loss_type)
-
-
-def test_a_loss_type_that_contradicts_backward(model: nn.Module) -> None:
-    autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), "mean")
-    with raises(model, ValueError, "'sum'", "'mean'"):
-        autograd_hacks.compute_grad1(model, "sum")
-
-
-@pytest.mark.parametrize("length", [1, 4, 10])
-def test_a_loss_vector_of_the_wrong_length(model: nn.Module, length: int) -> None:
-    x, y = batch()
-    losses = squares(model(x), y).mean().expand(length)
-    with raises(model, BatchSizeError, f"backward(losses): {length}", "layer '0' (Linear), input (5, 3): 5"):
-        autograd_hacks.backward(losses)
-    step(model, x, y)
-    with raises(model, BatchSizeError, "backward(losses)"):
-        autograd_hacks.backward(squares(model(x), y)[:3])
-
-
-@pytest.mark.parametrize("reduce", [Tensor.sum, lambda losses: losses[:, None]], ids=["scalar", "matrix"])
-def test_losses_that_are_no_vector(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> None:
-    losses = reduce(squares(model(batch()[0]), batch()[1]))
-    with raises(model, ValueError, str(tuple(losses.shape)), "reduction='none'"):
-        autograd_hacks.backward(losses)
-
-
-def test_losses_that_are_no_tensor(model: nn.Module) -> None:
-    with raises(model, TypeError, "list"):
-        autograd_hacks.backward([1.0])
-
-
-def test_losses_without_a_graph(model: nn.Module) -> None:
-    squares(model(batch()[0]), batch()[1]).sum().backward()
-    v = {name: p.detach() for name, p in model.named_parameters()}
-    for losses in (torch.ones(5), autograd_hacks.per_sample_grads(model, "sum").dot(v)):  # a pass without create_graph=True
-        model.zero_grad()
-        with raises(model, NothingRecorded, "losses without a graph", "create_graph=True"):
-            autograd_hacks.backward(losses)
 
 
 def contrastive(out: Tensor) -> Tensor:

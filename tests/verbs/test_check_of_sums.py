@@ -5,20 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from oracle import one_loss_at_a_time
+from test_check_rows import N, Rows, losses_of, rows_of
 from torch import Tensor
 
 from autograd_hacks import check_rows
 from autograd_hacks.errors import VerificationFailed
 from autograd_hacks.verbs.comparisons import WHOLE, percent
-
-Rows = dict[str, Tensor]
-N = 6
-
-
-def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 class Scaled(nn.Module):
@@ -48,11 +40,6 @@ def case(dtype: torch.dtype, by: float) -> tuple[nn.Module, tuple[Tensor, Tensor
     model = Both().to(dtype)
     batch = torch.randn(N, 5, dtype=dtype), torch.arange(N) % 3
     return model, batch, rows_of(model, batch)
-
-
-def rows_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Rows:
-    found = one_loss_at_a_time(model, lambda: losses_of(model, *batch))
-    return {name: rows for name, rows in found.items() if rows is not None}
 
 
 def norms(rows: Rows) -> Tensor:

@@ -103,22 +103,44 @@ def test_an_error_in_a_sample_whose_gradient_is_small_is_found() -> None:
     assert line_of(found("0.weight", model, (x, y), weighted, rows), "0.weight")[3] == "1"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_two_swapped_samples_are_found(dtype: torch.dtype) -> None:
-    model, batch, rows = case(dtype)
-    order = [0, 1, 4, 3, 2, 5]
-    text = found("wrong rows", model, batch, losses_of, {name: x[order] for name, x in rows.items()})
-    assert text.count("wrong: 2 of 6 samples") == 4
-    whole = flat(rows)[order]
-    assert "2 of 6" in found("wrong norms", model, batch, losses_of, whole.norm(dim=1))
-    found("wrong products", model, batch, losses_of, whole @ whole.T)
+SWAPPED = [0, 1, 4, 3, 2, 5]
+SLOPE = torch.linspace(0.5, 1, N)
 
 
-def test_a_product_that_is_off_is_found() -> None:
-    model, batch, rows = case()
-    gram = flat(rows) @ flat(rows).T
+def off(gram: Tensor) -> Tensor:
     gram[4, 2] *= 1.001
-    assert line_of(found("wrong products", model, batch, losses_of, gram), comparisons.WHOLE)[3] == "4"
+    return gram
+
+
+MISTAKES: list[tuple[str, Callable[[Rows], Any], str]] = [
+    # what is wrong, how it came, what is said
+    ("rows", lambda rows: {k: x[SWAPPED] for k, x in rows.items()}, "(wrong: 2 of 6 samples.*){4}"),
+    ("norms", lambda rows: flat(rows)[SWAPPED].norm(dim=1), "2 of 6"),
+    ("products", lambda rows: flat(rows)[SWAPPED] @ flat(rows)[SWAPPED].T, ""),
+    ("products", lambda rows: off(flat(rows) @ flat(rows).T), rf"\n{comparisons.WHOLE} .*  4  "),
+    *[("rows", lambda rows, by=by: {k: by * x for k, x in rows.items()}, f"rows are {says}")
+      for by, says in [(N, "N times"), (1 / N, "1/N times"), (-1, "-1 times"), (2, "2 times"), (0, "zero")]],
+    *[("norms", lambda rows, by=by: by * flat(rows).norm(dim=1), f"norms are {says}")
+      for by, says in [(N, "N times"), (1 / N, "1/N times"), (2, "2 times")]],
+    *[("products", lambda rows, by=by: by**2 * flat(rows) @ flat(rows).T, f"products are {says}")
+      for by, says in [(N, "N² times"), (1 / N, "1/N² times")]],
+    ("rows", lambda rows: {k: x * SLOPE.to(x).view(-1, *[1] * (x.ndim - 1)) for k, x in rows.items()},
+     "the wrong length, 0.5 to 1 times"),
+    ("norms", lambda rows: flat(rows).square().sum(1), "squares"),
+    ("norms", lambda rows: {k: x.flatten(1).square().sum(1) for k, x in rows.items()}, "squares"),
+    ("norms", lambda rows: flat(rows).norm(dim=1) * SLOPE.to(flat(rows)), "^(?!.*All norms)"),
+    ("rows", lambda rows: {**rows, "0.weight": rows["0.weight"] * N}, "^(?!.*All rows)"),  # of some parameters alone
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("what", "change", "says"), MISTAKES)
+def test_a_mistake_is_found_and_recognised(what: str, change: Callable[[Rows], Any], says: str, dtype: torch.dtype) -> None:
+    model, batch, rows = case(dtype)
+    text = found(f"wrong {what}", model, batch, losses_of, change(rows))
+    assert re.search(f"(?s){says}", text), text
+    if what == "rows":
+        assert ("loss_reduction" in text) == ("rows are N times" in text or "rows are 1/N times" in text)
 
 
 def test_a_parameter_that_is_lacking_is_said() -> None:
@@ -150,41 +172,6 @@ def test_what_no_loss_depends_on_counts_for_nothing() -> None:
     check_rows(model, batch, losses_of, rows, coverage=1.0)
     rows["unused.bias"][2, 3] = 1e-9
     assert line_of(found("wrong rows", model, batch, losses_of, rows), "unused.bias")[2:4] == ["inf", "2"]
-
-
-@pytest.mark.parametrize(
-    ("factor", "says"),
-    [
-        *[(N, "rows are N times"), (1 / N, "rows are 1/N times"), (-1, "rows are -1 times"), (2, "are 2 times")],
-        (0, "rows are zero"),
-    ],
-)
-def test_a_common_factor_is_recognised_and_refused(factor: float, says: str) -> None:
-    model, batch, rows = case(torch.float32)
-    text = found("wrong rows", model, batch, losses_of, {name: factor * x for name, x in rows.items()})
-    assert says in text
-    assert ("loss_reduction" in text) == (factor in (N, 1 / N))
-    if factor > 0:
-        norms = factor * flat(rows).norm(dim=1)
-        assert says.replace("rows", "norms") in found("wrong norms", model, batch, losses_of, norms)
-    gram = flat(rows) @ flat(rows).T
-    power = "²" if factor in (N, 1 / N) else ""
-    if power:
-        says = says.replace("rows", "products").replace(" times", f"{power} times")
-        assert says in found("wrong products", model, batch, losses_of, factor**2 * gram)
-
-
-def test_other_mistakes_are_recognised() -> None:
-    model, batch, rows = case()
-    scaled = {name: x * torch.linspace(0.5, 1, N).view(-1, *[1] * (x.ndim - 1)) for name, x in rows.items()}
-    assert "the wrong length, 0.5 to 1 times" in found("wrong rows", model, batch, losses_of, scaled)
-    assert "squares" in found("wrong norms", model, batch, losses_of, flat(rows).square().sum(1))
-    squares = {name: x.flatten(1).square().sum(1) for name, x in rows.items()}
-    assert "squares" in found("wrong norms", model, batch, losses_of, squares)
-    norms = flat(rows).norm(dim=1) * torch.linspace(0.5, 1, N)
-    assert "All norms" not in found("wrong norms", model, batch, losses_of, norms)
-    half = {**rows, "0.weight": rows["0.weight"] * N}  # of some parameters alone
-    assert "All rows" not in found("wrong rows", model, batch, losses_of, half)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

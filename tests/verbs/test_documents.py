@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedLayer
 
 
-def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor]) -> dict[str, Tensor]:
+def one_by_one(
+    model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor], **options: bool
+) -> dict[str, Tensor]:
     """One backward pass for each document, which the model is given alone."""
     rows = []
     with autograd_hacks.pause_hooks():
@@ -22,7 +24,7 @@ def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Se
             begin = 0
             for length in lengths:
                 own = [x[n : n + 1, begin : begin + length] for x in given]
-                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters())))
+                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters()), **options))
                 begin += length
     return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
 
@@ -103,6 +105,25 @@ def test_padding_belongs_to_no_document() -> None:
     grads = autograd_hacks.per_sample_grads(model, "sum")
     rows = one_by_one(model, 2, [3, 2], [x[:, :5] for x in given])
     assert_close(grads.dense(), rows)
+
+
+@pytest.mark.parametrize("only_padding", [[True, False, True], [False, True, False]])
+def test_a_batch_of_padding_has_rows_of_no_documents(only_padding: list[bool]) -> None:
+    model = hooked(lambda ids, position_ids: (position_ids == 0).cumsum(1).where(ids != 0, -1))
+    for is_padding in only_padding:
+        given = batch(2, [3, 4])
+        given[0].fill_(0) if is_padding else given[0].clamp_(min=1)
+        model.zero_grad()
+        (losses(model, *given) * (given[0] != 0)).sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        rows = {} if is_padding else one_by_one(model, 2, [3, 4], given)
+        expected = {name: rows.get(name, p.new_zeros(0, *p.shape)) for name, p in model.named_parameters()}
+        assert_close(grads.dense(), expected)
+        assert grads.norms().shape == (0 if is_padding else 4,)
+    given[0].fill_(0)
+    losses(model, *given).sum().backward()
+    with pytest.raises(UnseenGradient, match="gradient at padding"):
+        autograd_hacks.compute_grad1(model, "sum")
 
 
 @pytest.mark.parametrize("samples", [1, 2])

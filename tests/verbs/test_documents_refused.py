@@ -1,6 +1,6 @@
 """Documents whose rows can't be known: leaks that begin late, padding with a loss, parts by themselves."""
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,12 +8,17 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from packed import WIDTH, Packed, batch, hooked, losses
+from test_documents import one_by_one
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
+
+
+def leaks() -> Any:
+    return pytest.raises(SamplesMixed, match="documents mix")
 
 
 @pytest.mark.parametrize("alone", [1, 2, 5])
@@ -24,22 +29,18 @@ def test_documents_that_come_to_be_packed_are_proven_anew(alone: int) -> None:
         losses(model, *batch(2, [9])).sum().backward()
         assert autograd_hacks.per_sample_grads(model, "sum").samples == 2
     losses(model, *batch(2, [3, 2, 4])).sum().backward()
-    with pytest.raises(SamplesMixed, match="documents mix"):
+    with leaks():
         autograd_hacks.per_sample_grads(model)
 
 
-def test_a_leak_is_refused_while_backward_runs() -> None:
+def test_a_leak_is_refused_while_backward_runs_and_in_an_earlier_one_of_accumulated_batches() -> None:
     model = hooked("position_ids", "mask")
-    with pytest.raises(SamplesMixed, match="documents mix"), autograd_hacks.during_backward(model, "norms"):
+    with leaks(), autograd_hacks.during_backward(model, "norms"):
         losses(model, *batch(2, [3, 2])).sum().backward()
-
-
-def test_a_leak_in_an_earlier_one_of_accumulated_batches_is_refused() -> None:
-    model = hooked("position_ids", "mask")
     with autograd_hacks.accumulate(model):
         losses(model, *batch(2, [3, 2])).sum().backward()
         losses(model, *batch(2, [4])).sum().backward()
-        with pytest.raises(SamplesMixed, match="documents mix"):
+        with leaks():
             autograd_hacks.per_sample_grads(model)
 
 
@@ -157,16 +158,14 @@ def test_products_of_positions_laid_end_to_end() -> None:
     given = batch(2, [3, 2])
     losses(model, *given).sum().backward()
     grads = autograd_hacks.per_sample_grads(model, "sum").dense()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with autograd_hacks.pause_hooks():
-        for d, (n, at) in enumerate([(0, slice(0, 3)), (0, slice(3, 5)), (1, slice(0, 3)), (1, slice(3, 5))]):
-            alone = losses(model, *(x[n : n + 1, at] for x in given)).sum()
-            row = torch.autograd.grad(alone, list(trained.values()))
-            assert_close({name: x[d] for name, x in grads.items()}, dict(zip(trained, row)))
+    model.places.requires_grad_()
+    rows = one_by_one(model, 2, [3, 2], given, materialize_grads=True)
+    assert_close(grads, {name: rows[name] for name in grads})
 
 
-def leaking_in(forwards: Sequence[bool], **settings: Any) -> list[str]:
-    """What is read of each of several forwards, in some of which the mask forgets documents."""
+@pytest.mark.parametrize(("settings", "third"), [({}, "read"), ({"probe": "always"}, "refused")])
+def test_always_proves_every_forward(settings: dict[str, Any], third: str) -> None:
+    """A mask is data: proofs of forwards 1, 2 and 4 say nothing about the third.  It forgets documents in some."""
 
     class Masked(Packed):
         def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -177,20 +176,8 @@ def leaking_in(forwards: Sequence[bool], **settings: Any) -> list[str]:
     model, (ids, positions, targets) = Masked().double(), batch(2, [3, 2, 4])
     model.places.requires_grad_(False)
     autograd_hacks.add_hooks(model, segments="position_ids", **settings)
-    found = []
-    for leaks in forwards:
+    for leaks in (False, False, True, False, True):
         document = torch.zeros_like(positions) if leaks else (positions == 0).cumsum(1)
         losses(model, ids, positions, targets, document_ids=document).sum().backward()
-        try:
+        with pytest.raises(SamplesMixed) if leaks and third == "refused" else nullcontext():
             autograd_hacks.per_sample_grads(model, "sum")
-            found.append("read")
-        except SamplesMixed:
-            found.append("refused")
-    return found
-
-
-def test_always_proves_every_forward() -> None:
-    """A mask is data: proofs of forwards 1, 2 and 4 say nothing about the third."""
-    masks = [False, False, True, False, True]
-    assert leaking_in(masks) == ["read", "read", "read", "read", "read"]
-    assert leaking_in(masks, probe="always") == ["read", "read", "refused", "read", "refused"]

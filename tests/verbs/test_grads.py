@@ -129,7 +129,7 @@ def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
         assert_close(grads.dot(row), grads.gram()[:, m])
         assert_close(grads.dot(row), grads.gram_of_all()[:, m])
         assert_close(grads.cosine(row)[m].real, torch.ones(()).double())
-    with autograd_hacks.streaming(model, dot=v) as streamed:
+    with autograd_hacks.during_backward(model, "norms", dot=v) as streamed:
         autograd_hacks.backward(squares(model(x)), "sum")
     assert_close(streamed.dot.real, change, rtol=1e-6, atol=1e-6)
 
@@ -203,3 +203,46 @@ def test_weights_by_parameter() -> None:
         grads.weighted_sum({"1.*": first})
     with pytest.raises(ValueError, match=r"several patterns match '0\.bias'"):
         grads.weighted_sum({"0.*": first, "*.bias": first})
+
+
+class Written(nn.Module):
+    """Its scale is written into another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        h[:, :2] = self.scale
+        return self.layer(x) * h
+
+
+class Normalised(Written):
+    """Its scale meets the batch by way of another value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, :2] * (self.scale / self.scale.norm())
+
+
+@pytest.mark.parametrize("build", [Written, Normalised])
+def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    norms = stepped(model, torch.randn(6, 4)).norms()
+    with torch.no_grad():
+        model.scale.copy_(torch.tensor([3.0, -1.0]))
+    assert_close(autograd_hacks.per_sample_grads(model).norms(), norms)
+
+
+def test_forms_by_name_and_by_parameter() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    model["other"].weight = model["one"].weight
+    model["one"].bias.requires_grad_(False)
+    model.forward = lambda x: model["other"](model["one"](x))  # type: ignore[method-assign]  # the model of this test
+    grads = stepped(model, torch.randn(6, 4))
+    for name, p in model.named_parameters():
+        assert (p in grads) == (name in grads) == p.requires_grad
+        if p.requires_grad:
+            assert grads[p] is grads[name]
+            assert grads.get(p) is grads[name]
+    assert grads["other.weight"] is grads["one.weight"] is grads[model["other"].weight]

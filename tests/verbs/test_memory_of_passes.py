@@ -77,7 +77,7 @@ def ways(reentrant: bool) -> dict[str, tuple[float, float]]:
     def step(way: str) -> object:
         model = models[way]
         model.zero_grad()
-        around: Any = autograd_hacks.streaming(model) if way == "streaming" else nullcontext()
+        around: Any = autograd_hacks.during_backward(model, "norms") if way == "streaming" else nullcontext()
         with around as streamed:
             losses(model(x)).mean().backward()
         if way == "hooks":

@@ -259,11 +259,11 @@ def test_kronecker_factors_as_a_metric() -> None:
         assert_close(found[name].dense().flatten(), by_hand.flatten())
 
 
-def test_low_rank_projections_are_those_of_the_metric() -> None:
+def test_low_rank_projections() -> None:
     model = hooked()
     grads, rows = grads_and_rows(model, *batch())
     metric = Metric.low_rank(model, 4, seed=3)
-    projected = grads.project(rank=4, per_parameter=True, seed=3)
+    projected = grads.preconditioned(metric).dense()
     for name, by in zip(rows, metric.values()):
         assert_close(projected[name], by.to(rows[name])(rows[name], rows[name].shape[1:]))
     assert projected["4.weight"].shape == (6, 4, 4)
@@ -317,11 +317,8 @@ def test_what_does_not_fit_is_refused() -> None:
         Metric.from_kfac(model)
     with pytest.raises(ValueError, match="A metric has changed the shape of one side"):
         grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))
-    for wrong in ({"rank": 2}, {"rank": 2, "dim": 3, "per_parameter": True}, {"rank": 0, "per_parameter": True}):
-        with pytest.raises(ValueError, match="project"):
-            grads.project(**wrong)
-    with pytest.raises(TypeError, match="whole number"):
-        grads.project()
+    with pytest.raises(ValueError, match="a projection was given rank=0"):
+        Metric.low_rank(model, 0)
 
 
 def test_a_metric_that_was_overwritten_is_stale() -> None:

@@ -186,21 +186,6 @@ def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
         assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        *[(number, ValueError) for number in (0, -1, float("inf"), float("nan"))],
-        *[(thing, TypeError) for thing in (True, "5", torch.tensor([5.0]))],
-    ],
-)
-def test_batch_sizes_that_are_none(given: object, error: type[Exception]) -> None:
-    model = mlp()
-    autograd_hacks.add_hooks(model)
-    step(model, *batch())
-    with pytest.raises(error, match=r"batch_size=.*expected a number"):
-        autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=given)  # type: ignore[arg-type]
-
-
 # Passes that nobody has read, where .grad can't tell
 
 
@@ -244,6 +229,20 @@ def test_a_pass_of_another_loss_before_grad_is_cleared_is_no_mistake() -> None:
             maker.zero_grad()
             critic(maker(torch.randn(4, 2).double())).sum(1).mean().backward()
             theirs.step()
+
+
+def test_norms_that_are_given() -> None:
+    """As over all parts of a larger model."""
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    autograd_hacks.add_hooks(net)
+    net(x).square().sum(1).mean().backward()
+    autograd_hacks.compute_grad1(net)
+    given = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    assert_close(autograd_hacks.clip_grad1_norm_(net, 2.0, norms=given), given)
+    assert_close(net.weight.grad, torch.tensordot(torch.tensor([1.0, 1.0, 0.5, 0.25]) / 4, net.weight.grad1, 1))
+    for wrong in (given[:3], given[None], 2.0):
+        with pytest.raises(ValueError, match="expected 4 norms, one for each sample"):
+            autograd_hacks.clip_grad1_norm_(net, 2.0, norms=wrong)
 
 
 # What a private step's noise has to cover

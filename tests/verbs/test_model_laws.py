@@ -1,4 +1,4 @@
-"""Laws 3 to 5 for whole models: quantities agree with each other, in double precision, of permuted and split batches."""
+"""Laws 1 and 3 for whole models: rows and quantities are those of each sample alone, and of double precision."""
 
 import copy
 
@@ -7,7 +7,8 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import BareMatrix, Language
-from oracle import squares
+from oracle import one_backward_per_sample, squares
+from quantities import assert_quantities
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -53,38 +54,15 @@ def taken(model: nn.Module, x: Tensor, param_grad: bool = True) -> autograd_hack
 
 @settings(max_examples=settings().max_examples // 2)
 @given(models(), st.booleans())
-def test_quantities_agree(case: tuple[nn.Module, Tensor], param_grad: bool) -> None:
+def test_quantities_are_those_of_each_sample_alone(case: tuple[nn.Module, Tensor], param_grad: bool) -> None:
     model, x = case
-    for _ in range(2):
-        grads = taken(model, x, param_grad)
-        gram, w = grads.gram(), torch.randn(len(x)).double()
-        v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
-        assert_close(gram, gram.mT)
-        assert_close(gram.diagonal(), grads.norms() ** 2)
-        sums = grads.weighted_sum(w)
-        assert_close(grads.dot(v) @ w, torch.stack([(v[name] * sums[name]).sum() for name in v]).sum())
-        assert_close(gram @ w, grads.dot(sums))
-        for name, rows in grads.dense().items():
-            assert_close(grads.second_moment()[name], rows.square().sum(0))
-
-
-@settings(max_examples=settings().max_examples // 2)
-@given(models(), st.randoms(use_true_random=False))
-def test_permuted_split_and_changed_batches(case: tuple[nn.Module, Tensor], shuffler: object) -> None:
-    model, x = case
-    order = list(range(len(x)))
-    shuffler.shuffle(order)  # type: ignore[attr-defined]  # a random.Random
-    grads, permuted = taken(model, x), taken(model, x[order])
-    assert_close(permuted.norms(), grads.norms()[order])
-    assert_close(permuted.gram(grads), grads.gram()[order])
-    assert_close(permuted.project(3), grads.project(3)[order])
-    cut = len(x) // 2
-    if cut:
-        parts = [taken(model, part) for part in (x[:cut], x[cut:])]
-        assert_close(torch.cat([part.norms() for part in parts]), grads.norms())
-    changed = x.clone()
-    changed[-1] = changed[-1].flip(0) if x.ndim > 1 else changed[-1]
-    assert_close(taken(model, changed).norms()[:-1], grads.norms()[:-1])
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for batch in (x, x.flip(0)):
+            with autograd_hacks.pause_hooks():
+                rows = one_backward_per_sample(model, squares, batch)
+            model.zero_grad()
+            squares(model(batch)).sum().backward()
+            assert_quantities(model, rows, "sum")
 
 
 @settings(max_examples=settings().max_examples // 3)

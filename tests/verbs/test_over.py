@@ -16,7 +16,6 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.errors import NothingRecorded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -172,7 +171,7 @@ def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callab
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     autograd_hacks.over(net, X[:8].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="must not shuffle"):
+    with pytest.raises(ValueError, match=r"(?s)must not shuffle.*explain a-whole-data-set"):
         autograd_hacks.over(net, X.flip(0).split(4), loss, PerSampleGrads.norms, out=path)
     with pytest.raises(ValueError, match="the loader has 1"):
         autograd_hacks.over(net, X[:4].split(4), loss, PerSampleGrads.norms, out=path)
@@ -193,18 +192,3 @@ def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
     with pytest.raises(ValueError, match=r"ends with \.npy or \.safetensors"):
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=tmp_path / "rows.pt")
-
-
-def test_refusals(net: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="without batches"):
-        autograd_hacks.over(net, [], loss, PerSampleGrads.norms)
-    with pytest.raises(ValueError, match=r"shape \(20,\); expected 4 rows"):
-        autograd_hacks.over(net, X.split(4), loss, lambda g: g.weighted_sum(torch.ones(4))["0.weight"].flatten())
-    with pytest.raises(ValueError, match="out= is for rows"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True, out=tmp_path / "a.npy")
-    with pytest.raises(ValueError, match="returned a dictionary"):
-        autograd_hacks.over(net, X.split(4), loss, lambda g: g.norms(per_parameter=True), out=tmp_path / "a.npy")
-    with pytest.raises(NothingRecorded):
-        autograd_hacks.over(perceptron(), X.split(4), loss, PerSampleGrads.norms)
-    with autograd_hacks.accumulate(net), pytest.raises(RuntimeError, match="leave accumulate"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import StaleRecord
 
 Function = Callable[[Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
@@ -168,26 +167,9 @@ def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
         stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], budget)
 
 
-def test_other_functions_are_refused() -> None:
-    torch.manual_seed(0)
+def test_a_function_that_overwrites_rows_is_refused_and_changes_none() -> None:
     grads = stepped(perceptron(), torch.randn(6, 4))
     kept = grads.dense()
-    for f, given in [
-        (torch.norm, r"shape \(\)"),
-        (lambda g: g.sum(1, keepdim=True), "returned a torch.float32 tensor of shape"),
-        (lambda g: g.tolist(), "returned list"),
-        (lambda g: g.clamp_(-1, 1), "overwrote"),
-    ]:
-        with pytest.raises(ValueError, match=given):
-            grads.reduce(f)
+    with pytest.raises(ValueError, match="overwrote"):
+        grads.reduce(lambda g: g.clamp_(-1, 1))
     assert_close(grads.dense(), kept, rtol=0, atol=0)
-    with pytest.raises(TypeError, match="str is not a function; expected an elementwise function"):
-        grads.reduce("sign")  # type: ignore[arg-type]  # what is refused
-
-
-def test_what_was_overwritten_is_refused() -> None:
-    model, x = perceptron(), torch.randn(6, 4)
-    grads = stepped(model, x)
-    x.zero_()
-    with pytest.raises(StaleRecord):
-        grads.reduce(torch.sign)

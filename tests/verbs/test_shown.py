@@ -224,7 +224,7 @@ def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
         model(x).sum().backward()
         assert "1 forward so far" in repr(accumulation)
     assert "ended" in repr(accumulation)
-    with autograd_hacks.streaming(model) as streamed:
+    with autograd_hacks.during_backward(model, "norms") as streamed:
         assert "nothing yet" in repr(streamed)
         model(x).sum().backward()
     assert "norms of shape (5,)" in repr(streamed)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -184,18 +183,6 @@ def test_patterns_that_match_nothing(tower: nn.Module) -> None:
         autograd_hacks.per_sample_grads(tower, only="0.*")
     with pytest.raises(TypeError, match="expected names of parameters"):
         autograd_hacks.per_sample_grads(tower, only=[tower[1].weight])  # type: ignore[list-item]
-
-
-def test_what_has_no_noise_scale() -> None:
-    _, grads = rows_and_grads(1)
-    for verb in (grads.noise_scale, grads.snr, grads.variance):
-        with pytest.raises(ValueError, match="a variance needs two samples or more, but there are gradients of 1"):
-            verb()
-    model = nn.Linear(3, 2)
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
-    with pytest.raises(NothingRecorded, match="not gradients of losses"):
-        autograd_hacks.per_sample_grads(model).noise_scale()
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e25, 1e-33, 1e33])

@@ -133,7 +133,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("under_autocast", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verify_passes_what_is_right_in_every_precision(dtype: torch.dtype, under_autocast: bool) -> None:
-    for samples in (3, 8, 32):
+    for samples in (3, 17):
         model = nn.Sequential(
             nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
         )
@@ -159,7 +159,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [DTYPES[0], *rarely(*DTYPES[1:])])
 @pytest.mark.parametrize("what", MIXING)
 def test_verify_refuses_what_mixes_in_every_precision(what: str, dtype: torch.dtype) -> None:
-    for samples in (3, 4, 8, 17, 32):
+    for samples in (3, 4, 17):
         for auto in (False, True) if dtype in DTYPES[2:] else (False,):
             used = torch.float32 if auto else dtype
             model, x = Between(MIXING[what]).to(used), torch.randn(samples, 3).to(used)
@@ -173,7 +173,7 @@ def test_verify_refuses_what_mixes_in_every_precision(what: str, dtype: torch.dt
 @pytest.mark.parametrize("gate", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("how", [lambda h: h.mean(0), lambda h: h.roll(1, 0), lambda h: h.roll(1, 0).detach()])
 def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tensor], gate: float, dtype: torch.dtype) -> None:
-    for samples in (3, 4, 8, 17):
+    for samples in (3, 17):
         model, x = Between(lambda h: h + gate * how(h)).to(dtype), torch.randn(samples, 3).to(dtype)
         with autograd_hacks.add_hooks(model):
             squares(model(x)).mean().backward()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -15,11 +14,10 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Pass, Segment, disagreement
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
-from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import (
+    ON_DURING_BACKWARD,
     ON_PASSES,
-    ON_STREAMING,
     HigherOrderError,
     NothingRecorded,
     NotReduced,
@@ -28,15 +26,15 @@ from autograd_hacks.forms import Form, scale
 from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
-from autograd_hacks.reading.scale import check_no_tokens, check_scale
+from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
+from autograd_hacks.reading.scale import check_no_tokens
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
-from autograd_hacks.support.parts import Cut
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
-from autograd_hacks.verbs.matrix import added, along_own, check_map, joint_norms, random_map
+from autograd_hacks.verbs.matrix import along_own, check_map, joint_norms, random_map
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
@@ -47,43 +45,7 @@ WHAT = ("grad1", "norms", "gram")
 """The quantities that `during_backward` computes by name."""
 
 
-def streaming(
-    model: nn.Module,
-    dot: Mapping[str, Tensor] | Tensor | None = None,
-    gram: bool = False,
-    project: int | None = None,
-    seed: int = 0,
-    loss_type: str | None = None,
-    scale: float | Tensor = 1.0,
-    budget: int = BUDGET,
-    kind: str = "signs",
-    entries: int = 1,
-) -> AbstractContextManager[Streamed]:
-    """`during_backward` with the norms and any other quantities::
-
-        with autograd_hacks.streaming(model) as streamed:
-            loss.backward(retain_graph=True)
-        weights = (max_norm / streamed.norms).clamp(max=1)
-
-    gram: also compute the inner products of all pairs, (N, N)
-
-    The other arguments are those of `during_backward`.
-    """
-    what = ("norms", "gram") if gram else ("norms",)
-    return during_backward(
-        model,
-        *what,
-        dot=dot,
-        project=project,
-        seed=seed,
-        kind=kind,
-        entries=entries,
-        loss_type=loss_type,
-        scale=scale,
-        budget=budget,
-    )
-
-
+@checked(ON_DURING_BACKWARD)
 @contextmanager
 def during_backward(
     model: nn.Module,
@@ -97,7 +59,7 @@ def during_backward(
     weights: Tensor | None = None,
     kind: str = "signs",
     entries: int = 1,
-) -> Iterator[Streamed]:
+) -> Iterator[Quantities]:
     """A context that computes quantities during one backward pass and frees each layer's activations early.
 
     A layer's input and output gradient are freed as soon as its parameters' gradients are known::
@@ -123,15 +85,14 @@ def during_backward(
     budget: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
-    quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch or
-    its layers.
+    quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch.
     """
     asked = what or any(own is not None for own in (dot, project, weights))
     if (unknown := [word for word in what if word not in WHAT]) or not asked:
         given = f"was given {unknown[0]!r}" if unknown else "was given nothing to compute"
         raise ValueError(
             f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, dot=, project= and "
-            "weights=." + ON_STREAMING
+            "weights=." + ON_DURING_BACKWARD
         )
     recorder = recorder_of(model)
     record = recorder.record
@@ -156,22 +117,21 @@ def during_backward(
         check_may_set(recorder, "during_backward(weights=...)")
         if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
             verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
-    check_scale(scale)
     if project is not None:
         check_map("during_backward: project", project, kind, entries)
         verbs["projection"] = lambda name, form: form.project(
-            random_map(name, form.shape, project, seed, stream.cuts.get(name), kind, entries), budget
+            random_map(name, form.shape, project, seed, kind, entries), budget
         )
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
-        raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_STREAMING)
+        raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_DURING_BACKWARD)
     if record.accumulating:
         raise RuntimeError(
-            "during_backward and streaming are for one backward pass, but this model is accumulating several; leave "
-            "accumulate(model) first" + ON_PASSES
+            "during_backward is for one backward pass, but this model is accumulating several; leave accumulate(model) first"
+            + ON_PASSES
         )
     record.clear()
-    streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
+    found, stream = Quantities(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
 
     def undo() -> None:
         record.on_arrival = None
@@ -183,18 +143,19 @@ def during_backward(
 
     with restored(undo):
         record.on_arrival = stream.arrived
-        yield streamed
-        vars(streamed).update(stream.end())
+        yield found
+        vars(found).update(stream.end())
 
 
 def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
-            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor" + ON_STREAMING
+            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor"
+            + ON_DURING_BACKWARD
         )
 
 
-class Streamed(Shown):
+class Quantities(Shown):
     """The results of `during_backward`, available after the context's end.
 
     * ``norms``: N
@@ -239,15 +200,7 @@ class _Stream:
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and the call that it came from
         self._sums: dict[str, Tensor] = {}  # the new ``.grad``
-        # Each verb's results, by the first parameter that is cut alike; '' for parameters that all processes have.
-        self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
-
-    @cached_property
-    def cuts(self) -> dict[str, Cut]:
-        return cuts_of(self.model, self.record)
-
-    def own(self, name: str, x: Tensor) -> Tensor:
-        return self.cuts[name].own(x) if name in self.cuts else x
+        self._found: dict[str, list[Tensor]] = {what: [] for what in verbs}  # each verb's results
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Takes a parameter to which a pass has brought all its gradients.
@@ -256,7 +209,8 @@ class _Stream:
         """
         if current.is_hess:
             raise RuntimeError(
-                "backprop_hess was called inside during_backward, which is for one ordinary backward pass" + ON_STREAMING
+                "backprop_hess was called inside during_backward, which is for one ordinary backward pass"
+                + ON_DURING_BACKWARD
             )
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
@@ -268,11 +222,10 @@ class _Stream:
             raise RuntimeError(
                 f"{self.names.get(name, name)} received gradient a second time in one backward pass, because reentrant "
                 "checkpoints share its layer; its rows were already read. Use use_reentrant=False, or read after the pass."
-                + ON_STREAMING
+                + ON_DURING_BACKWARD
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
-        check_parts(self.record, calls)
         for call in calls:
             if self.is_private:
                 check_shown(call)
@@ -301,13 +254,11 @@ class _Stream:
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
-        own = self.cuts.get(name)
-        place = "" if own is None else next(n for n, cut in self.cuts.items() if cut.groups == own.groups)
         for what, verb in self.verbs.items():
             value = verb(name, form)
             if value is None:  # the verb has written its result
                 continue
-            found = self._found[what].setdefault(place, [])
+            found = self._found[what]
             if what == "norms" or not found:  # norms of a row's parts are combined later; all else adds up
                 found.append(value)
             else:
@@ -324,13 +275,13 @@ class _Stream:
         if len(w) != form.samples:
             raise ValueError(
                 f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
-                f"has {form.samples} samples" + ON_STREAMING
+                f"has {form.samples} samples" + ON_DURING_BACKWARD
             )
         return form
 
     def along(self, name: str, form: Form, v: Tensor, w: Tensor | None, budget: int) -> Tensor:
         """J v.  With weights it also computes the new ``.grad`` in the same pass over the form."""
-        v = self.own(name, v).to(form.like.device).conj().resolve_conj()
+        v = v.to(form.like.device).conj().resolve_conj()
         if w is None:
             return form.dot(v, budget)
         total, found = form.sum_and_dot(self._weights(name, form, w), v, budget)
@@ -349,10 +300,10 @@ class _Stream:
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
     def _set_grads(self) -> None:
-        if self.cuts or spread_of(self.model, self._recorder).mesh is not None:
+        if spread_of(self.model, self._recorder).mesh is not None:
             raise NotReduced(
-                "during_backward was given weights, but this process has only a part of the samples or of the layers, and "
-                ".grad would hold that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
+                "during_backward was given weights, but this process has only a part of the samples, and .grad would hold "
+                "that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
                 "processes."
             )
         set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
@@ -368,11 +319,8 @@ class _Stream:
         if self._sets_grads:
             self._set_grads()
         self.has_ended = True
-        return {what: self._whole(what, found) for what, found in self._found.items() if found}
-
-    def _whole(self, what: str, found: Mapping[str, list[Tensor]]) -> Tensor:
-        def joined(own: Mapping[str, list[Tensor]]) -> Tensor:
-            parts = [part for of_one in own.values() for part in of_one]
-            return joint_norms(parts, len(parts[0])) if what == "norms" else added(parts, ())
-
-        return (whole_norms if what == "norms" else whole_sum)(found, self.cuts, joined)
+        return {
+            what: joint_norms(found, len(found[0])) if what == "norms" else found[0]
+            for what, found in self._found.items()
+            if found
+        }

@@ -1,4 +1,4 @@
-"""Curvature layer by layer within a budget, and passes that go to the chosen layers alone: the numbers are those of all at
+"""Curvature layer by layer, and passes that go to the chosen layers alone: the numbers are those of all at
 once, which other tests hold to one backward pass for each output."""
 
 import pytest
@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.curvature import blocks
 from autograd_hacks.forms import Dense
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -30,34 +29,34 @@ def found(model: nn.Module, kind: str) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("bias", ["exact", "joint"])
 @pytest.mark.parametrize("kind", ["full", "diag", "kfac", "ekfac"])
-def test_layer_by_layer_is_all_at_once(kind: str, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
     if bias == "joint" and kind != "ekfac":  # the same there
         return
     model, x = case()
-    whole = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias)
-    expected, asked = found(model, kind), list[list[str]]()
-    of = blocks.Sums.of
-    monkeypatch.setattr(blocks.Sums, "of", lambda self, names: (asked.append(list(names)), of(self, names))[1])
-    layers = [[f"{k}.weight", f"{k}.bias"] for k in (0, 2, 4)]
-    for budget, groups in ((1, layers), (2**30, [[name for names in layers for name in names]])):
-        asked.clear()
-        table = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias, budget=budget)
-        assert asked == groups
-        assert table == whole
+    autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias)
+    attribute, expected = {"full": "hess", "diag": "hess_diag"}.get(kind, kind), found(model, kind)
+    for over in (True, False):
+        if not over:
+            autograd_hacks.backprop_hess(model(x))
+        kept = dict[nn.Parameter, object]()
+        for k in (0, 2, 4):
+            settings = {"kfac_bias": bias, "parameters": f"{k}.*"}
+            if over:
+                table = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, **settings)
+            else:
+                table = autograd_hacks.compute_hess(model, kind, **settings)
+            assert table.covered == [f"{k}.weight", f"{k}.bias"]
+            assert [name for name, p in model.named_parameters() if getattr(p, attribute, None) is not None] == table.covered
+            kept |= {p: getattr(p, attribute) for p in model[k].parameters()}
+        for p, own in kept.items():
+            setattr(p, attribute, own)
         assert_close(found(model, kind), expected)
-        assert not any(hasattr(p, "kfac") for p in model.parameters()) or kind != "ekfac"
-        autograd_hacks.backprop_hess(model(x))
-        autograd_hacks.compute_hess(model, kind, kfac_bias=bias, budget=budget)
-        assert_close(found(model, kind), expected)
-        autograd_hacks.clear_backprops(model)
 
 
-def test_what_is_no_budget_or_is_taken_once() -> None:
+def test_batches_that_can_be_taken_once() -> None:
     model, x = case()
-    with pytest.raises(ValueError, match="budget=0; expected a number of bytes above 0"):
-        autograd_hacks.compute_hess_over(model, [x], "kfac", budget=0)
-    with pytest.raises(ValueError, match=r"budget=\.\.\.\) runs all batches for each group"):
-        autograd_hacks.compute_hess_over(model, iter([x]), "kfac", budget=1)
+    with pytest.raises(ValueError, match="runs all batches twice"):
+        autograd_hacks.compute_hess_over(model, iter([x]), "ekfac")
 
 
 def test_passes_go_to_the_chosen_layers_alone() -> None:

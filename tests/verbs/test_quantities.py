@@ -36,7 +36,9 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
             norms, along, gram, projection = grads.norms(), grads.dot(v), grads.gram(), grads.project(5, 2)
             kept = [p.grad for p in model.parameters()]
             model.zero_grad()
-            with autograd_hacks.streaming(model, dot=v, gram=True, project=5, seed=2, loss_type=loss_type) as streamed:
+            with autograd_hacks.during_backward(
+                model, "norms", "gram", dot=v, project=5, seed=2, loss_type=loss_type
+            ) as streamed:
                 loss(x).backward()
             assert_close(streamed.norms, norms)
             assert_close(streamed.dot, along)
@@ -53,7 +55,7 @@ def test_clipping_by_a_second_backward_pass() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model):
         losses = squares(model(x))
-        with autograd_hacks.streaming(model) as streamed:
+        with autograd_hacks.during_backward(model, "norms") as streamed:
             autograd_hacks.backward(losses, retain_graph=True)
         model.zero_grad()
         with autograd_hacks.pause_hooks():
@@ -74,7 +76,7 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
             squares(model(x)).sum().backward()
         one = 256 * 256 * 4
         loss = squares(model(x)).sum()
-        with at_most(6 * one), autograd_hacks.streaming(model, loss_type="sum", budget=one):
+        with at_most(6 * one), autograd_hacks.during_backward(model, "norms", loss_type="sum", budget=one):
             loss.backward()
             assert alive(LayerCall) <= others  # nor are the layers' inputs kept
         loss = squares(model(x)).sum()
@@ -84,33 +86,36 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
 
 def test_what_it_refuses() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
-    with pytest.raises(NothingRecorded), autograd_hacks.streaming(model):
+    with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms"):
         pass
     with autograd_hacks.add_hooks(model):
-        with pytest.raises(ValueError, match=r"no entry for '0\.weight'"), autograd_hacks.streaming(model, dot={}):
+        with (
+            pytest.raises(ValueError, match=r"no entry for '0\.weight'"),
+            autograd_hacks.during_backward(model, "norms", dot={}),
+        ):
             pass
-        with pytest.raises(ValueError, match="project=0"), autograd_hacks.streaming(model, project=0):
+        with pytest.raises(ValueError, match="project=0"), autograd_hacks.during_backward(model, "norms", project=0):
             pass
-        inside = autograd_hacks.accumulate(model), autograd_hacks.streaming(model)
+        inside = autograd_hacks.accumulate(model), autograd_hacks.during_backward(model, "norms")
         with pytest.raises(RuntimeError, match="accumulating"), inside[0], inside[1]:
             pass
-        with pytest.raises(NothingRecorded), autograd_hacks.streaming(model) as streamed:
+        with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms") as streamed:
             pass
         with pytest.raises(NothingRecorded, match=r"no .norms"):
             _ = streamed.norms
-        with autograd_hacks.streaming(model) as streamed:
+        with autograd_hacks.during_backward(model, "norms") as streamed:
             squares(model(x)).sum().backward()
         with pytest.raises(NothingRecorded, match=r"no .gram"):
             _ = streamed.gram
 
         def twice() -> None:
-            with autograd_hacks.streaming(model):
+            with autograd_hacks.during_backward(model, "norms"):
                 for _ in range(2):
                     squares(model(x)).sum().backward()
 
         with pytest.raises(RuntimeError, match="second backward"):
             twice()
-        with pytest.raises(HigherOrderError), autograd_hacks.streaming(model):
+        with pytest.raises(HigherOrderError), autograd_hacks.during_backward(model, "norms"):
             squares(model(x)).sum().backward(create_graph=True)
         model.zero_grad()
         squares(model(x)).mean().backward()
@@ -120,7 +125,7 @@ def test_what_it_refuses() -> None:
 
 def test_a_penalty_in_the_loss() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
-    with autograd_hacks.add_hooks(model), pytest.raises(UnseenGradient), autograd_hacks.streaming(model):
+    with autograd_hacks.add_hooks(model), pytest.raises(UnseenGradient), autograd_hacks.during_backward(model, "norms"):
         (squares(model(x)).sum() + model[0].weight.square().sum()).backward()
 
 
@@ -135,17 +140,17 @@ def test_samples_that_mix_or_disagree() -> None:
             return self.out(h - h.mean(0))
 
     model = Mixes()
-    with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.streaming(model):
+    with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.during_backward(model, "norms"):
         squares(model(torch.randn(5, 4))).sum().backward()
     model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
-    with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.streaming(model):
+    with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
         (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
 
 
 def test_a_parameter_of_several_calls_waits_for_all() -> None:
     model, x = Tied().double(), torch.randint(7, (4, 5))
     with autograd_hacks.add_hooks(model):
-        with autograd_hacks.streaming(model) as streamed:
+        with autograd_hacks.during_backward(model, "norms") as streamed:
             squares(model(x)).mean().backward()
         squares(model(x)).mean().backward()
         assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
@@ -165,16 +170,16 @@ def test_a_layer_in_two_checkpoints_that_run_inside_of_the_pass() -> None:
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             loss = losses().mean()
-            with pytest.raises(RuntimeError, match="checkpoints share"), autograd_hacks.streaming(model):
+            with pytest.raises(RuntimeError, match="checkpoints share"), autograd_hacks.during_backward(model, "norms"):
                 loss.backward()
 
 
 def test_reading_inside() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
-    with autograd_hacks.add_hooks(model), autograd_hacks.streaming(model):
+    with autograd_hacks.add_hooks(model), autograd_hacks.during_backward(model, "norms"):
         squares(model(x)).sum().backward()
         for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
             with pytest.raises(NothingRecorded, match="Read after that context"):
                 read(model)
-        with pytest.raises(RuntimeError, match="already open"), autograd_hacks.streaming(model):
+        with pytest.raises(RuntimeError, match="already open"), autograd_hacks.during_backward(model, "norms"):
             pass

@@ -1,0 +1,106 @@
+"""The tapes of forwards that were proven, and whether another tape is one of them."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.probe.tape import ARGUMENT, CONSTANT, OUTSIDE, Constants, Entry, Source, Tape
+
+MOST = 32
+"""How many tapes of one kind of forward are kept."""
+
+
+class Tapes:
+    """The tapes that were proven, the last ones of them.  Copies leave them out."""
+
+    def __init__(self) -> None:
+        self.sites: set[Hashable] = set()  # those of forwards that were proven as a whole
+        self.constants = Constants()
+        self.mixing: Any = None  # what ran in the last forward in which samples mixed
+        self._known: OrderedDict[int, _Proven] = OrderedDict()
+        self._next = 0
+
+    def __contains__(self, tape: Tape) -> bool:
+        for key, known in reversed(self._known.items()):
+            if known.entries == tape.entries and _is_same(known, tape) and (not known.values or _equal(known, tape)):
+                self._known.move_to_end(key)
+                return True
+        return False
+
+    def has_alike(self, tape: Tape) -> bool:
+        """Whether a tape differs from a proven one only in sizes, each by the factor of sizes of the arguments."""
+        return any(_is_alike(known, tape) and (not known.values or _equal(known, tape)) for known in self._known.values())
+
+    def add(self, tape: Tape, for_all_values: bool) -> None:
+        """for_all_values: whether the proof holds whatever the values are"""
+        sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
+        values = () if for_all_values else tuple([x.detach().clone() for x in tape.values])
+        self._known[self._next] = _Proven(tape.entries, sources, frozenset(tape.sites), values)
+        self._next += 1
+        while len(self._known) > MOST:
+            self._known.popitem(last=False)
+
+    def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
+        return Tapes, ()
+
+
+class _Proven(NamedTuple):
+    """What is kept of a tape.  values: see `Tape`; empty if they don't matter"""
+
+    entries: list[Entry]
+    sources: dict[int, Source]
+    sites: frozenset[Hashable]
+    values: Sequence[Tensor]
+
+
+def _is_same(known: _Proven, tape: Tape) -> bool:
+    return known.sources == tape.sources and known.sites == tape.sites
+
+
+def _equal(known: _Proven, tape: Tape) -> bool:
+    pairs = list(zip(known.values, tape.values))
+    return len(known.values) == len(tape.values) and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+
+
+def _is_alike(known: _Proven, tape: Tape) -> bool:
+    if len(known.entries) != len(tape.entries) or known.sites != tape.sites or known.sources.keys() != tape.sources.keys():
+        return False
+    factors, sources = {(1, 1)}, list(zip(known.sources.values(), tape.sources.values()))
+    for old, new in sources:
+        if old.kind == ARGUMENT and len(old.shape) == len(new.shape):
+            own = {(a, b) for a, b in zip(old.shape, new.shape) if a != b}
+            factors |= own | {(a * c, b * d) for a, b in own for c, d in factors}
+
+    def fits(old: Any, new: Any) -> bool:
+        return old == new or any(old * b == new * a and old % a == 0 for a, b in factors)
+
+    def fit(old: Sequence[int], new: Sequence[int]) -> bool:
+        return len(old) == len(new) and all(map(fits, old, new))
+
+    def given(old: Any, new: Any, sized: bool) -> bool:
+        if type(old) is list and type(new) is list and len(old) == len(new):
+            return all(given(a, b, sized) for a, b in zip(old, new))
+        return bool(old == new) or (sized and type(old) is type(new) is int and fits(old, new))
+
+    for a, b in zip(known.entries, tape.entries):
+        if a.func is not b.func or len(a.args) != len(b.args) or len(a.outputs) != len(b.outputs) or a.kwargs != b.kwargs:
+            return False
+        if not all(map(given, a.args, b.args, _sized(a.func))):
+            return False
+        if any(x[0] != y[0] or x[3] != y[3] or not fit(x[1], y[1]) for x, y in zip(a.outputs, b.outputs)):
+            return False
+    return all(old[:2] == new[:2] and fit(old.shape, new.shape) for old, new in sources)
+
+
+@cache
+def _sized(func: Any) -> list[bool]:
+    """Which arguments of an operation are sizes or places, so that they may grow with the batch."""
+    names = re.findall(r"SymInt\S* (\w+)", str(func._schema))
+    return [a.name in names or func.overloadpacket is torch.ops.aten.arange for a in func._schema.arguments]

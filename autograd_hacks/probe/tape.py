@@ -1,0 +1,354 @@
+"""The tape of a forward: which operations ran on what.  It tells whether the forward is one that was proven.
+
+A path without a gradient leaves no node in autograd's graph, but its operations are on the tape.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
+from autograd_hacks.support.graph import Leaf
+from autograd_hacks.support.internals import address_of, dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+
+_LIFT: Any = torch.ops.aten.lift_fresh.default
+MIXING = "samples mix"
+"""The beginning of messages that say that samples mix."""
+ARGUMENT, NAMED, CONSTANT, FRESH, OUTSIDE = "argument", "named", "constant", "fresh", "outside"
+"""Kinds of tensors that no operation on the tape made: an argument, a parameter or buffer, a tensor that is older than the
+forward, one made of Python's numbers, and one of unknown origin."""
+
+
+class Entry(NamedTuple):
+    """An operation.  Tensors are tuples of one number, that of the operation's output, or of one source."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Sequence[tuple[str, Any]] | None
+    outputs: Sequence[tuple[int, torch.Size, tuple[int, ...], torch.dtype]]  # number, shape, strides
+    returns_many: bool
+
+
+class Source(NamedTuple):
+    """A tensor that no operation on the tape made."""
+
+    kind: str
+    name: Hashable
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Tape(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records a forward's operations.  Outputs, graphs and other modes stay as they are.
+
+    model: the model that runs
+    arguments: the tensors among its arguments
+    constants: tensors known to be older than the forward
+    from_before: tensors that an earlier forward made of its samples
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: Sequence[Any], constants: Constants, from_before: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+        self.sources: dict[int, Source] = {}
+        self.sites: set[Hashable] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self.outside: list[Tensor] = []  # tensors of unknown origin
+        self.values: list[Tensor] = []  # tensors without samples whose values may decide which samples meet
+        self.refused: Exception | None = None
+        self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
+        self.thread = get_ident()
+        self.is_paused = False  # while hooks of this library run
+        self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
+        self.model, self._constants, self._from_before = model, constants, from_before
+        self._names: dict[Any, str] | None = None
+        self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
+        self._held: list[Any] = []  # tensors without memory, which are known by identity
+        self._count = 0
+        self.arguments: dict[int, int] = {}  # the numbers of the arguments, by their numbers on the tape
+        for n, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                self.arguments[self._source(x, self._key(x), ARGUMENT, n)] = n
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise compiled functions would run uncompiled from then on
+
+    def start(self) -> None:
+        self.__enter__()
+        _OPEN.append(self)
+        if len(_OPEN) == 1:
+            for name in DOORS:
+                setattr(Tensor, name, _door(name, getattr(Tensor, name)))
+
+    def stop(self) -> None:
+        """Takes this mode off, also from below modes that were put on since."""
+        if self in _OPEN:
+            _OPEN.remove(self)
+            if not _OPEN:
+                for name, own in _OWN.items():
+                    setattr(Tensor, name, own) if own is not None else delattr(Tensor, name)
+        above = []
+        while self in dispatch_modes() and dispatch_modes()[-1] is not self:
+            above.append(pop_dispatch_mode())
+        if self in dispatch_modes():
+            self.__exit__(None, None, None)
+        for mode in reversed(above):
+            push_dispatch_mode(mode)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which nothing is recorded."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        note, numbers, noted = self._noted, self._numbers, list[Any]()
+        if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
+            self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
+            self.values.append(args[0])
+        given = [note(x) for x in args]
+        named = [(name, note(x)) for name, x in kwargs.items()] if kwargs else None
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        is_one = isinstance(out, Tensor)
+        for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
+            if isinstance(x, Tensor):
+                self._count = n = self._count + 1
+                try:
+                    shape, strides, at = x.shape, x.stride(), address_of(x)
+                except (RuntimeError, NotImplementedError):  # sparse
+                    shape, strides, at = x.shape, (), 0
+                if at:
+                    numbers[at, shape, strides] = n
+                else:
+                    numbers[self._key(x)] = n
+                noted.append((n, shape, strides, x.dtype))
+            elif is_one or x is None:
+                noted.append((0, (), (), None))
+        self.entries.append(Entry(func, given, named, noted, not is_one))
+        if func.namespace not in _TORCHS:
+            self.opaque.append((self.entries[-1], place()))
+        if not noted and not func._schema.is_mutable and func.overloadpacket not in _OF_SIZES:
+            self.sites.add(("a value that Python reads", place()))
+        return out
+
+    def _noted(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            try:
+                key: Any = address_of(x), x.shape, x.stride()
+            except (RuntimeError, NotImplementedError):
+                key = (0,)
+            key = key if key[0] else self._key(x)
+            number = self._numbers.get(key)
+            return (self._found(x, key) if number is None else number,)
+        return [self._noted(y) for y in x] if type(x) in (list, tuple) else x
+
+    def _key(self, x: Tensor) -> Any:
+        """What identifies a tensor until other memory takes its place."""
+        try:
+            at = address_of(x)
+        except (RuntimeError, NotImplementedError):
+            at = 0
+        if at and x.layout == torch.strided:
+            return at, x.shape, x.stride()
+        self._held.append(x)
+        return id(x)
+
+    def _source(self, x: Tensor, key: Any, kind: str, name: Hashable) -> int:
+        self._count = number = self._count + 1
+        strides = x.stride() if x.layout == torch.strided else ()
+        self._numbers[key], self.sources[number] = number, Source(kind, name, x.shape, strides, x.dtype)
+        return number
+
+    def _found(self, x: Tensor, key: Any) -> int:
+        """The number of a tensor that the tape sees for the first time."""
+        if self._names is None:
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            self._names = {id(p): name for name, p in named}
+            self._names |= {self._key(p): name for name, p in named}
+        name = self._names.get(id(x)) or self._names.get(key) or self._of_parameter(x)
+        if name is not None:
+            if not x.requires_grad:
+                self.values.append(x)
+            return self._source(x, key, NAMED, name)
+        if any(x is other for other in self._from_before):
+            self.refused = SamplesMixed(
+                f"{MIXING}: the forward reads a tensor of shape {tuple(x.shape)} that the model has kept since its last "
+                "forward, at {}:{}. It depends on that step's samples, which enter this step's gradients without a bound. "
+                "Update it outside of the training, or without samples.".format(*place())
+                + ON_PRIVATE
+            )
+            raise self.refused
+        self.values.append(x)
+        if x in self._constants:
+            return self._source(x, key, CONSTANT, len(self.sources))
+        self.outside.append(x)
+        return self._source(x, key, OUTSIDE, len(self.sources))
+
+    def _of_parameter(self, x: Tensor) -> str | None:
+        """The name of a parameter that was cast or viewed before, as autocast's cache does."""
+        node: Any = x.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+            if type(node) is Leaf and self._names is not None:
+                return self._names.get(id(node.variable))
+        return None
+
+    def take_as_same(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Tells that tensors with the same values replace others."""
+        for x, y in zip(before, after):
+            self._numbers[self._key(y)] = self._noted(x)[0]
+
+    def number(self, x: Tensor) -> int | None:
+        """The number of a tensor; None if the tape doesn't have it."""
+        return self._numbers.get(self._key(x))
+
+    def reached(self) -> set[int]:
+        """The numbers of the tensors that may depend on arguments of the forward, so far."""
+        found = set(self.arguments)
+        for entry in self.entries:
+            given = numbers_of(entry)
+            if not found.isdisjoint(given):
+                found.update(n for n, *_ in entry.outputs)
+                found.update(given if entry.func._schema.is_mutable else ())
+        return found
+
+    def kept(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of some tensors that the forward made of its arguments."""
+        made = [(x, n) for x in tensors if (n := self.number(x)) is not None and n not in self.sources]
+        found = self.reached() if made else set[int]()
+        return [x for x, n in made if n in found]
+
+    def repeats(self, other: Tape, loosely: bool = False) -> bool:
+        """Whether a second run of the same forward did the same.  loosely: without casts and tensors' origins"""
+        if loosely:
+            return _numbers(self) == _numbers(other)
+        mine, theirs = ([s._replace(kind=CONSTANT if s.kind == OUTSIDE else s.kind) for s in own.sources.values()]
+                        for own in (self, other))  # fmt: skip
+        return mine == theirs and self.entries == other.entries
+
+    def leaves(self, x: Tensor, way: str) -> None:
+        """Called as values leave PyTorch, or change without an operation.  Raises if they depend on arguments."""
+        if way == "register_hook":
+            self.sites.add(("a hook on a tensor", place()))
+        elif type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
+            file, line = place()
+            self.refused = ProbeFailed(
+                f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
+                f"{file}:{line}. What is computed of it outside of PyTorch can't be followed, so nothing would show that no "
+                "sample enters the gradients of others. Compute it with PyTorch's operations, or outside the model and pass "
+                "it as an argument with a row for each sample." + ON_PRIVATE
+            )
+            raise self.refused
+
+
+def _numbers(tape: Tape) -> list[Any]:
+    """The operations that are no casts, with their numbers."""
+    casts = torch.ops.aten._to_copy, torch.ops.aten.detach
+    return [
+        (entry.func, [x for x in entry.args if type(x) is not tuple])
+        for entry in tape.entries
+        if entry.func.overloadpacket not in casts
+    ]
+
+
+def numbers_of(entry: Entry) -> list[int]:
+    """The numbers of an operation's tensors."""
+    return [*numbers_in(entry.args), *numbers_in([y for _, y in entry.kwargs or ()])]
+
+
+def numbers_in(given: Any) -> Iterator[int]:
+    """The numbers of the tensors among an operation's arguments."""
+    for x in given:
+        if type(x) is tuple:
+            yield x[0]
+        elif type(x) is list:
+            yield from numbers_in(x)
+
+
+_TORCHS = {
+    "aten",
+    "prim",
+    "prims",
+    "c10d",
+    "_c10d_functional",
+    "inductor",
+    "mkldnn",
+    "quantized",
+    "torchvision",
+    "autograd_hacks",
+}
+"""Whose operations compute from their arguments alone."""
+_OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
+"""Operations that return no tensor and read no values."""
+
+
+def place() -> tuple[str, int]:
+    """The file and line of the user's code that runs."""
+    frame = sys._getframe(1)
+    while frame is not None and (_is_ours(frame.f_code.co_filename)) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _is_ours(file: str) -> bool:
+    return "/torch/" in file or "/autograd_hacks/" in file or file.startswith("<")
+
+
+class Constants:
+    """Tensors that are older than a forward, known by identity as long as they live."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, x: Tensor) -> bool:
+        known = self._known.get(id(x))
+        return known is not None and known() is x
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self._known = {n: known for n, known in self._known.items() if known() is not None}
+        self._known |= {id(x): weakref.ref(x) for x in tensors}
+
+
+# Ways on which values leave PyTorch, or change, without an operation.  They are watched while a tape runs.
+
+DOORS = {
+    "numpy": "numpy()", "tolist": "tolist()", "__array__": "numpy.asarray", "__dlpack__": "from_dlpack",
+    "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =", "register_hook": "register_hook",
+}  # fmt: skip
+_OWN = {name: vars(Tensor).get(name) for name in DOORS}
+_OPEN: list[Tape] = []
+
+
+def _door(name: str, own: Any) -> Any:
+    def looked(x: Tensor) -> None:
+        if (tape := next((tape for tape in reversed(_OPEN) if tape.thread == get_ident()), None)) is not None:
+            tape.leaves(x, name)
+
+    def write(x: Tensor, to: Tensor) -> None:
+        looked(x)
+        own.__set__(x, to)
+
+    @wraps(own)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        looked(x)
+        return own(x, *args, **kwargs)
+
+    return property(own.__get__, write) if name == "data" else call

@@ -1,0 +1,171 @@
+"""The numbers that public functions take: one table of their ranges, and the check by it that each function begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from math import inf
+from numbers import Integral, Real
+from sys import maxsize
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.support.internals import tree_leaves
+from autograd_hacks.support.trees import unpacked
+
+F = TypeVar("F", bound=Callable[..., Any])
+_CONTAINERS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "": ("a {}", ()),
+    "dictionary": ("a {}, or a dictionary of such", (Mapping,)),
+    "list": ("a list, each a {}", (list, tuple)),
+    "tree": ("a {}, or a tree of such", ()),
+}
+"""{name: what messages say, and its types}.  In a tree, None stands for no number."""
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, NumPy's included, or a tensor without axes that holds one."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+class Range:
+    """The numbers that an argument may be.
+
+    interval: with '[' or ']' if a bound is in it, with '(' or ')' if not: '(0, 1]'
+    inside: a container of numbers of the range, see `_CONTAINERS`
+    kind: what the numbers are, for messages; whole ones if it says so
+    """
+
+    def __init__(self, interval: str, inside: str = "", kind: str = "number") -> None:
+        text, self._types = _CONTAINERS[inside]
+        self.text, self._inside = text.format(f"{kind} in {interval}"), inside
+        self.low, self.high = map(float, interval[1:-1].split(", "))
+        self._ends = [bound for bound, end in ((self.low, interval[0]), (self.high, interval[-1])) if end in "[]"]
+        self._fits = is_whole if kind.startswith("whole") else is_number
+        self.plain: tuple[type, ...] = () if inside == "list" else (int,) if self._fits is is_whole else (float, int)
+        """The types of most numbers, where one may be given."""
+
+    def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
+        """None for a number in the range, ValueError for another number, TypeError for anything else."""
+        if self._inside == "tree" and value is not None:
+            errors = [self._of_one(x) for x in tree_leaves(unpacked(value)) if x is not None]
+            return next((error for error in errors if error), None)
+        if not isinstance(value, self._types):
+            return TypeError if self._inside == "list" else self._of_one(value)
+        held: Any = value.values() if isinstance(value, Mapping) else value
+        errors = [self._of_one(x) for x in held]
+        return next((error for error in errors if error), None if held else ValueError)
+
+    def _of_one(self, value: Any) -> type[TypeError | ValueError] | None:
+        if not self._fits(value):
+            return TypeError
+        return None if self.low < value < self.high or value in self._ends else ValueError
+
+
+def whole(interval: str, inside: str = "") -> Range:
+    return Range(interval, inside, "whole number")
+
+
+_NAMES = {
+    whole("(-inf, inf)"): "seed",
+    whole("(-inf, inf)", "tree"): "batch_dim compile.batch",
+    whole("[0, inf)"): "first group.groups verify.samples",
+    whole(
+        "[1, inf)"
+    ): """ahead bands chunk_size dim draws duplicates.limit entries every k micro_batch_size participations parts
+    per_user project rank samples separation steps
+    """,
+    # Where a budget is for what is kept, from batch to batch or from norms to sums, 0 keeps nothing.
+    Range("[0, inf]", kind="number of bytes"): "limit compile.budget over.budget",
+    Range("[1, inf)", kind="whole number of bytes"): "budget",
+    Range("(0, 1)"): "delta tolerance",
+    Range("(0, 1]"): "threshold noise_for.rate",
+    Range("[0, 1)"): "smoothing",
+    Range("[0, 1]"): "coverage quantile",
+    Range("(0, inf)"): "batch_size damping deviation epsilon expected_batch_size rate scale",
+    Range("(0, inf]"): "max_grad_norm max_norm",  # see also `check_bound`
+    Range("(0, inf]", "dictionary"): "clip_and_noise_.max_norm PrivateTraining.max_norm",
+    Range("[0, inf)"): "as_linear_operator.damping least noise_multiplier",
+    Range("[0, inf]"): "bound most PrivateStep.deviation",
+    Range("(-inf, inf)"): "over.weight",  # of a checkpoint
+    Range("(-inf, inf)", "list"): "coefficients",
+}
+RANGES = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}
+"""{name of an argument, or 'function.argument' where it differs from others of that name: its range}.  None is allowed, too,
+where it is the default."""
+
+
+def check(who: str, page: str, *optional: str, **numbers: Any) -> None:
+    """Raises TypeError or ValueError for numbers outside of their range in `RANGES`.
+
+    who: the function that was given them
+    page: the end of the message, where the arguments are explained
+    optional: those that may be None
+    """
+    for name, value in numbers.items():
+        allowed, is_optional = RANGES.get(f"{who}.{name}") or RANGES[name], name in optional
+        if not (value is None and is_optional) and (error := allowed.refusal(value)):
+            expected = allowed.text + ", or None" * is_optional
+            raise error(f"{who} was given {name}={value!r}; expected {expected}" + page)
+
+
+def checked(page: str) -> Callable[[F], F]:
+    """A decorator: before the function does anything it runs `check` on its numbers.  None is legal where it is the default.
+
+    Functions in which processes agree on errors call `check` there instead, so that none waits for one that was given less.
+    """
+
+    def of(f: F) -> F:
+        who = f.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        slots: list[tuple[str, int, Range, tuple[str, ...]]] = []
+        for place, p in enumerate(signature(f).parameters.values()):
+            if allowed := RANGES.get(f"{who}.{p.name}") or RANGES.get(p.name):
+                optional = (p.name,) if p.default is None else ()
+                slots.append((p.name, maxsize if p.kind is p.KEYWORD_ONLY else place, allowed, optional))
+
+        @wraps(f)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name, place, allowed, optional in slots:
+                if place < len(args):
+                    value = args[place]
+                elif name in kwargs:
+                    value = kwargs[name]
+                else:
+                    continue
+                if type(value) in allowed.plain and allowed.low < value < allowed.high:
+                    continue  # most numbers, in a tenth of the time
+                check(who, page, *optional, **{name: value})
+                if is_whole(value):  # NumPy's as Python's: keys of random numbers are made from their repr
+                    if place < len(args):
+                        args = (*args[:place], int(value), *args[place + 1 :])
+                    else:
+                        kwargs[name] = int(value)
+            return f(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return of
+
+
+def check_bound(who: str, max_norm: object, noise: object, page: str, name: str = "max_norm") -> None:
+    """Raises ValueError for an infinite bound beside noise, which is a multiple of it.
+
+    max_norm: a bound, or several by pattern
+    noise: the noise multiplier, or the epsilon that it follows from; 0 or None for no noise
+    name: the bound's name
+    """
+    bounds = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+    if noise and inf in bounds:
+        raise ValueError(
+            f"{who} was given {name}={max_norm!r} and noise of {noise}; expected a finite {name}, because the noise is a "
+            "multiple of it, or no noise" + page
+        )

@@ -1,0 +1,296 @@
+"""A noisy gradient that something changes before the optimizer's step, or that is stepped by twice, is refused."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, losses, net
+from private_steps import data as numbers
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from autograd_hacks import PrivateTraining
+from autograd_hacks.privacy.stepping import PART, NoisyGrads
+
+CHANGED = "is not the one of private step"
+Change = Callable[[Iterable[nn.Parameter]], object]
+
+
+def training(**options: Any) -> PrivateTraining:
+    given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
+    return PrivateTraining(**(given | options))  # type: ignore[arg-type]
+
+
+def epoch(
+    change: Change = lambda _: None,
+    model: nn.Sequential | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    """The documentation's loop, with something between the private step and the optimizer's."""
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer
+    private = training()
+    with private.attach(model, optimizer):
+        for x, y in private.loader(TensorDataset(*numbers()), **options):
+            private.backward(losses(model, x, y))
+            if private.step():
+                change(model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def of_all(change: Callable[[nn.Parameter], object]) -> Change:
+    return lambda parameters: [change(p) for p in parameters]
+
+
+def replaced(p: nn.Parameter, factor: float) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * factor
+
+
+def first_entry(parameters: Iterable[nn.Parameter]) -> None:
+    next(iter(parameters)).grad.flatten()[:1].mul_(1 + 1e-6)  # type: ignore[union-attr]
+
+
+CHANGES: dict[str, Change] = {
+    "clip_grad_norm_": lambda own: torch.nn.utils.clip_grad_norm_(own, 0.1),
+    "clip_grad_norm_, without foreach": lambda own: torch.nn.utils.clip_grad_norm_(own, 0.1, foreach=False),
+    "clip_grad_value_": lambda own: torch.nn.utils.clip_grad_value_(own, 0.01),
+    "clamped data": of_all(lambda p: p.grad.data.clamp_(-0.01, 0.01)),  # type: ignore[union-attr]
+    "a division by the number of micro-batches": of_all(lambda p: p.grad.div_(4)),  # type: ignore[union-attr]
+    "another tensor": of_all(lambda p: replaced(p, 0.5)),
+    "another sign": of_all(lambda p: p.grad.neg_()),  # type: ignore[union-attr]
+    "another order": of_all(lambda p: p.grad.copy_(p.grad.flip(0))),  # type: ignore[union-attr, arg-type]
+    "noise taken off one number": first_entry,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"parts": 3}])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_noisy_gradient_that_something_changes_is_refused(name: str, options: dict[str, Any]) -> None:
+    model, before = net(), net()
+    with pytest.raises(RuntimeError, match=CHANGED) as raised:
+        epoch(CHANGES[name], model, **options)
+    assert "clip_grad_norm_" in str(raised.value)
+    assert "'0.weight'" in str(raised.value)
+    assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)  # before anything was changed by it
+
+
+SAME: dict[str, Change] = {
+    "its norm is measured, as trainers do": lambda own: torch.nn.utils.clip_grad_norm_(own, float("inf")),
+    "a copy": of_all(lambda p: replaced(p, 1.0)),
+    "nothing": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_noisy_gradient_that_stays_is_stepped_by(name: str) -> None:
+    assert_close(epoch(SAME[name]).state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
+def test_two_steps_by_one_noisy_gradient_are_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(RuntimeError, match=r"a second time .* private step 0"):
+        epoch(lambda _: optimizer.step(), model, optimizer)
+
+
+def test_a_step_before_the_next_private_step_is_a_second_one() -> None:
+    """As in a loop that steps in each micro-batch and never empties .grad."""
+    private, model = training(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(model, optimizer):
+        for i, (x, y) in enumerate(private.loader(TensorDataset(*numbers()))):
+            private.backward(losses(model, x, y))
+            if i:
+                with pytest.raises(RuntimeError, match="a second time"):
+                    optimizer.step()
+                break
+            private.step()
+            optimizer.step()
+
+
+def test_two_optimizers_share_a_noisy_gradient_if_they_share_no_parameters() -> None:
+    private, model = training(), net()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=LR) for layer in (model[0], model[2])]
+    with private.attach(model, *optimizers):
+        for x, y in private.loader(TensorDataset(*numbers())):
+            private.backward(losses(model, x, y))
+            private.step()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
+def test_a_gradient_without_noise_is_refused() -> None:
+    """Of the parameters' optimizer, whether or not it was attached, and until the model is detached."""
+    private, model = training(), net()
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=LR), nn.Linear(2, 2)
+    with private.attach(model):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match=r"without noise, of '0\.weight'"):
+            optimizer.step()
+        other(torch.randn(3, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=LR).step()  # another model's
+    optimizer.step()
+
+
+class Clips(torch.optim.Optimizer):
+    """Gives its step to another optimizer, as ZeroRedundancyOptimizer does, and may clip before."""
+
+    def __init__(self, inner: torch.optim.Optimizer, clips: bool) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.clips = inner, clips
+
+    def step(self, closure: Any = None) -> Any:
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_optimizer_within_an_optimizer(clips: bool) -> None:
+    model = net()
+    optimizer = Clips(torch.optim.SGD(model.parameters(), lr=LR), clips)
+    if clips:
+        with pytest.raises(RuntimeError, match=CHANGED):
+            epoch(model=model, optimizer=optimizer)
+        return
+    assert_close(epoch(model=model, optimizer=optimizer).state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) -> None:
+    """As Lightning and skorch do it."""
+    private, model = training(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def train() -> None:
+        for x, y in private.loader(TensorDataset(*numbers())):
+
+            def closure(x: Any = x, y: Any = y) -> float:
+                own = losses(model, x, y)
+                private.backward(own)
+                private.step()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                return float(own.detach().sum())
+
+            assert optimizer.step(closure=closure) if named else optimizer.step(closure)
+
+    with private.attach(model, optimizer):
+        if clips:
+            with pytest.raises(RuntimeError, match=CHANGED):
+                train()
+            return
+        train()
+    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_compiled_step_of_an_optimizer(clips: bool) -> None:
+    private, model = training(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+
+    def train() -> None:
+        for x, y in private.loader(TensorDataset(*numbers())):
+            private.backward(losses(model, x, y))
+            private.step()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            step()
+
+    with private.attach(model, optimizer):
+        if clips:
+            with pytest.raises(RuntimeError, match=CHANGED):
+                train()
+            return
+        train()
+    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+
+
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=LR),
+    "fused": lambda model: torch.optim.SGD(model.parameters(), lr=LR, fused=True),  # it unscales in its own step
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("scale", "width"), [(2.0**10, torch.float32), (1000.0, torch.float32), (1000.0, torch.float64)])
+@pytest.mark.parametrize("way", ["in its step", "before", "before, clipped", "forgotten by the private step", "left out"])
+def test_a_scaler_divides_once(way: str, scale: float, kind: str, width: torch.dtype) -> None:
+    private, model = training(), net().to(width)
+    optimizer, scaler = KINDS[kind](model), torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def train() -> None:
+        for x, y in private.loader(TensorDataset(*numbers()), parts=2):
+            private.backward(losses(model, x.to(width), y), scaler)
+            whole = private.step() if way == "forgotten by the private step" else private.step(scaler=scaler)
+            if whole is None:
+                continue
+            if "before" in way:
+                scaler.unscale_(optimizer)
+            if "clipped" in way:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if way == "left out":
+                optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with private.attach(model, optimizer):
+        if way in ("in its step", "before"):
+            train()
+            x, y = numbers()
+            expected = by_hand(net().to(width), x.to(width), y, STEPS)
+            assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match=CHANGED):
+                train()
+
+
+def test_it_ends_with_the_training_and_holds_nothing() -> None:
+    private, model = training(), net()
+    private.attach(model)
+    again = copy.deepcopy(private.state_dict())
+    kept = weakref.ref(model)
+    del private, model  # never detached
+    gc.collect()
+    assert kept() is None
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    private = training()
+    private.load_state_dict(again)
+    with private.attach(model, optimizer):
+        pass
+    model(torch.randn(3, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2, 2 * PART + 3])
+def test_any_change_of_any_number_is_seen(size: int, kind: torch.dtype) -> None:
+    model = nn.ParameterList([torch.zeros(size, dtype=kind)])
+    p, kept = model[0], NoisyGrads(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for n in {0, size // 2, size - 1}:
+        p.grad = torch.randn(size, dtype=kind)
+        kept.note(0)
+        p.grad[n] *= 1.01
+        with pytest.raises(RuntimeError, match=CHANGED):
+            optimizer.step()
+    p.grad = torch.randn(size, dtype=kind)
+    kept.note(1)
+    optimizer.step()
+    kept.close()

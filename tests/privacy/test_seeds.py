@@ -1,0 +1,179 @@
+"""Seeds and streams: what is drawn from which, nothing twice, and what can be guessed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, data, losses, net
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import autograd_hacks
+from autograd_hacks import PrivateTraining, QuantileClip
+from autograd_hacks.privacy import poisson
+from autograd_hacks.support import draws
+from autograd_hacks.support.philox import Stream
+
+PARAMETERS = 4  # of the net
+
+
+def training(seed: int | None = SEED, **options: Any) -> PrivateTraining:
+    return PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=seed, **options)
+
+
+def trained(private: PrivateTraining, upto: int, **options: Any) -> None:
+    """Whole steps of an epoch, or its first ones."""
+    model = net()
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*data()), **options):
+            private.backward(losses(model, x, y))
+            private.step()
+            if private.steps == upto:
+                return
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """All streams that are drawn from."""
+    found, normal, uniform = list[Stream](), draws.normal, poisson.uniform
+
+    def normals(streams: list[Stream], *given: Any) -> list[Tensor]:
+        found.extend(streams)
+        return normal(streams, *given)
+
+    def uniforms(stream: Stream, *given: Any) -> Tensor:
+        found.append(stream)
+        return uniform(stream, *given)
+
+    monkeypatch.setattr(draws, "normal", normals)
+    monkeypatch.setattr(poisson, "uniform", uniforms)
+    return found
+
+
+def of_step(t: int, counts: bool = False, seed: int = SEED) -> Iterator[Stream]:
+    yield Stream.of(seed, "batch", t)
+    if counts:
+        yield Stream.of(seed, "count", t).part(0)
+    for number in range(PARAMETERS):
+        yield Stream.of(seed, "noise", t).part(number)
+
+
+def every(steps: int, counts: bool = False) -> set[Stream]:
+    return {own for t in range(steps) for own in of_step(t, counts)}
+
+
+@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"micro_batch_size": 2}])
+@pytest.mark.parametrize("counts", [False, True])
+def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
+    options: dict[str, Any], counts: bool, used: list[Stream]
+) -> None:
+    def made(seed: int) -> PrivateTraining:
+        return training(seed, clip=QuantileClip(0.5, deviation=3.0) if counts else "flat")
+
+    before, after = made(SEED), made(SEED + 1)
+    trained(before, 2, **options)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    trained(after, STEPS, **options)
+    assert len(used) == len(set(used))
+    assert set(used) == every(STEPS, counts)
+
+
+def test_no_two_draws_of_a_training_share_a_key_and_a_counter() -> None:
+    """10⁵ steps, all purposes and parameters, and two seeds that differ by 1."""
+    found = {own for seed in (SEED, SEED + 1) for t in range(50_000) for own in of_step(t, counts=True, seed=seed)}
+    assert len(found) == 2 * 50_000 * (PARAMETERS + 2)
+    assert len({own.key for own in found}) > len(found) - 3  # not the upper half alone: 10⁻⁸ of two equal keys
+    assert all(-(2**63) <= half < 2**63 for own in list(found)[:1000] for half in own)
+
+
+def test_a_stream_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several parameters at once: each pair of numbers has a counter of its own, with its stream's key and upper half."""
+    from autograd_hacks.support import philox
+
+    seen, own = list[tuple[int, ...]](), philox.philox
+
+    def noted(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> Any:
+        seen.extend(zip(*(x.expand_as(counter[0]).flatten().tolist() for x in (*counter, *key))))
+        return own(counter, key)
+
+    monkeypatch.setattr(philox, "philox", noted)
+    monkeypatch.setattr(philox, "_AT_ONCE", {"cpu": 256})
+    streams, counts = [Stream.of(n) for n in range(3)], [1000, 1, 600]
+    philox.normal(streams, counts, 1.0, torch.device("cpu"), torch.float64)
+    assert len(seen) == len(set(seen)) >= sum(counts) / 2
+    for stream, count in zip(streams, counts):
+        low, high, *upper = stream.words()
+        counters = sorted(a + (b << 32) for a, b, *rest in seen if rest == [*upper, low, high])
+        assert counters == list(range(len(counters)))
+        assert 2 * len(counters) >= count
+
+
+class Two(nn.Module):
+    """Whose parameters have one shape, and whose gradients are zero."""
+
+    def __init__(self, size: int = 500) -> None:
+        super().__init__()
+        self.first, self.other = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first + x @ self.other
+
+
+def noise(private: PrivateTraining, step: int, size: int = 500) -> list[Tensor]:
+    """Both parameters' noise in some step."""
+    private.history = [(NOISE, EXPECTED / SIZE, step)] if step else []
+    model = Two(size)
+    with private.attach(model):
+        for (x,) in private.loader(TensorDataset(torch.zeros(SIZE, size))):
+            private.backward(model(x))
+            private.step()
+            break
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore:.*which can be guessed")
+def test_steps_whose_hashes_agree_in_32_bits_have_other_noise() -> None:
+    """The two steps have one hash by SHA-256 in the 32 bits that torch's generator for the CPU keeps of a seed."""
+    one, other = (noise(training(123456789), step) for step in (23914, 81239))
+    assert not any((a == b).any() for a, b in zip(one, other))
+
+
+def test_seeds_parameters_and_steps_have_noise_of_their_own() -> None:
+    found = [*noise(training(), 0), *noise(training(), 1), *noise(training(SEED + 1), 0), *noise(training(None), 0)]
+    correlations = torch.stack(found).double().corrcoef().fill_diagonal_(0)
+    assert correlations.abs().max() < 4.5 / 500**0.5
+    assert all(map(torch.equal, noise(training(), 3), noise(training(), 3)))
+    assert float(torch.cat(found).std()) == pytest.approx(NOISE * BOUND / EXPECTED, rel=0.06)
+
+
+def test_noise_without_a_source_is_secret_and_leaves_torchs_generator_alone() -> None:
+    found, state = [], torch.get_rng_state()
+    model = nn.Linear(20, 10)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
+    for _ in range(2):
+        torch.set_rng_state(state)
+        autograd_hacks.backward(model(torch.zeros(0, 20)).sum(1))
+        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 1)
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad()
+    assert not (found[0] == found[1]).any()
+
+
+@pytest.mark.parametrize("seed", [0, 3, -3, 123456789, 2**64 - 1, np.int64(7), True])
+def test_a_seed_that_can_be_guessed_warns(seed: int) -> None:
+    with pytest.warns(UserWarning, match=rf"seed={seed}, which can be guessed.*secrets\.randbits\(128\)") as warned:
+        training(seed)
+    assert warned[0].filename == __file__.replace(".pyc", ".py")
+
+
+def test_seeds_that_dont_warn() -> None:
+    seeds = {training(None).state_dict()["seed"] for _ in range(100)}
+    assert len(seeds) == 100
+    assert 2**120 < max(seeds) < 2**128
+    for seed in (2**64, SEED, -SEED):
+        assert json.loads(json.dumps(training(seed).state_dict()))["seed"] == seed

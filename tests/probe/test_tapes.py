@@ -1,0 +1,324 @@
+"""Every forward whose samples must be independent is known or proven: mixing that begins is found in that step."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import autograd_hacks
+from autograd_hacks import PrivateTraining
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
+from autograd_hacks.reading import proof
+
+BEGINS = 3
+"""The step in which a program changes."""
+
+
+class Program(nn.Module):
+    """Two layers, and between them what a function makes of the first one's output.  ``step`` counts its forwards."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.what = nn.Linear(5, 8), nn.Linear(8, 3), what
+        self.centred = nn.Parameter(torch.randn(8, 5))
+        self.register_buffer("centre", torch.zeros(8))
+        self.step, self.epoch, self.kept = -1, 0, torch.zeros(8)
+
+    @property
+    def on(self) -> bool:
+        return self.step >= BEGINS
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        h = self.first(x) + nn.functional.linear(x, self.centred - self.centred.mean(0))
+        return self.last(self.what(self, h).tanh())
+
+
+def steps(model: nn.Module) -> Iterator[int]:
+    """A private training's steps, by their numbers."""
+    data = TensorDataset(torch.randn(60, 5), torch.randint(3, (60,)))
+    private = PrivateTraining(0.3, 1.0, 12, 1e-3, seed=2**64 + 4)
+    with private.attach(model):
+        for x, y in private.loader(data, steps=8):
+            yield private.steps
+            private.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
+            private.step()
+    yield private.steps
+
+
+def accepted(model: nn.Module) -> int:
+    """How many steps were counted before one was refused."""
+    count = 0
+    try:
+        for number in steps(model):
+            count = number
+    except PerSampleGradientError:
+        pass
+    return count
+
+
+def in_place(own: Program, h: Tensor) -> Tensor:
+    h = h * 1
+    h.detach().sub_(h.detach().mean(0)) if own.on else h.detach().sub_(0.0)
+    return h
+
+
+def always_computed(own: Program, h: Tensor) -> Tensor:
+    mean = h.detach().mean(0)
+    return h - (mean if own.on else own.centre)
+
+
+def sorted_by_values(own: Program, h: Tensor) -> Tensor:
+    order = h.detach()[:, 0].argsort() if own.on else torch.arange(len(h))
+    return h + 0.1 * h.detach()[order]
+
+
+def assigned(own: Program, h: Tensor) -> Tensor:
+    own.centre = h.detach().mean(0) if own.on else own.centre * 1
+    return h - own.centre
+
+
+def by_dropout(own: Program, h: Tensor) -> Tensor:
+    return h - nn.functional.dropout(h.detach(), 0.5).mean(0) if own.on else nn.functional.dropout(h, 0.5)
+
+
+def from_before(own: Program, h: Tensor) -> Tensor:
+    h, own.kept = h - own.kept, h.detach().mean(0) if own.step == BEGINS - 1 else own.kept
+    return h
+
+
+MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
+    "a mean with a gradient": lambda own, h: h - h.mean(0) if own.on else h,
+    "a mean without": lambda own, h: h - h.detach().mean(0) if own.on else h,
+    "a mean in the place of a buffer": lambda own, h: h - (h.detach().mean(0) if own.on else own.centre),
+    "a mean in the place of an attribute": lambda own, h: h - (h.detach().mean(0) if own.on else own.kept),
+    "a mean that is computed in all steps": always_computed,
+    "standardised": lambda own, h: (h - h.detach().mean(0)) / h.detach().std(0) if own.on else (h - own.centre) / 1.0,
+    "statistics of the batch": lambda own, h: nn.functional.batch_norm(h, own.centre.clone(), own.kept + 1, training=own.on),
+    "in place": in_place,
+    "an order by values": sorted_by_values,
+    "a buffer that is replaced": assigned,
+    "a maximum": lambda own, h: h / (h.detach().amax() if own.on else h.detach().amax(1, keepdim=True)),
+    "along another axis": lambda own, h: h.detach().softmax(0 if own.on else 1) * h,
+    "the samples turned": lambda own, h: h + h.detach().roll(1 if own.on else 0, 0),
+    "dropout, then a mean": by_dropout,
+    "what the last step has kept": from_before,
+    "a number": lambda own, h: h * (1 + float(h.detach().mean()) if own.on else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_begins_to_mix_is_refused_in_that_step(name: str) -> None:
+    torch.manual_seed(0)
+    assert accepted(Program(MIXING[name])) == BEGINS
+
+
+def test_standardised_inputs_are_refused_in_the_step_in_which_they_begin() -> None:
+    class Standardised(Program):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x - x.mean(0)) / x.std(0) if self.step >= BEGINS - 1 else x * 2)
+
+    assert accepted(Standardised(lambda own, h: h)) == BEGINS
+
+
+def noisy(own: Program, h: Tensor) -> Tensor:
+    return nn.functional.dropout(h, 0.1 + 0.1 * own.on) + torch.randn_like(h)
+
+
+def skipped(own: Program, h: Tensor) -> Tensor:
+    return h if torch.rand(()) < 0.5 else nn.functional.gelu(h) * 2
+
+
+APART: dict[str, Callable[[Program, Tensor], Tensor]] = {
+    "dropout that grows, and noise": noisy,
+    "layers skipped by chance": skipped,
+    "a norm over features": lambda own, h: nn.functional.layer_norm(h, (8,)) if own.on else h,
+    "a scheduled number": lambda own, h: h / (1 + own.step),
+    "another function": lambda own, h: h.relu_() if own.on else h.sigmoid(),
+    "a constant of Python's numbers": lambda own, h: h * torch.tensor([1.0, 2.0] * 4),
+    "a checkpoint": lambda own, h: checkpoint(torch.tanh, h, use_reentrant=False) if own.on else h,
+    "a buffer that counts": lambda own, h: h * own.centre.add_(1),
+    "a constant's values": lambda own, h: h * float(own.kept.numpy().sum() + own.centred.detach()[0, 0].tolist()),
+    "parts written into memory": lambda own, h: torch.zeros_like(h).copy_(h),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_samples_apart_is_accepted(name: str) -> None:
+    assert accepted(Program(APART[name])) == 8
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches whose independence was not shown by labels alone."""
+    found: list[int] = []
+    own = proof.show_independent
+
+    def counted(*given: Any) -> None:
+        plan = given[-2]
+        known = plan.is_independent
+        own(*given)
+        found.append(given[-1]) if not known else None
+
+    monkeypatch.setattr(proof, "show_independent", counted)
+    return found
+
+
+def test_batches_of_other_sizes_need_no_further_proof(proofs: list[int]) -> None:
+    for _ in steps(Program(lambda own, h: nn.functional.dropout(h, 0.1))):
+        pass
+    assert len(proofs) == 1
+
+
+OPEN: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda h: torch.from_numpy(h.detach().numpy() - h.detach().numpy().mean(0)),
+    "asarray": lambda h: torch.from_numpy(np.asarray(h.detach()) * 2),
+    "tolist": lambda h: torch.tensor(h.detach().tolist()),
+    "dlpack": lambda h: torch.from_dlpack(h.detach()),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_values_that_leave_pytorch_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ProbeFailed, match=rf"independence.*{Path(__file__).name}:\d+") as refused:
+        for _ in steps(Program(lambda own, h: h + OPEN[name](h))):
+            pass
+    assert {"numpy": "numpy()", "asarray": "asarray", "tolist": "tolist()", "dlpack": "dlpack"}[name] in str(refused.value)
+
+
+def test_memory_that_is_replaced_is_refused() -> None:
+    def replaced(own: Program, h: Tensor) -> Tensor:
+        h = h * 1
+        h.data = h.detach() - h.detach().mean(0)
+        return h
+
+    with pytest.raises(ProbeFailed, match=r"\.data ="):
+        list(steps(Program(replaced)))
+
+
+@torch.library.custom_op("test_tapes::centred", mutates_args=())
+def centred(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+def test_an_opaque_operation_is_refused_by_name() -> None:
+    with pytest.raises(ProbeFailed, match=r"test_tapes::centred, at .*test_tapes.py:\d+.*register_operation"):
+        list(steps(Program(lambda own, h: h + centred(h.detach()))))
+
+
+def test_outputs_and_graphs_keep_their_bits() -> None:
+    def kinds(x: Tensor) -> list[str]:
+        nodes = [x.grad_fn]
+        for node in nodes:
+            nodes += [ahead for ahead, _ in node.next_functions if ahead is not None and ahead not in nodes]  # type: ignore
+        return [type(node).__name__.replace("ReshapeAlias", "View") for node in nodes]
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LSTM(8, 8))
+    x = torch.randn(4, 3, 5)
+    for context in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16)):
+        found = []
+        for independent in (False, True):
+            outs = []
+            with autograd_hacks.add_hooks(model, independent=independent, batch_dim=0):
+                for _ in range(2):
+                    torch.manual_seed(0)
+                    with context:
+                        outs.append(model(x)[0])
+            found.append((outs[-1], kinds(outs[-1])))
+        assert torch.equal(found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_modes_of_the_user_stay_on_and_see_everything() -> None:
+    inside = Counting()
+
+    def enters(*_: Any) -> None:
+        inside.__enter__()
+
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh())
+    with Counting() as plain:
+        model(torch.randn(4, 5))
+    with autograd_hacks.add_hooks(model, independent=True), Counting() as around:
+        model(torch.randn(4, 5))
+        before = around.count
+        model.register_forward_pre_hook(enters)  # the mode is still on when the forward has ended
+        out = model(torch.randn(4, 5))
+        assert recorder_of(model).tape is not None
+        count = inside.count
+        out = out * 2
+        assert inside.count == count + 1
+        inside.__exit__(None, None, None)
+    assert inside.count > plain.count
+    assert around.count > before
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_an_interrupted_forward_leaves_no_mode_and_no_watch_behind() -> None:
+    numpy = Tensor.numpy
+
+    class Stopped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    for kind in (Stopped, nn.Linear):
+        model = nn.Sequential(nn.Linear(5, 3), kind(3, 2))
+        stopped = pytest.raises(KeyboardInterrupt if kind is Stopped else RuntimeError)
+        with autograd_hacks.add_hooks(model, independent=True), stopped:
+            model(torch.randn(4, 5 if kind is Stopped else 6))
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        assert Tensor.numpy is numpy
+
+
+def test_what_mixed_once_is_accepted_again_when_it_no_longer_does() -> None:
+    model = Program(lambda own, h: h - h.detach().mean(0) if own.step == 2 else h)
+    refused = []
+    with autograd_hacks.add_hooks(model, param_grad=False, independent=True):
+        for n in range(6):
+            autograd_hacks.backward(model(torch.randn(6, 5)).square().sum(1), "sum")
+            try:
+                autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 6)
+            except SamplesMixed:
+                refused.append(n)
+    assert refused == [2]
+
+
+def test_compiled_functions_run_as_they_are_written_and_compiled_again_afterwards() -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*given: Any) -> Any:
+            calls.append(1)
+            return graph(*given)
+
+        return run
+
+    def centred(h: Tensor, on: bool) -> Tensor:
+        return h - h.detach().mean(0) if on else h * 2
+
+    own = torch.compile(centred, backend=backend)
+    own(torch.randn(4, 8), False)
+    before = len(calls)
+    assert before
+    assert accepted(Program(lambda model, h: own(h, model.on))) == BEGINS
+    assert len(calls) == before
+    own(torch.randn(4, 8), False)
+    assert len(calls) == before + 1

@@ -1,0 +1,92 @@
+"""Graphs deeper than Python's stack: cells unrolled over many steps, deep residual stacks, and derivatives of them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+from derivatives import gradient_penalty, rows_of
+from oracle import assert_rows
+from steps import check
+from torch import Tensor
+
+import autograd_hacks
+
+CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell}
+
+
+class Unrolled(nn.Module):
+    """A cell, or a Linear, in a loop.  N T 2 -> N 2"""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.cell, self.out = kind, CELLS.get(kind, nn.Linear)(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros_like(x[:, 0])
+        for xt in x.unbind(1):
+            if self.kind == "lstm":
+                h, c = self.cell(xt, (h, c))
+            else:
+                h = self.cell(xt, h) if self.kind in CELLS else torch.tanh(self.cell(h) + xt)
+        return self.out(h)
+
+
+class Residual(nn.Module):
+    """A Linear and a bare scale in each block.  N T 2 -> N 2, of the first position"""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(depth)])
+        self.scales = nn.ParameterList([torch.full((2,), 0.1) for _ in range(depth)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, 0]
+        for layer, scale in zip(self.layers, self.scales):
+            x = x + scale * torch.tanh(layer(x))
+        return x
+
+
+class Chosen(Unrolled):
+    """Takes the samples in an order that values decide, before many steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        return super().forward(x[order])[order.argsort()]
+
+
+def _check(model: nn.Module, steps: int) -> None:
+    torch.manual_seed(0)
+    with autograd_hacks.add_hooks(model.double()):
+        check(model, torch.randn(3, steps, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("gru", 130), ("linear", 420)])
+def test_unrolled_cells(kind: str, steps: int) -> None:
+    _check(Unrolled(kind), steps)
+
+
+@pytest.mark.slow
+def test_samples_in_another_order_before_many_steps() -> None:
+    _check(Chosen("linear"), 420)
+
+
+@pytest.mark.slow
+def test_a_penalty_on_a_deep_layer() -> None:
+    torch.manual_seed(0)
+    steps = sys.getrecursionlimit() // 4
+    model, x = nn.GRU(2, 2, batch_first=True).double(), torch.randn(2, steps, 2, dtype=torch.float64)
+    model.forward = lambda x, own=model.forward: own(x)[0][:, -1]  # type: ignore[method-assign]
+    expected = rows_of(model, gradient_penalty, x)
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backward(gradient_penalty(model, x.requires_grad_()), "sum")
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_rows(model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*CELLS, "linear", "residual"])
+def test_two_thousand_steps(kind: str) -> None:
+    _check(Residual(2000) if kind == "residual" else Unrolled(kind), 2000)
