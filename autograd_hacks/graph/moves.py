@@ -91,15 +91,6 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, s
     return [cut(label, d, _begin(start, out[d]), own[d], step, out, samples)]
 
 
-@move("slice_scatter", reads="dim start step")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
-    found: list[Label] = [label]
-    for own in ins[1:]:
-        d = axis(dim, len(outs[o] or ()))
-        found.append(cut(label, d, _begin(start, outs[o][d]), own[d], step, outs[o] or (), samples) if own else None)  # type: ignore[index]
-    return found
-
-
 def _selected(label: Owned, d: int, index: int, whole: Shape, samples: int) -> Label:
     """The label of a tensor of which one entry of an axis was taken."""
     if isinstance(label, At):
@@ -129,13 +120,6 @@ def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, i
     out = outs[o] or ()
     d = axis(dim, len(out))
     return [_taken(label, d, axis(index, out[d]), out, samples)]
-
-
-@move("select_scatter", reads="dim index")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, index: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    return [label, *[_taken(label, d, axis(index, out[d]), out, samples)] * (len(ins) - 1)]
 
 
 @move("unbind", reads="dim")

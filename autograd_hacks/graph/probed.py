@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, Owned, entries
+from autograd_hacks.graph.label import MIXED, NOBODY, Entries, Label, Owned, entries, tidied
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
 from autograd_hacks.support.sweep import call_node, fitted
 from autograd_hacks.support.switch import Switch
@@ -51,7 +51,7 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
     for place, (ahead, _) in enumerate(node.next_functions):
         of_place = [own[place] for own in passes]
         is_sum = ahead is None or _adds_up(whole[place], of_place[:2])
-        found.append(None if ahead is None else _owners(of_place, samples, outs) if is_sum else MIXED)
+        found.append(None if ahead is None else _owners(of_place, samples) if is_sum else MIXED)
     return found
 
 
@@ -89,7 +89,7 @@ def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def _owners(given: list[Tensor | None], samples: int, outs: Sequence[Label]) -> Label:
+def _owners(given: list[Tensor | None], samples: int) -> Label:
     like = next((x for x in given if x is not None), None)
     if like is None:
         return None
@@ -104,13 +104,6 @@ def _owners(given: list[Tensor | None], samples: int, outs: Sequence[Label]) -> 
         return MIXED
     if not bool(anybody.any()):
         return None
-    known = {label.inner for label in outs if isinstance(label, At)}
-    for d, size in enumerate(owner.shape):
-        if size % samples == 0:
-            for inner in {1, size // samples, *known}:
-                order = (torch.arange(size, device=owner.device) // inner % samples).view(
-                    [-1 if k == d else 1 for k in range(owner.ndim)]
-                )
-                if size % (samples * inner) == 0 and bool(((owner == order) | ~anybody).all()):
-                    return At(d, size // (samples * inner), inner)
-    return Entries(torch.where(anybody, owner, NOBODY))
+    found = Entries(torch.where(anybody, owner, NOBODY))
+    # An order is claimed for what gets nothing only where nothing can contradict it.
+    return tidied(found, owner.shape, samples) if bool(anybody.all()) else found

@@ -180,26 +180,6 @@ def _as_long(label: Owned, own: Shape) -> Owned:
     return Entries(_longer(label.samples, own))
 
 
-@value("take")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    return [_flat(label, o, outs, ins[0] or (), samples, read)]
-
-
-def _flat(label: Owned, o: int, outs: Shapes, own: Shape, samples: int, read: Read) -> Label:
-    index, out = read("index"), outs[o] or ()
-    at = entries(label, out, samples, index.device).expand(*out).reshape(-1)
-    size = prod(own)
-    found = _scattered(Entries(at), 0, index.reshape(-1) % max(1, size), [len(at)], [size], samples)
-    return viewed(found, [size], own, samples) if isinstance(found, Owned) else found
-
-
-@value("put")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    out, index = outs[o] or (), read("index")
-    at = entries(label, out, samples, index.device).expand(*out).reshape(-1)[index]
-    return [label, *[Entries(at.reshape(own or ())) if own is not None else None for own in ins[1:]]]
-
-
 # Indices of several axes, and masks.
 
 
@@ -223,10 +203,6 @@ class Indexed:
         """The axis in the result of an axis that isn't indexed."""
         before = self.left.index(d)
         return before + (self.axes if before >= self.start else 0)
-
-    def first(self, x: Tensor) -> Tensor:
-        """The indexed axes before the others; x: of the whole's axes."""
-        return x.permute([*self.dims, *self.left])
 
     def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
