@@ -19,7 +19,7 @@ from torch import Tensor
 from autograd_hacks.graph.label import Entries, Label, same
 from autograd_hacks.graph.laws import Deferred, Reader
 from autograd_hacks.graph.probed import CannotAsk, probed
-from autograd_hacks.graph.trace import LEAF, Trace
+from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 
 KEPT = 32
@@ -57,8 +57,7 @@ class Memo:
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
-        parameters = trace.parameters
-        held = [x for k, kind in enumerate(trace.kinds) if kind is LEAF and id(x := trace.leaf(k)) in parameters]
+        held = [trace.leaf(k) for k in trace.fixed]
         self._kept[key] = _Entry(walk, held)
         self._kept.move_to_end(key)
         while len(self._kept) > self.size:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from autograd_hacks.graph.axes import Shapes
 from autograd_hacks.graph.laws import _BY_TYPE, Kind, kind_of
@@ -29,12 +30,13 @@ class Trace:
     ends: nodes at which to stop
     """
 
-    __slots__ = ("edges", "ends", "key", "kinds", "nodes", "numbers", "parameters", "roots", "shapes")
+    __slots__ = ("edges", "ends", "fixed", "key", "kinds", "nodes", "numbers", "parameters", "roots", "shapes")
 
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
         kinds: list[Kind] = []
+        fixed: list[int] = []  # leaves that are parameters, of this model or of one that it hides
         numbers: list[Any] = []
         shapes: list[Shapes] = []
         edges: list[Sequence[tuple[int, int] | None]] = []
@@ -47,7 +49,9 @@ class Trace:
                 own, read = LEAF, None
                 to: tuple[tuple[int, int] | None, ...] = ()
                 sizes: Any = (tuple(x.shape),)
-                key.append(id(x) if id(x) in parameters else 0)
+                if id(x) in parameters or isinstance(x, Parameter):
+                    fixed.append(len(kinds))
+                    key.append(id(x))
             else:
                 made = node._input_metadata
                 sizes = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
@@ -75,8 +79,8 @@ class Trace:
             edges.append(to)
         self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
-        self.parameters, self.ends = parameters, ends
-        self.key: Hashable = (tuple(key), tuple(kinds), tuple(numbers), tuple(shapes), tuple(edges))
+        self.parameters, self.ends, self.fixed = parameters, ends, fixed
+        self.key: Hashable = (tuple(key), tuple(fixed), tuple(kinds), tuple(numbers), tuple(shapes), tuple(edges))
 
     def leaf(self, k: int) -> Tensor:
         x: Tensor = self.nodes[k].variable

@@ -245,12 +245,11 @@ def _walked(
 def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:
     """Whether each node's outputs are made of parameters and buffers alone."""
     own = [False] * len(order)
-    parameters = trace.parameters
+    for k in trace.fixed:
+        own[k] = True
     for k in reversed(order):
         kind = trace.kinds[k]
-        if kind is LEAF:
-            own[k] = id(trace.nodes[k].variable) in parameters
-        elif kind.is_stateless:
+        if kind.is_stateless:
             for edge in trace.edges[k]:
                 if edge is not None and not own[edge[0]]:
                     break
