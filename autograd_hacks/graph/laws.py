@@ -110,8 +110,7 @@ _BY_TYPE: dict[type, Kind | None] = {}
 
 
 def kind_of(node: Any) -> Kind:
-    kind = type(node)
-    found = _BY_TYPE.get(kind)
+    found = _BY_TYPE.get(kind := type(node))
     if found is None:
         found = kind_of_name(node.name(), kind)  # type: ignore[arg-type]  # types are hashable
         if kind.__name__ != "CppFunction":  # all nodes of other people's C++ have this type

@@ -57,8 +57,7 @@ class Memo:
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
-        held = [trace.leaf(k) for k in trace.fixed]
-        self._kept[key] = _Entry(walk, held)
+        self._kept[key] = _Entry(walk, [trace.leaf(k) for k in trace.fixed])
         self._kept.move_to_end(key)
         while len(self._kept) > self.size:
             self._kept.popitem(last=False)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import MIXED, NOBODY, Entries, Label, Owned, entries, tidied
+from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, entries, tidied
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
 from autograd_hacks.support.sweep import call_node, fitted
 from autograd_hacks.support.switch import Switch
@@ -39,19 +39,23 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         if label is None:
             given.append(None)
             continue
-        assert isinstance(label, Owned)
         g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws, device="cpu")
         g = g.to(like.device, like.dtype)
-        given.append((g, entries(label, like.shape, samples).to(like.device)))
-    digits = max(1, (samples - 1).bit_length())
+        given.append((g, entries(label, like.shape, samples, like.device)))  # type: ignore[arg-type]  # it has owners
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
-        passes = [_ask(node, [_half(own, digit, half) for own in given]) for digit in range(digits) for half in (0, 1)]
+        passes = [
+            _ask(node, [_half(own, digit, half) for own in given])
+            for digit in range(max(1, (samples - 1).bit_length()))
+            for half in (0, 1)
+        ]
         whole = _ask(node, [None if own is None else torch.where(own[1] >= 0, own[0], 0) for own in given])
     found: list[Label] = []
     for place, (ahead, _) in enumerate(node.next_functions):
         of_place = [own[place] for own in passes]
-        is_sum = ahead is None or _adds_up(whole[place], of_place[:2])
-        found.append(None if ahead is None else _owners(of_place, samples) if is_sum else MIXED)
+        if ahead is None or not _adds_up(whole[place], of_place[:2]):
+            found.append(None if ahead is None else MIXED)
+        else:
+            found.append(_owners(of_place, samples, dict(zip((tuple(like.shape) for like in metadata), outs))))
     return found
 
 
@@ -89,7 +93,8 @@ def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def _owners(given: list[Tensor | None], samples: int) -> Label:
+def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...], Label]) -> Label:
+    """outs: labels of outputs, by shape"""
     like = next((x for x in given if x is not None), None)
     if like is None:
         return None
@@ -104,6 +109,9 @@ def _owners(given: list[Tensor | None], samples: int) -> Label:
         return MIXED
     if not bool(anybody.any()):
         return None
+    # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.
+    at = outs.get(tuple(owner.shape))
+    if isinstance(at, At) and not bool(((entries(at, owner.shape, samples, owner.device) != owner) & anybody).any()):
+        return at
     found = Entries(torch.where(anybody, owner, NOBODY))
-    # An order is claimed for what gets nothing only where nothing can contradict it.
     return tidied(found, owner.shape, samples) if bool(anybody.all()) else found

@@ -88,13 +88,12 @@ class Memory:
         places = [_address(x) for x in operands if x.ndim]  # numbers aren't of the batch
         if any(own in self.given for own in places):
             return BATCH
-        bare = sum(edge is None for edge in edges)
-        return OPEN if bare > len(operands) or any(own not in self.known for own in places) else OWN
+        is_bare = sum(edge is None for edge in edges) > len(operands)
+        return OPEN if is_bare or any(own not in self.known for own in places) else OWN
 
 
 def _address(x: Tensor) -> int:
-    is_plain = x.layout == torch.strided and not x.is_nested and not x.is_meta
-    return x.untyped_storage().data_ptr() if is_plain else id(x)
+    return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
