@@ -22,6 +22,7 @@ FLOORS = [
     "reading",
     "distributed",
     "capture",
+    "graph",
     "probe",
     "rules",
     "forms",

@@ -1,0 +1,447 @@
+"""What operations do with axes: the one table of laws that need no values.
+
+An operation's entry says with which axis of its output each axis of each input is walked in step: ``mm`` has (0, ALONE)
+and (ALONE, 1).  Read backwards, as `laws.py` does for autograd's nodes, it says where the samples of an input's gradient
+are, and if they are lost, that samples add up; read forwards it says where the samples of a result are.  Names are ATen's;
+the node of ``aten.native_layer_norm`` is NativeLayerNormBackward0, that of its backward NativeLayerNormBackwardBackward0.
+
+A rule gets only shapes and the saved numbers that its entry names, so these and nothing else belong in a memo's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autograd_hacks.graph.label import ALONE, MIX, Links, Shape
+
+Shapes = Sequence[Shape | None]
+Rule = Callable[..., "list[Links]"]
+"""``rule(o, outs, ins, **numbers)``: the links of each input to output number o."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """An operation's entry.
+
+    rule: None for an operation that broadcasts its inputs and computes entry by entry
+    reads: the saved numbers that the rule gets
+    multiplies: whether samples that are lost may still be apart, if the other factor is a constant such as a permutation
+    """
+
+    rule: Rule | None = None
+    reads: tuple[str, ...] = ()
+    multiplies: bool = False
+
+
+AXES: dict[str, Axes] = {}
+
+
+def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
+    def enter(rule: Rule) -> Rule:
+        AXES.update(dict.fromkeys(names.split(), Axes(rule, tuple(reads.split()), multiplies)))
+        return rule
+
+    return enter
+
+
+def signed(number: int) -> int:
+    """An integer with its sign, which autograd drops."""
+    return number if number < 2**63 else number - 2**64
+
+
+def axis(dim: int, n: int) -> int:
+    return signed(dim) % max(1, n)
+
+
+def some_axes(dim: Any, n: int) -> list[int]:
+    """The axes that an operation's argument names; by default all."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(n))
+    return [axis(d, n) for d in (dim if isinstance(dim, Sequence) else (dim,))]
+
+
+def broadcast(out: Shape, own: Shape | None) -> Links:
+    """Of a tensor that is expanded to the output's shape."""
+    if own is None:
+        return ()
+    more = len(out) - len(own)
+    return [d + more if size == out[d + more] else ALONE for d, size in enumerate(own)]
+
+
+def within(last: int, n: int) -> Links:
+    """In step on the leading axes; entries mix along the last ones."""
+    return [d if d < n - last else MIX for d in range(n)]
+
+
+# Axes in another order.
+
+
+@axes("permute", reads="dims")
+def _(o: int, outs: Shapes, ins: Shapes, dims: Sequence[int]) -> list[Links]:
+    order = [axis(d, len(dims)) for d in dims]
+    return [[order.index(d) for d in range(len(order))]]
+
+
+@axes("transpose", reads="dim0 dim1")
+def _(o: int, outs: Shapes, ins: Shapes, dim0: int, dim1: int) -> list[Links]:
+    n = len(outs[o] or ())
+    a, b = axis(dim0, n), axis(dim1, n)
+    return [[b if d == a else a if d == b else d for d in range(n)]]
+
+
+@axes("t")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [range(len(outs[o] or ()))[::-1]]
+
+
+@axes("unsqueeze", reads="dim")
+def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[d + (d >= axis(dim, n)) for d in range(n - 1)]]
+
+
+@axes("squeeze", reads="dim")
+def _(o: int, outs: Shapes, ins: Shapes, dim: Any = None) -> list[Links]:
+    own = ins[0] or ()
+    gone = [d for d in some_axes(dim, len(own)) if own and own[d] == 1]
+    return [[ALONE if d in gone else d - sum(g < d for g in gone) for d in range(len(own))]]
+
+
+@axes("expand")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [broadcast(outs[o] or (), ins[0])]
+
+
+@axes("view_as_real view_as_complex")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[d if d < n else ALONE for d in range(len(ins[0] or ()))]]
+
+
+# Entry by entry.
+
+_ENTRYWISE = """abs acos acosh add addcdiv addcmul alias angle asin asinh atan atan2 atanh bernoulli cauchy ceil celu clamp
+clamp_max clamp_min clone complex conj _conj conj_physical copysign cos cosh deg2rad digamma div elu eq erf erfc erfinv exp
+exp2 expm1 exponential fill floor fmax fmin fmod frac ge gelu geometric gt hardshrink hardsigmoid hardswish hardtanh hypot i0
+igamma igammac ldexp le leaky_relu lerp lgamma lift lift_fresh log log10 log1p log2 log_normal log_sigmoid logaddexp
+logaddexp2 logit lt masked_fill maximum minimum mish mul mvlgamma nan_to_num native_dropout fused_dropout ne neg _neg_view
+nextafter normal pin_memory poisson polar polygamma pow prelu_kernel rad2deg random reciprocal relu remainder round
+rrelu_with_noise rrelu_with_noise_functional rsqrt rsub sgn sigmoid sign silu sin sinc sinh softplus softshrink special_entr
+special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_xlog1py special_zeta sqrt sub tan tanh
+threshold copy _to_copy tril triu trunc uniform where xlogy zero frexp standard_gamma _lazy_clone
+native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward leaky_relu_backward
+log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward tanh_backward
+threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
+fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"""
+AXES.update(dict.fromkeys(_ENTRYWISE.split(), Axes()))
+
+
+@axes(
+    """mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
+    mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward""",
+)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """A loss of each entry, or their sum, which has no axes."""
+    out = outs[o] or ()
+    return [[ALONE] * len(s or ()) if len(s or ()) > len(out) else broadcast(out, s) for s in ins]
+
+
+# Reductions.
+
+
+@axes(
+    """sum mean nansum amax amin aminmax max min median nanmedian mode kthvalue prod var std var_mean std_mean logsumexp norm
+    linalg_vector_norm""",
+    reads="dim keepdim",
+)
+def _(o: int, outs: Shapes, ins: Shapes, dim: Any = None, keepdim: bool = False) -> list[Links]:
+    n, out = len(ins[0] or ()), outs[o] or ()
+    if n == len(out) and dim is None and len(ins) > 1:
+        return [broadcast(out, s) for s in ins]
+    over = some_axes(dim, n) if keepdim or len(out) != n or n == 0 else []
+    kept = [d for d in range(n) if d not in over]
+    return [[ALONE if d in over else d if keepdim else kept.index(d) for d in range(n)]]
+
+
+@axes("trace dot vdot dist pdist _pdist_forward")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [[MIX] * len(s or ()) for s in ins]
+
+
+@axes("nll_loss_forward nll_loss multi_margin_loss multilabel_margin_loss_forward nll_loss2d nll_loss2d_forward")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Scores by class on axis 1, or on the only axis."""
+    out, n = outs[o] or (), len(ins[0] or ())
+    links = [0, ALONE, *range(1, n - 1)] if len(out) == n - 1 and out else [ALONE] * n
+    return [links, *[[ALONE] * len(s or ()) for s in ins[1:]]]
+
+
+@axes("nll_loss_backward nll_loss2d_backward")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """The gradient of each sample's loss, and scores to which nothing comes."""
+    n, g = len(outs[o] or ()), len(ins[0] or ())
+    return [[0, *range(2, n)] if g == n - 1 and g else [ALONE] * g, *[range(len(s or ())) for s in ins[1:]]]
+
+
+@axes("ctc_loss _ctc_loss _cudnn_ctc_loss miopen_ctc_loss cudnn_ctc_loss")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [[ALONE, 0, ALONE] if len(ins[0] or ()) == 3 else [MIX] * len(ins[0] or ())]
+
+
+# Along axes.
+
+
+@axes(
+    """softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
+    _softmax_backward_data _log_softmax_backward_data fft_r2c fft_c2r fft_c2c _fft_r2c _fft_c2r _fft_c2c glu glu_backward
+    _masked_softmax linalg_cross""",
+    reads="dim",
+)
+def _(o: int, outs: Shapes, ins: Shapes, dim: Any = -1) -> list[Links]:
+    out = outs[o] or ()
+    dims = some_axes(-1 if dim is None else dim, len(out)) if out else []
+    found: list[Links] = []
+    for s in ins:
+        own = s or ()
+        if len(own) == len(out):
+            sizes = [own[d] if d in dims else size for d, size in enumerate(out)]
+            found.append([MIX if e in dims else e for e in broadcast(sizes, own)])
+        else:
+            found.append([MIX] * len(own))
+    return found
+
+
+@axes("renorm", reads="dim")
+def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[d if d == axis(dim, n) else MIX for d in range(n)]]
+
+
+@axes("_weight_norm_interface", reads="dim")
+def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
+    own = axis(dim, len(outs[o] or ()))
+    return [[d if d == own else MIX for d in range(len(s or ()))] for s in ins]
+
+
+# Products.
+
+
+@axes("mm addmm _addmm_activation", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, ALONE), (ALONE, 1)]
+
+
+@axes("bmm baddbmm", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, 1, ALONE), (0, ALONE, 2)]
+
+
+@axes("_grouped_mm", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Rows in groups, each with a matrix of its own, M K and G K N; or a product of batches."""
+    more: list[Links] = [broadcast(outs[o] or (), s) for s in ins[2:]]
+    if len(outs[o] or ()) == 3:
+        are_batches = all(s is None or len(s) == 3 for s in ins[:2])
+        return [(0, 1, ALONE), (0, ALONE, 2), *more] if are_batches else [[MIX] * len(s or ()) for s in ins]
+    return [
+        (0, ALONE) if len(ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX),
+        (ALONE, MIX, 1)[-len(ins[1] or (0, 0, 0)) :],
+        *more,
+    ]
+
+
+@axes("addbmm", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [broadcast(outs[o] or (), ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
+
+
+@axes("mv addmv", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, ALONE), (ALONE,)]
+
+
+@axes("addr")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    return [broadcast(outs[o] or (), ins[0]), (0,), (1,)]
+
+
+@axes("linear mkldnn_linear", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[*range(n - 1), ALONE], (n - 1, ALONE), (n - 1,)][: len(ins)]
+
+
+@axes("_trilinear", reads="expand1 expand2 expand3 sumdim", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
+    expanded = [[signed(d) for d in e] for e in (expand1, expand2, expand3)]
+    full = next(len(s) + len(e) for s, e in zip(ins, expanded) if s is not None)
+    kept = [d for d in range(full) if d not in [signed(s) for s in sumdim]]
+    return [[kept.index(d) if d in kept else ALONE for d in range(full) if d not in e] for e in expanded]
+
+
+@axes("_cdist_forward cdist _euclidean_dist", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    out = outs[o] or ()
+    n = len(out)
+    lead = [broadcast(out[:-2], s[:-2]) if s is not None else () for s in ins]
+    return [[*lead[0], n - 2, ALONE], [*lead[1], n - 1, ALONE]]
+
+
+_CONV = "conv{0}d slow_conv{0}d slow_conv_transpose{0}d slow_conv_dilated{0}d _conv_depthwise{0}d conv_depthwise{0}d"
+
+
+@axes(
+    f"""convolution convolution_overrideable cudnn_convolution cudnn_convolution_transpose miopen_convolution
+    miopen_convolution_transpose miopen_depthwise_convolution mkldnn_convolution _mps_convolution _mps_convolution_transpose
+    mps_convolution mps_convolution_transpose _nnpack_spatial_convolution {_CONV.format(2)} {_CONV.format(3)}""",
+    multiplies=True,
+)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """The samples are on axis 0.  Where they are channels, as in grouped convolutions, they are said to mix."""
+    n = len(outs[o] or ())
+    return [[0, *[MIX] * (n - 1)], [ALONE] * n, (1,)][: len(ins)]
+
+
+@axes("convolution_backward convolution_backward_overrideable mps_convolution_backward", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Of its results, the input's gradient has samples."""
+    first = 0 if o == 0 else ALONE
+    ends = [[MIX if d else first for d in range(len(s or ()))] for s in ins[:2]]
+    return [*ends, *[[ALONE] * len(s or ()) for s in ins[2:]]]
+
+
+@axes(
+    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable""",
+    multiplies=True,
+)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Queries N H L E, keys N H S E, values N H S V, and a mask that broadcasts to N H L S.
+
+    Heads are taken to mix where some share keys."""
+    out = outs[o] or ()
+    n, sizes = len(out), [s for s in ins[:3] if s is not None]
+    heads = n - 3
+    lead = [*range(heads), heads if len({s[heads] for s in sizes}) == 1 and out[heads] == sizes[0][heads] else MIX]
+    given: list[Links] = [[*lead, n - 2, ALONE], [*lead, MIX, ALONE], [*lead, MIX, n - 1 if o == 0 else ALONE]]
+    masks = ([*broadcast([*out[:-1], 0], s)[:-1], MIX] if s else () for s in ins[3:])
+    return [*given, *masks][: len(ins)]
+
+
+# Norms.
+
+
+@axes("native_layer_norm _fused_rms_norm fused_rms_norm", reads="normalized_shape")
+def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]:
+    n, last = len(ins[0] or outs[0] or ()), len(normalized_shape)
+    weights: list[Links] = [range(n - last, n)] * (len(ins) - 1)
+    return [within(last, n), *weights]
+
+
+@axes("native_layer_norm_backward", reads="normalized_shape")
+def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]:
+    n, last = len(outs[0] or ()), len(normalized_shape)
+    if o:
+        return [[MIX if k or d < n - last else d - n + last for d in range(len(s or ()))] for k, s in enumerate(ins)]
+    return [within(last, n) if len(s or ()) == n else range(n - last, n) for s in ins]
+
+
+@axes(
+    """native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm _batch_norm_with_update
+    batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward""",
+    reads="training train update",
+)
+def _(o: int, outs: Shapes, ins: Shapes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
+    n = len(outs[0] or ())
+    whole = [1 if d == 1 else MIX if training and train and update else d for d in range(n)]
+    if o:
+        whole = [0 if d == 1 else ALONE for d in range(n)]
+    return [whole if len(s or ()) == n and n > 1 else (0 if o else 1,) * len(s or ()) for s in ins]
+
+
+@axes("_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm_no_update")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(outs[o] or ())
+    return [range(n), *[(1,)] * (len(ins) - 1)]
+
+
+@axes("native_group_norm", reads="C group")
+def _(o: int, outs: Shapes, ins: Shapes, C: int, group: int) -> list[Links]:
+    """Channels are in step only if each is a group of its own."""
+    n = len(outs[o] or ())
+    return [[0, 1 if group == C else MIX, *[MIX] * (n - 2)], *[(1,)] * (len(ins) - 1)]
+
+
+# Windows, resampling, single matrices: samples lie before the places.
+
+
+def _places(last: int) -> Rule:
+    def rule(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+        n = len(ins[0] or outs[o] or ()) if ins[0] is not None else next(len(s) for s in ins if s is not None)
+        return [within(last, len(s or ())) if len(s or ()) == n else [MIX] * len(s or ()) for s in ins]
+
+    return rule
+
+
+for _last, _names in (
+    (1, "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
+    (2, """avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d
+        mkldnn_adaptive_avg_pool2d fractional_max_pool2d max_unpool2d upsample_bilinear2d _upsample_bilinear2d_aa
+        upsample_bicubic2d _upsample_bicubic2d_aa _upsample_lanczos2d_aa upsample_nearest2d _upsample_nearest_exact2d
+        reflection_pad2d replication_pad2d"""),
+    (3, """avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices mkldnn_max_pool3d
+        fractional_max_pool3d max_unpool3d upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d
+        reflection_pad3d replication_pad3d pixel_shuffle pixel_unshuffle"""),
+):  # fmt: skip
+    for _name in _names.split():
+        AXES[_name] = AXES[f"{_name}_backward"] = Axes(_places(_last))
+
+
+@axes("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler _grid_sampler_2d_cpu_fallback", multiplies=True)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[0, 1, *[MIX] * (n - 2)], [0, *range(2, n), ALONE]]
+
+
+@axes("im2col col2im")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(ins[0] or ())
+    return [[0 if d == 0 and len(outs[o] or ()) == 7 - n else MIX for d in range(n)]]
+
+
+@axes("channel_shuffle")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    n = len(outs[o] or ())
+    return [[MIX if d == 1 else d for d in range(n)]]
+
+
+@axes(
+    """linalg_det linalg_slogdet linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_svd _linalg_svd
+    linalg_eigh linalg_eig linalg_qr linalg_lu_factor_ex linalg_lu lu_unpack linalg_matrix_exp linalg_pinv linalg_solve_ex
+    _linalg_solve_ex linalg_lu_solve linalg_solve_triangular triangular_solve cholesky_solve linalg_householder_product
+    ormqr _linalg_det _linalg_slogdet _linalg_eigh linalg_lstsq""",
+)
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Matrices on the last two axes.  Columns of a right-hand side are taken to mix."""
+    out = outs[o] or ()
+    lead = max(len(s) - 2 for s in ins if s is not None)
+    found: list[Links] = []
+    for s in ins:
+        own = s or ()
+        if len(own) != lead + 1:  # one axis less: a vector, or a matrix of fewer batches
+            found.append([*broadcast(out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own))
+        else:
+            found.append(within(1, len(own)) if list(own) == list(out) else [MIX] * len(own))
+    return found
+
+
+@axes("mkldnn_rnn_layer")
+def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+    """Time first: T N C, and states N C or 1 N C."""
+    n = len(outs[o] or ())
+    batch = 1 if n == 3 else 0
+    states = [[batch if d == len(s or ()) - 2 else ALONE for d in range(len(s or ()))] for s in ins[5:]]
+    return [[ALONE if o else MIX, batch, ALONE], *[[ALONE] * len(s or ()) for s in ins[1:5]], *states]

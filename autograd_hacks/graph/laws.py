@@ -1,0 +1,263 @@
+"""The law of each kind of node: labels of the gradients at its outputs in, labels at its inputs out.
+
+Three classes: by rule (`axes.py`, `moves.py`), by rule from saved values (`values.py`), by asking the node (`probed.py`).
+A kind is known by ``node.name()``: a node's type is not enough, since all nodes of other people's C++ have one type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch.autograd.function import BackwardCFunction
+
+from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
+from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, One, Owned, Several, joined, linked
+from autograd_hacks.graph.moves import MOVES, Move
+from autograd_hacks.graph.moves import Law as Rule
+from autograd_hacks.graph.probed import CannotAsk, probed
+from autograd_hacks.graph.values import VALUES
+from autograd_hacks.support.graph import put_back_by
+from autograd_hacks.support.internals import RAW, SAVED
+
+REGISTERED: dict[str, Move] = {}
+_IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What the walk knows of a kind of node.
+
+    name: ``node.name()``
+    numbers: the saved numbers that its law reads
+    get: reads them from a node
+    entry: its law by rule without values, or None
+    law: its law that moves labels, with or without values, or None
+    by_values: whether the law reads saved tensors
+    is_stateless: whether its backward depends on nothing but what it shows
+    has_operands: whether it saves tensors
+    """
+
+    name: str
+    numbers: tuple[str, ...] = ()
+    get: Callable[[Any], Any] | None = None
+    entry: Axes | None = None
+    law: Rule | None = None
+    by_values: bool = False
+    is_stateless: bool = False
+    has_operands: bool = True
+
+    def named(self, values: Any) -> dict[str, Any]:
+        if not self.numbers:
+            return {}
+        return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
+
+
+def register_law(*names: str, reads: Sequence[str] = ()) -> Callable[[Rule], Rule]:
+    """Registers the law of a kind of node: where the samples are in the gradients that it passes on.
+
+    names: as ``node.name()`` gives them
+    reads: the saved numbers that the law gets as keywords
+    """
+
+    def enter(law: Rule) -> Rule:
+        REGISTERED.update(dict.fromkeys(names, Move(law, tuple(reads))))
+        kind_of_name.cache_clear()
+        _BY_TYPE.clear()
+        return law
+
+    return enter
+
+
+def node_name(operation: str) -> str:
+    """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
+    return "".join(word.title() for word in operation.split("_"))
+
+
+_BY_NODE = {
+    node_name(name): name for name in (*AXES, *MOVES, *VALUES)
+}  # one operation may stand in several tables: the later ones hold what is more exact
+
+
+@cache
+def kind_of_name(name: str, kind: type) -> Kind:
+    if (registered := REGISTERED.get(name)) is not None:
+        return _kind(name, kind, registered.reads, law=registered.law, is_stateless=True)
+    if name in _IDENTITIES:
+        return Kind(name, law=_identity)
+    found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)
+    operation = _BY_NODE.get(found[1]) if found else None
+    if operation is None or issubclass(kind, BackwardCFunction):
+        return Kind(name)
+    for table, by_values in ((VALUES, True), (MOVES, False)):
+        if operation in table:
+            own = table[operation]
+            return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
+    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True)
+
+
+def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:
+    numbers = tuple(n for n in reads if hasattr(kind, SAVED + n))
+    get = attrgetter(*(SAVED + n for n in numbers)) if numbers else None
+    return Kind(name, numbers, get, has_operands=bool(_raw_names(kind)), **more)
+
+
+_BY_TYPE: dict[type, Kind | None] = {}
+
+
+def kind_of(node: Any) -> Kind:
+    found = _BY_TYPE.get(kind := type(node))
+    if found is None:
+        found = kind_of_name(node.name(), kind)  # type: ignore[arg-type]  # types are hashable
+        if kind.__name__ != "CppFunction":  # all nodes of other people's C++ have this type
+            _BY_TYPE[kind] = found
+    return found
+
+
+def _identity(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int) -> list[Label]:
+    return [label if k == o else None for k in range(len(ins))]
+
+
+class Deferred(Exception):
+    """A law needs a value that only a second forward of a checkpoint gives."""
+
+
+class Reader:
+    """Reads what a node saved, and keeps what was read.
+
+    may_recompute: whether a checkpoint may run its forward for it, as it does in a backward pass anyway
+    """
+
+    def __init__(self, node: Any, may_recompute: bool) -> None:
+        self.node, self.may_recompute, self.seen = node, may_recompute, dict[str, Any]()
+
+    def __call__(self, name: str) -> Any:
+        self.seen[name] = found = self.saved(name)
+        return found
+
+    def saved(self, name: str) -> Any:
+        if not _is_recomputed(getattr(self.node, RAW + name, None)):
+            return getattr(self.node, SAVED + name)
+        if not self.may_recompute:
+            raise Deferred
+        put_back = put_back_by(self.node)
+        try:
+            return getattr(self.node, SAVED + name)
+        finally:
+            put_back()
+
+
+def _is_recomputed(raw: Any) -> bool:
+    hooked = [own for own in (raw if isinstance(raw, tuple | list) else (raw,)) if getattr(own, "unpack_hook", None)]
+    return any(type(own.data).__module__ == "torch.utils.checkpoint" for own in hooked)
+
+
+@cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(RAW))
+
+
+def is_recomputed(node: Any) -> bool:
+    """Whether a checkpoint recomputes what a node saved."""
+    return any(_is_recomputed(getattr(node, name)) for name in _raw_names(node.__class__))
+
+
+class Law(NamedTuple):
+    """What a node does to labels in one forward.
+
+    ins: the labels that it gives to its inputs
+    read: the saved tensors that this rests on, by name; None if on none
+    was_asked: whether the node was asked, so that nothing of it holds for another forward
+    why: why there is no answer, where the labels are MIXED for that reason
+    """
+
+    ins: Sequence[Label]
+    read: dict[str, Any] | None = None
+    was_asked: bool = False
+    why: str = ""
+
+
+def law_of(
+    kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool],
+    samples: int, may_recompute: bool = False,
+) -> Law:  # fmt: skip
+    """The labels of a node's inputs.  Raises Deferred.
+
+    labels: of its outputs, at least one of which isn't None
+    outs, ins: the shapes of its outputs and inputs; None for an input without a graph
+    alone: for each input, whether it is made of parameters alone
+    """
+    there = [label for label in labels if label is not None]
+    first = there[0]
+    if any(type(label) is Several for label in there):
+        several = SUM if all(label is SUM for label in there) else MIXED
+        return Law([None if own is None else several for own in ins])
+    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
+        return Law([None if own is None else first for own in ins])
+    if kind.entry is not None:
+        found = _by_entry(kind.entry, labels, outs, ins, alone, samples, kind.named(numbers))
+        if kind.entry.multiplies and None in ins:
+            for label, own in zip(found, alone):
+                if type(label) is Several and not own:  # the other factor may be a permutation
+                    law = asked(node, labels, samples, may_recompute)
+                    answer = [b if type(a) is Several and not law.why else a for a, b in zip(law.ins, found)]
+                    return law._replace(ins=answer)
+        return Law(found)
+    is_use = all(own is None or is_own for own, is_own in zip(ins, alone))
+    if is_use and (kind.law is None or kind.by_values):
+        return Law([None if own is None else SUM for own in ins])
+    if kind.law is None:
+        return asked(node, labels, samples, may_recompute)
+    reader, given = Reader(node, may_recompute), kind.named(numbers)
+    if kind.by_values:
+        given["read"] = reader
+    answer = [None] * len(ins)
+    for o, label in enumerate(labels):
+        if label is None:
+            continue
+        of_output = kind.law(label, o, outs, ins, samples, **given)
+        if of_output is None:
+            return asked(node, labels, samples, may_recompute)
+        if len(there) == 1:
+            answer = of_output
+        else:
+            answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
+    return Law(answer, reader.seen or None)
+
+
+def _by_entry(
+    entry: Axes, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool], samples: int,
+    numbers: dict[str, Any],
+) -> list[Label]:  # fmt: skip
+    found: list[Label] = [None] * len(ins)
+    for o, label in enumerate(labels):
+        if label is None:
+            continue
+        links = None if entry.rule is None else entry.rule(o, outs, ins, **numbers)
+        for k, own in enumerate(ins):
+            if own is None:
+                continue
+            if alone[k] and isinstance(label, Entries):
+                now: Label = SUM  # a use; rows of which samples it has is said at the node's output
+            elif links is not None:
+                now = linked(label, links[k], own)  # type: ignore[arg-type]  # owned, see `law_of`
+            elif own == outs[o]:
+                now = label
+            else:
+                now = linked(label, broadcast(outs[o] or (), own), own)  # type: ignore[arg-type]
+            found[k] = now if found[k] is None else joined(found[k], now, own, samples)
+    return found
+
+
+def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool) -> Law:
+    """The labels of a node's inputs, by asking it.  Raises Deferred."""
+    if is_recomputed(node) and not may_recompute:
+        raise Deferred
+    try:
+        return Law(probed(node, labels, samples), was_asked=True)
+    except CannotAsk as error:
+        return Law([None if ahead is None else MIXED for ahead, _ in node.next_functions], was_asked=True, why=str(error))

@@ -1,0 +1,94 @@
+"""Walks of earlier forwards: labels are a function of a key and of some values, so a forward with equal ones needs no walk.
+
+This is a cache, not a proof that is to hold for other forwards: the key is the graph itself, with all that laws read of it
+(`trace.py`), the roots' labels and N.  What laws by value read is compared; nodes without a law are asked again, and the
+answers compared; which operands are the model's or the batch's is looked up again.  Whatever differs means a walk.
+
+Costs, one thread: 3 to 4 µs a node for a known graph, of which half are the sizes of nodes' outputs; 6 to 10 µs for a walk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.label import Entries, Label, same
+from autograd_hacks.graph.laws import Deferred, Reader
+from autograd_hacks.graph.probed import CannotAsk, probed
+from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.walk import Memory, Walk, walked
+
+KEPT = 32
+"""How many walks a memo keeps."""
+
+
+class _Entry(NamedTuple):
+    walk: Walk
+    held: list[Tensor]  # the parameters, whose identities are in the key
+
+
+class Memo:
+    """The walks of a model's forwards.
+
+    size: how many are kept
+    """
+
+    def __init__(self, size: int = KEPT) -> None:
+        self.size, self.hits, self.misses = size, 0, 0
+        self._kept: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def walk(self, trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory) -> Walk:
+        """The walk of a forward, which is not walked if it is known."""
+        key = (trace.key, tuple((k, _hashable(label)) for k, label in roots.items()), samples)
+        entry = self._kept.get(key)
+        if entry is not None and _holds(entry.walk, trace, samples, memory):
+            self._kept.move_to_end(key)
+            self.hits += 1
+            return entry.walk
+        self.misses += 1
+        walk = walked(trace, roots, samples, memory)
+        if walk.met_zero or walk.mixes:  # other values may tell another tale
+            self._kept.pop(key, None)
+            return walk
+        self._kept[key] = _Entry(walk, [trace.leaf(k) for k in trace.fixed])
+        self._kept.move_to_end(key)
+        while len(self._kept) > self.size:
+            self._kept.popitem(last=False)
+        return walk
+
+
+def _hashable(label: Label) -> Hashable:
+    return (tuple(label.samples.shape), tuple(label.samples.flatten().tolist())) if isinstance(label, Entries) else label
+
+
+def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
+    nodes, edges = trace.nodes, trace.edges
+    try:
+        for k, name, value in walk.read:
+            if not _equal(Reader(nodes[k], False).saved(name), value):
+                return False
+        for k, origin in walk.origins.items():
+            if memory.origin(nodes[k], edges[k]) != origin:
+                return False
+        for k, outs, ins in walk.asked:
+            found = probed(nodes[k], outs, samples)
+            if len(found) != len(ins) or not all(same(a, b) for a, b in zip(found, ins)):
+                return False
+    except (Deferred, CannotAsk):
+        return False
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b))
+    return a is b or bool(a == b)

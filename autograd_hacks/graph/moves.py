@@ -1,0 +1,304 @@
+"""Laws of operations that move entries, by shapes and saved numbers alone: views, parts of an axis, copies side by side.
+
+``law(label, o, outs, ins, samples, **numbers)`` gives the labels of the inputs from that of output number o.  It is called
+with owned labels only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from autograd_hacks.graph.axes import AXES, Shapes, axis, signed, some_axes
+from autograd_hacks.graph.label import (
+    ALONE,
+    MIXED,
+    SUM,
+    At,
+    Entries,
+    Label,
+    One,
+    Owned,
+    Shape,
+    cut,
+    entries,
+    folded,
+    linked,
+    on_axis,
+    order_on,
+    put,
+    scattered,
+    varying,
+    viewed,
+)
+
+Law = Callable[..., "list[Label] | None"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A law and the saved numbers that it reads."""
+
+    law: Law
+    reads: tuple[str, ...] = ()
+
+
+MOVES: dict[str, Move] = {}
+
+
+def move(names: str, reads: str = "") -> Callable[[Law], Law]:
+    def enter(law: Law) -> Law:
+        MOVES.update(dict.fromkeys(names.split(), Move(law, tuple(reads.split()))))
+        return law
+
+    return enter
+
+
+def by_axes(name: str, label: Owned, o: int, outs: Shapes, ins: Shapes, **numbers: Any) -> list[Label]:
+    """The labels of an operation's inputs by its entry in `AXES`."""
+    rule = AXES[name].rule
+    assert rule is not None
+    return [linked(label, links, own or ()) for links, own in zip(rule(o, outs, ins, **numbers), ins)]
+
+
+@move("view _unsafe_view _reshape_alias _mkldnn_reshape _reshape_copy reshape unflatten flatten")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int) -> list[Label]:
+    return [viewed(label, outs[o] or (), ins[0] or (), samples)]
+
+
+# Parts of an axis.
+
+
+@move("slice", reads="dim start step")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
+    own, out = ins[0] or (), outs[o] or ()
+    d = axis(dim, len(own))
+    return [put(label, d, _begin(start, own[d]), out[d], step, own, samples)]
+
+
+def _begin(start: int | None, size: int) -> int:
+    return slice(None if start is None else signed(start), None).indices(size)[0]
+
+
+@move("slice_backward slice_inverse", reads="dim start step")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
+    own, out = ins[0] or (), outs[o] or ()
+    d = axis(dim, len(own))
+    return [cut(label, d, _begin(start, out[d]), own[d], step, out, samples)]
+
+
+def _selected(label: Owned, d: int, index: int, whole: Shape, samples: int) -> Label:
+    """The label of a tensor of which one entry of an axis was taken."""
+    if isinstance(label, At):
+        return label.moved(label.dim + (label.dim >= d))
+    if isinstance(label, Entries):
+        label = Entries(label.samples.unsqueeze(d))
+    return put(label, d, index, 1, 1, whole, samples)
+
+
+def _taken(label: Owned, d: int, index: int, whole: Shape, samples: int) -> Label:
+    """The label of one entry of an axis."""
+    part = cut(label, d, index, 1, 1, whole, samples)
+    if isinstance(part, At):
+        return part.moved(part.dim - (part.dim > d)) if part.dim != d else One(index // part.inner % samples)
+    return Entries(part.samples.squeeze(d)) if isinstance(part, Entries) else part
+
+
+@move("select", reads="dim index")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, index: int) -> list[Label]:
+    own = ins[0] or ()
+    d = axis(dim, len(own))
+    return [_selected(label, d, axis(index, own[d]), own, samples)]
+
+
+@move("select_backward", reads="dim index")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, index: int) -> list[Label]:
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    return [_taken(label, d, axis(index, out[d]), out, samples)]
+
+
+@move("unbind", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
+    own = ins[0] or ()
+    return [_selected(label, axis(dim, len(own)), o, own, samples)]
+
+
+@move("stack", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    return [_taken(label, d, k, out, samples) for k in range(len(ins))]
+
+
+@move("split unsafe_split split_with_sizes unsafe_split_with_sizes chunk", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
+    own = ins[0] or ()
+    d = axis(dim, len(own))
+    starts = [0, *accumulate((s or ())[d] for s in outs)]
+    return [put(label, d, starts[o], (outs[o] or ())[d], 1, own, samples)]
+
+
+@move("cat", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label] | None:
+    """None if the sizes of several inputs without a graph, which no node keeps, would matter."""
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    if d not in varying(label):
+        return [label for _ in ins]
+    hidden = [k for k, own in enumerate(ins) if own is None]
+    if len(hidden) > 1 and max(hidden) - min(hidden) >= len(hidden):  # not all side by side
+        return None
+    left = out[d] - sum(_size(own, d) for own in ins if own is not None)
+    sizes = [_size(own, d) if own is not None else left if k == hidden[0] else 0 for k, own in enumerate(ins)]
+    starts = [0, *accumulate(sizes)]
+    return [
+        None if own is not None and len(own) != len(out) else cut(label, d, start, size, 1, out, samples)
+        for own, start, size in zip(ins, starts, sizes)
+    ]
+
+
+def _size(own: Shape, d: int) -> int:
+    return own[d] if len(own) > d else 0  # an empty vector may stand beside anything
+
+
+@move("constant_pad_nd", reads="pad")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, pad: Sequence[int]) -> list[Label]:
+    own, found = list(outs[o] or ()), label
+    for k in range(len(pad) // 2):
+        d, before = len(own) - 1 - k, signed(pad[2 * k])
+        size = (ins[0] or ())[d]
+        if before < 0:  # takes entries away
+            there = min(size + before, own[d])
+            found = put(cut(found, d, 0, there, 1, own, samples), d, -before, there, 1, _with(own, d, size), samples)
+        else:
+            there = min(size, own[d] - before)
+            found = cut(found, d, before, there, 1, own, samples)
+            found = put(found, d, 0, there, 1, _with(own, d, size), samples) if there != size else found
+        own[d] = size
+    return [found]
+
+
+def _with(shape: Sequence[int], d: int, size: int) -> list[int]:
+    return [size if k == d else s for k, s in enumerate(shape)]
+
+
+@move("repeat", reads="repeats")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, repeats: Sequence[int]) -> list[Label]:
+    own, n = ins[0] or (), len(repeats)
+    shape = [*[1] * (n - len(own)), *own]
+    for d, times in enumerate(repeats):
+        found = folded(label, d, signed(times), _before(shape, repeats, d), samples)
+        if not isinstance(found, At | One | Entries):
+            return [found]
+        label = found
+    return by_axes("expand", label, 0, [shape], [own])
+
+
+def _before(shape: Sequence[int], repeats: Sequence[int], d: int) -> list[int]:
+    """The shape in which only axes after d are still repeated."""
+    return [s * signed(repeats[k]) if k > d else s for k, s in enumerate(shape)]
+
+
+@move("flip", reads="dims")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any) -> list[Label]:
+    out = outs[o] or ()
+    own = [d for d in some_axes(dims, len(out)) if d in varying(label)] if dims else []
+    return [Entries(entries(label, out, samples).flip(own)) if own else label]
+
+
+@move("roll", reads="dims shifts")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any, shifts: Any) -> list[Label]:
+    out = outs[o] or ()
+    back = [-signed(s) for s in (shifts if isinstance(shifts, Sequence) else (shifts,))]
+    if not dims:
+        whole = entries(label, out, samples).expand(*out)
+        return [label if isinstance(label, One) else Entries(whole.roll(back[0]))]
+    over = [(d, k) for d, k in zip(some_axes(dims, len(out)), back) if d in varying(label)]
+    return [Entries(entries(label, out, samples).roll([k for _, k in over], [d for d, _ in over])) if over else label]
+
+
+# Diagonals and windows.
+
+
+@move("diagonal", reads="offset dim1 dim2")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
+    """The diagonal is the output's last axis; its entries' samples are those of their rows."""
+    own, out = ins[0] or (), outs[o] or ()
+    a, b, last = axis(dim1, len(own)), axis(dim2, len(own)), len(out) - 1
+    kept = [d for d in range(len(own)) if d not in (a, b)]
+    if last not in varying(label):
+        return [linked(label, [ALONE if d in (a, b) else kept.index(d) for d in range(len(own))], own)]
+    order = order_on(label, last, out[last], samples)
+    if order is None:
+        return [MIXED]
+    start = max(0, -signed(offset))
+    return [put(on_axis(order, a, len(own)), a, start, len(order), 1, own, samples)]
+
+
+@move("diag_embed diagonal_backward", reads="offset dim1 dim2")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
+    own, out = ins[0] or (), outs[o] or ()
+    a, b, by, last = axis(dim1, len(out)), axis(dim2, len(out)), signed(offset), len(own) - 1
+    kept = [d for d in range(len(out)) if d not in (a, b)]
+    for d, start in ((a, max(0, -by)), (b, max(0, by))):
+        if d in varying(label):
+            order = order_on(label, d, out[d], samples)
+            return [MIXED if order is None else on_axis(order[start : start + own[last]], last, len(own))]
+    return [linked(label, [*kept, ALONE], own)]
+
+
+@move("unfold", reads="dimension size step")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dimension: int, size: int, step: int) -> list[Label]:
+    return [_unfolded(label, outs[o] or (), ins[0] or (), dimension, signed(size), signed(step), samples)]
+
+
+def _unfolded(label: Owned, out: Shape, own: Shape, dimension: int, size: int, step: int, samples: int) -> Label:
+    """Windows on axis d, and places in a window on the last axis; windows may share entries."""
+    if not own:
+        return SUM if varying(label) else label
+    d, last = axis(dimension, len(own)), len(out) - 1
+    if not {d, last} & set(varying(label)):
+        return linked(label, [ALONE if k == d else k for k in range(len(own))], own)
+    at = entries(label, out, samples).expand(*[s if k in (d, last) else t for k, (s, t) in enumerate(
+        zip(out, entries(label, out, samples).shape))])  # fmt: skip
+    if at.numel() != out[d] * out[last]:
+        return MIXED
+    index = torch.arange(out[d], device=at.device)[:, None] * step + torch.arange(size, device=at.device)
+    order = scattered(at.reshape(out[d], out[last]).flatten(), index.flatten(), own[d])
+    return MIXED if order is None else on_axis(order, d, len(own))
+
+
+# Channels in groups.
+
+
+@move("native_group_norm", reads="C group")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, C: int, group: int) -> list[Label]:
+    if isinstance(label, At) and label.dim == 1 and o == 0 and label.inner % (C // group) == 0:
+        return [label, *[At(0, label.outer, label.inner)] * (len(ins) - 1)]
+    return by_axes("native_group_norm", label, o, outs, ins, C=C, group=group)
+
+
+CONVOLUTIONS = [name for name, entry in AXES.items() if entry.rule is AXES["convolution"].rule]
+
+
+@move(" ".join(CONVOLUTIONS), reads="groups transposed")
+def _(
+    label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, groups: int = 1, transposed: bool = False
+) -> list[Label]:
+    """Samples may be groups of channels."""
+    out, own, weight = outs[o] or (), ins[0], ins[1]
+    each = out[1] // max(1, groups) if len(out) > 1 else 0
+    if not isinstance(label, At) or label.dim != 1 or groups == 1 or label.inner % each or (o, len(out)) == (0, 2):
+        return by_axes("convolution", label, o, outs, ins)
+    of_groups = label.inner // each  # how many groups a sample has
+    found: list[Label] = [None, None, At(0, label.outer, label.inner)]
+    if own is not None:
+        found[0] = At(1, label.outer, of_groups * (own[1] // groups))
+    if weight is not None:
+        found[1] = At(0, label.outer, of_groups * (weight[0] // groups))
+    return found[: len(ins)]

@@ -1,0 +1,117 @@
+"""The law of a node that has none: the node is asked, in each forward, and nothing of the answer is kept.
+
+A node's backward is linear in the gradients at its outputs.  Random gradients of half of the samples at a time, the others'
+being zero, show which samples each entry of a result depends on: two calls for each binary digit of a sample's number.  An
+entry of one sample is not zero in one of the two calls for every digit; if it is in both for some digit, several samples
+contribute.  Only zeros are looked at, so an operation whose backward isn't linear to the last bit (``logcumsumexp``) is
+judged like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all
+calls gets nothing *in this forward*: an operand may be zero today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, entries, tidied
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
+from autograd_hacks.support.sweep import call_node, fitted
+from autograd_hacks.support.switch import Switch
+
+ROUNDING = 2**12
+"""How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
+
+
+class CannotAsk(Exception):
+    """A node can't be called by itself."""
+
+
+def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
+    """The labels at a node's inputs, from owned labels at its outputs.  Raises CannotAsk."""
+    if node.name() == CHECKPOINT:
+        raise CannotAsk("a reentrant checkpoint runs the forward again")
+    draws, metadata = torch.Generator("cpu").manual_seed(0), made(node)
+    given: list[tuple[Tensor, Tensor] | None] = []
+    for like, label in zip(metadata, outs):
+        if label is None:
+            given.append(None)
+            continue
+        g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws, device="cpu")
+        g = g.to(like.device, like.dtype)
+        given.append((g, entries(label, like.shape, samples, like.device)))  # type: ignore[arg-type]  # it has owners
+    with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
+        passes = [
+            _ask(node, [_half(own, digit, half) for own in given])
+            for digit in range(max(1, (samples - 1).bit_length()))
+            for half in (0, 1)
+        ]
+        whole = _ask(node, [None if own is None else torch.where(own[1] >= 0, own[0], 0) for own in given])
+    found: list[Label] = []
+    for place, (ahead, _) in enumerate(node.next_functions):
+        of_place = [own[place] for own in passes]
+        if ahead is None or not _adds_up(whole[place], of_place[:2]):
+            found.append(None if ahead is None else MIXED)
+        else:
+            found.append(_owners(of_place, samples, dict(zip((tuple(like.shape) for like in metadata), outs))))
+    return found
+
+
+def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
+    """Whether what the node makes of the batch's gradients is what it makes of the samples', or depends on all of them.
+
+    A Function may divide by a norm over the batch, which no zero shows."""
+    if whole is None:
+        return all(x is None for x in parts)
+    most = whole.abs().nan_to_num(0, 0, 0).max() if whole.numel() else 0
+    rest = whole - sum(x for x in parts if x is not None)
+    return bool((rest.abs().nan_to_num(0, 0, 0) <= ROUNDING * torch.finfo(whole.dtype).eps * most).all())
+
+
+def _drawn(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor | None:
+    if given is None:
+        return None
+    g, at = given
+    return torch.where((at >= 0) & ((at >> digit) % 2 == half), g, 0)
+
+
+def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
+    try:
+        found = call_node(node, grads)
+    except Exception as error:
+        raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
+    ahead = node.next_functions
+    return [
+        None if at is None or found is None or (x := found[place]) is None else fitted(x, Value(at, number))
+        for place, (at, number) in enumerate(ahead)
+    ]
+
+
+def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...], Label]) -> Label:
+    """outs: labels of outputs, by shape"""
+    like = next((x for x in given if x is not None), None)
+    if like is None:
+        return None
+    there = [torch.zeros_like(like, dtype=torch.bool) if x is None else x != 0 for x in given]
+    low, high = there[0::2], there[1::2]
+    several, owner, anybody = there[0] & False, torch.zeros_like(like, dtype=torch.long), there[0] & False
+    for digit, (a, b) in enumerate(zip(low, high)):
+        several |= a & b
+        anybody |= a | b
+        owner |= b.long() << digit
+    if bool(several.any()):
+        return MIXED
+    if not bool(anybody.any()):
+        return None
+    # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.
+    at = outs.get(tuple(owner.shape))
+    if isinstance(at, At) and not bool(((entries(at, owner.shape, samples, owner.device) != owner) & anybody).any()):
+        return at
+    found = Entries(torch.where(anybody, owner, NOBODY))
+    return tidied(found, owner.shape, samples) if bool(anybody.all()) else found

@@ -1,0 +1,103 @@
+"""One forward's graph as plain numbers, and the key under which it is remembered.
+
+Nodes are numbered in the order in which they are met from the roots.  The key holds all that laws by rule can read: kinds,
+the saved numbers that laws name, sizes, edges, parameters by identity and other leaves by order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from autograd_hacks.graph.axes import Shapes
+from autograd_hacks.graph.laws import _BY_TYPE, Kind, kind_of
+from autograd_hacks.support.graph import Leaf
+
+LEAF: Final = Kind("leaf")
+END: Final = Kind("end")
+"""A value that an earlier forward of the model returned, at which the walk stops."""
+
+
+class Trace:
+    """The graph behind some values.
+
+    roots: nodes and output numbers
+    parameters: the identities of the model's parameters
+    ends: nodes at which to stop
+    """
+
+    __slots__ = ("edges", "ends", "fixed", "key", "kinds", "nodes", "numbers", "parameters", "roots", "shapes")
+
+    def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
+        nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
+        place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
+        kinds: list[Kind] = []
+        fixed: list[int] = []  # leaves that are parameters, of this model or of one that it hides
+        numbers: list[Any] = []
+        shapes: list[Shapes] = []
+        edges: list[Sequence[tuple[int, int] | None]] = []
+        key: list[Hashable] = [tuple((place[node], number) for node, number in roots)]
+        find, known = place.get, _BY_TYPE.get
+        for node in nodes:
+            kind = type(node)
+            if kind is Leaf:
+                x = node.variable
+                own, read = LEAF, None
+                to: tuple[tuple[int, int] | None, ...] = ()
+                sizes: Any = (tuple(x.shape),)
+                if id(x) in parameters or isinstance(x, Parameter):
+                    fixed.append(len(kinds))
+                    key.append(id(x))
+            else:
+                made = node._input_metadata
+                sizes = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
+                if ends and node in ends:
+                    own, read, to = END, None, ()
+                else:
+                    own = known(kind) or kind_of(node)
+                    get = own.get
+                    read = None if get is None else get(node)
+                    ahead: list[tuple[int, int] | None] = []
+                    for edge in node.next_functions:
+                        other, number = edge
+                        if other is None:
+                            ahead.append(None)
+                            continue
+                        k = find(other)
+                        if k is None:
+                            k = place[other] = len(nodes)
+                            nodes.append(other)
+                        ahead.append((k, number))
+                    to = tuple(ahead)
+            kinds.append(own)
+            numbers.append(read)
+            shapes.append(sizes)
+            edges.append(to)
+        self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
+        self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
+        self.parameters, self.ends, self.fixed = parameters, ends, fixed
+        self.key: Hashable = (tuple(key), tuple(fixed), tuple(kinds), tuple(numbers), tuple(shapes), tuple(edges))
+
+    def leaf(self, k: int) -> Tensor:
+        x: Tensor = self.nodes[k].variable
+        return x
+
+    def order(self) -> list[int]:
+        """Nodes, each before those that made its inputs."""
+        waiting = [0] * len(self.nodes)
+        for ahead in self.edges:
+            for edge in ahead:
+                if edge is not None:
+                    waiting[edge[0]] += 1
+        ready = [k for k, n in enumerate(waiting) if not n]
+        for k in ready:
+            for edge in self.edges[k]:
+                if edge is not None:
+                    waiting[edge[0]] -= 1
+                    if not waiting[edge[0]]:
+                        ready.append(edge[0])
+        return ready

@@ -1,0 +1,327 @@
+"""Laws of operations that move entries as a saved tensor says: the index family, masks, sorting, packing.
+
+``law(label, o, outs, ins, samples, read, **numbers)`` gives the labels of the inputs; ``read(name)`` gives a saved tensor.
+A law reads only if the samples lie on an axis on which entries are moved, so the walk knows on which values it rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.axes import Shapes, axis, broadcast
+from autograd_hacks.graph.label import (
+    ALONE,
+    MIXED,
+    NOBODY,
+    SUM,
+    At,
+    Entries,
+    Label,
+    One,
+    Owned,
+    Shape,
+    entries,
+    is_owned,
+    linked,
+    on_axis,
+    order_on,
+    scattered,
+    tidied,
+    varying,
+    viewed,
+)
+from autograd_hacks.graph.moves import Law, Move
+
+VALUES: dict[str, Move] = {}
+Read = Callable[[str], Any]
+
+
+def value(names: str, reads: str = "") -> Callable[[Law], Law]:
+    def enter(law: Law) -> Law:
+        VALUES.update(dict.fromkeys(names.split(), Move(law, tuple(reads.split()))))
+        return law
+
+    return enter
+
+
+def _thin(x: Tensor) -> Tensor:
+    """A tensor with one entry on each axis on which it is expanded."""
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride())):
+        if stride == 0 and size > 1:
+            x = x.narrow(d, 0, 1)
+    return x
+
+
+def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samples: int) -> Label:
+    """The label of a tensor of which the output's entries were taken by an index along axis d.  index: of out's shape"""
+    index = _thin(index)
+    at = entries(label, out, samples, index.device)
+    sizes = [max(a, b) if a and b else 0 for a, b in zip(at.shape, index.shape)]
+    at, index = at.expand(sizes), index.expand(sizes)
+    whole = [own[d] if k == d else size for k, size in enumerate(sizes)]
+    found = torch.full(whole, NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(d, index, at, "amax")
+    if bool(((found.gather(d, index) != at) & (at >= 0)).any()):
+        return MIXED
+    return tidied(Entries(_longer(found, own)), own, samples)
+
+
+def _longer(at: Tensor, own: Shape) -> Tensor:
+    """Owners of a part, for a tensor that is longer or shorter on some axes."""
+    for d, size in enumerate(own):
+        if at.shape[d] > size:
+            at = at.narrow(d, 0, size)
+        elif 1 < at.shape[d] < size:
+            rest = [size - at.shape[d] if k == d else s for k, s in enumerate(at.shape)]
+            at = torch.cat([at, at.new_full(rest, NOBODY)], d)
+    return at
+
+
+def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> Entries:
+    """The label of a tensor whose entries were written to the output at an index along axis d."""
+    index = _thin(index)
+    at = entries(label, out, samples, index.device)
+    at = at.expand([out[k] if k == d else size for k, size in enumerate(at.shape)])
+    for k, (a, b) in enumerate(zip(at.shape, index.shape)):
+        if k != d and a > b > 1:
+            at = at.narrow(k, 0, b)
+    sizes = [b if k == d else max(a, b) if a and b else 0 for k, (a, b) in enumerate(zip(at.shape, index.shape))]
+    at = at.expand([at.shape[d] if k == d else size for k, size in enumerate(sizes)])
+    return Entries(at.gather(d, index.expand(sizes)))
+
+
+def _narrowed(found: Tensor, own: Shape) -> Label:
+    """The label of a tensor that was broadcast, from the labels of the copies."""
+    found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
+    if not found.numel() and 0 not in own:
+        return None
+    links = broadcast(found.shape, own)
+    lost = [k for k in range(found.ndim) if k not in links and found.shape[k] != 1]
+    if lost and found.numel():
+        most = found.amax(lost, keepdim=True)
+        if bool(((found != most) & (found >= 0)).any()):
+            return SUM
+        found = most
+    return Entries(found.reshape(found.shape[found.ndim - len(own) :]))
+
+
+# Along one axis.
+
+
+@value("index_select", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
+    out, own = outs[o] or (), ins[0] or ()
+    d = axis(dim, len(out))
+    if d not in varying(label) or not own:
+        return [label]
+    index = read("index").view([-1 if k == d else 1 for k in range(len(out))])
+    return [_scattered(label, d, index, out, own, samples)]
+
+
+@value("gather", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
+    out, own = outs[o] or (), ins[0] or ()
+    if not out:
+        return [label]
+    d = axis(dim, len(out))
+    if d in varying(label):
+        label = _scattered(label, d, read("index"), out, own, samples)  # type: ignore[assignment]
+    return [_as_long(label, own) if is_owned(label) else label]
+
+
+@value("sort topk", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    return [_scattered(label, d, read("indices"), out, ins[0] or (), samples) if d in varying(label) else label]
+
+
+@value("index_add index_copy index_reduce", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    found: list[Label] = [label]
+    for own in ins[1:]:
+        if own is None or d not in varying(label):
+            found.append(label if own is None or len(own) == len(out) else MIXED)
+            continue
+        index = read("index").view(-1)
+        order = order_on(label, d, out[d], samples, index.device)
+        if order is not None:
+            found.append(on_axis(order[index], d, len(out)))
+        else:
+            index = index.view([-1 if k == d else 1 for k in range(len(out))])
+            found.append(_gathered(label, d, index, out, samples))
+    return found
+
+
+@value("scatter scatter_add scatter_reduce", reads="dim")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
+    out = outs[o] or ()
+    d = axis(dim, len(out))
+    found: list[Label] = [label]
+    for own in ins[1:]:
+        if own is None or not own:
+            found.append(None if own is None else SUM if varying(label) else label)
+            continue
+        found.append(_as_long(_gathered(label, d, read("index"), out, samples) if d in varying(label) else label, own))
+    return found
+
+
+def _as_long(label: Owned, own: Shape) -> Owned:
+    """The label of a tensor that is longer or shorter on some axes than the part of it that was used."""
+    if not isinstance(label, Entries):
+        return label
+    return Entries(_longer(label.samples, own))
+
+
+# Indices of several axes, and masks.
+
+
+class Indexed:
+    """x[i, j, ...] with None for axes that aren't indexed: where the axes of x and of the indices are in the result."""
+
+    def __init__(self, indices: Sequence[Tensor | None], whole: Shape) -> None:
+        given: list[Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            given += index.nonzero().unbind(1) if is_mask and index is not None else [index]
+        self.dims = [d for d, index in enumerate(given) if index is not None]
+        there = [index if index.dtype == torch.long else index.long() for index in given if index is not None]
+        self.indices = there if len(there) == 1 else torch.broadcast_tensors(*there)
+        self.shape = self.indices[0].shape
+        self.whole, self.axes = whole, len(self.shape)
+        self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
+        self.left = [d for d in range(len(whole)) if d not in self.dims]
+
+    def place_of(self, d: int) -> int:
+        """The axis in the result of an axis that isn't indexed."""
+        before = self.left.index(d)
+        return before + (self.axes if before >= self.start else 0)
+
+    def scattered(self, at: Tensor, samples: int) -> Label:
+        """The label of the whole, from that of the result."""
+        if (regular := self._regular(at, samples)) is not None:
+            return regular
+        flat = self._flat()
+        sizes = [self.whole[d] for d in self.dims]
+        rest = [self.place_of(d) for d in self.left]
+        if self.axes == 1 and at.numel() == self.shape[0]:  # rows that were picked: one sample each
+            found = scattered(at.reshape(-1), flat, prod(sizes))
+        else:
+            at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
+            rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
+            index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
+            found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
+            found.scatter_reduce_(0, index, rows, "amax")
+            if bool(((found.gather(0, index) != rows) & (rows >= 0)).any()):
+                found = None
+        if found is None:
+            return MIXED
+        axes = [*self.dims, *self.left]
+        left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
+        found = found.view(*sizes, *left).permute([axes.index(d) for d in range(len(axes))])
+        return tidied(Entries(found), self.whole, samples)
+
+    def _regular(self, at: Tensor, samples: int) -> At | None:
+        """The label of the whole, if each entry went where its sample's entries lie in order on an axis."""
+        if self.start or any(at.shape[self.place_of(d)] != 1 for d in self.left):
+            return None
+        owners = at.reshape(at.shape[: self.axes])
+        for d, index in zip(self.dims, self.indices):
+            size = self.whole[d]
+            for inner in (size // samples, 1) if size and size % samples == 0 else ():
+                order = entries(At(0, 1, inner), (size,), samples, index.device)[index]
+                if not bool(((order != owners) & (owners >= 0)).any()):
+                    return At(d, size // (samples * inner), inner)
+        return None
+
+    def _flat(self) -> Tensor:
+        """Where the indices point to in the indexed axes, laid out one behind the other."""
+        flat: Tensor | None = None
+        for d, index in zip(self.dims, self.indices):
+            own = index % max(1, self.whole[d])
+            flat = own if flat is None else flat * self.whole[d] + own
+        assert flat is not None
+        return flat
+
+    def read(self, at: Tensor) -> Tensor:
+        """The label of the result, from that of the whole."""
+        at = at.expand([self.whole[d] if d in self.dims else at.shape[d] for d in range(at.ndim)])
+        index: list[Any] = [slice(None)] * at.ndim
+        for d, own in zip(self.dims, self.indices):
+            index[d] = own
+        return at[tuple(index)]
+
+
+@value("index _unsafe_index")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+    out, own = outs[o] or (), ins[0] or ()
+    by = Indexed(read("indices"), own)
+    moved = range(by.start, by.start + by.axes)
+    if isinstance(label, One) or not set(varying(label)).isdisjoint(moved):
+        return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
+    return [linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(own))], own)]
+
+
+@value("index_put _unsafe_index_put _index_put_impl")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+    out = outs[o] or ()
+    found: list[Label] = [label, *[None] * (len(ins) - 1)]
+    if len(ins) > 1 and (own := ins[1]) is not None:
+        by = Indexed(read("indices"), out)
+        found[1] = _narrowed(by.read(entries(label, out, samples, by.indices[0].device)), own)
+    return found
+
+
+@value("masked_select")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+    own, mask = ins[0] or (), read("mask")
+    mask = mask.expand(torch.broadcast_shapes(mask.shape, torch.Size(own)))
+    order = entries(label, outs[o] or (), samples, mask.device).expand(outs[o] or ())
+    found = torch.full(mask.shape, NOBODY, dtype=order.dtype, device=order.device)
+    found[mask] = order
+    return [_narrowed(found, own)]
+
+
+@value("masked_scatter")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+    found: list[Label] = [None if ins[0] is None else linked(label, broadcast(outs[o] or (), ins[0]), ins[0])]
+    for own in ins[1:]:
+        if own is None:
+            found.append(None)
+            continue
+        mask, out = read("mask"), outs[o] or ()
+        at = entries(label, out, samples, mask.device).expand(*out)[mask.expand(*out)]
+        whole = torch.full((prod(own),), NOBODY, dtype=at.dtype, device=at.device)
+        whole[: len(at)] = at
+        found.append(Entries(whole.view(*own)))
+    return found
+
+
+@value("embedding")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+    """The rows of a table of activations."""
+    out, own = outs[o] or (), ins[0] or ()
+    if set(varying(label)) <= {len(out) - 1} and not isinstance(label, One):
+        return [linked(label, [ALONE, len(out) - 1], own)]
+    by = Indexed([read("indices"), None], own)
+    return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
+
+
+@value("_pack_padded_sequence", reads="batch_first")
+def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, batch_first: bool) -> list[Label]:
+    """Rows of padded sequences, by time and then by sequence."""
+    out, own = outs[o] or (), ins[0] or ()
+    if 0 not in varying(label) and not isinstance(label, One):
+        return [viewed(label, out, (1, *out), samples)]
+    sizes = read("result1").tolist()
+    time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(sizes)])
+    row = torch.cat([torch.arange(n, device="cpu") for n in sizes])
+    by = Indexed([row, time] if batch_first else [time, row], own)
+    return [by.scattered(entries(label, out, samples, row.device), samples)]

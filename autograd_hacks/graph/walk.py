@@ -1,0 +1,309 @@
+"""Which sample each gradient belongs to, in one forward: labels from the roots down, and where parameters meet the batch.
+
+A *use* is an edge from a node whose output has owners to a value that no sample owns: a parameter, behind views, casts and
+stateless operations on parameters and buffers alone, or a value that is made of parameters and of tensors without a graph
+of which nothing says that they are of the batch (a table of positions).  The rows of such a value are always those of this
+forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
+samples contribute to any other value, samples mix there.
+
+The labels are a function of the trace's key and of the values in ``read``; which tensors are the model's own or the batch's
+memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.axes import broadcast
+from autograd_hacks.graph.label import SUM, Label, Several, joined, linked
+from autograd_hacks.graph.laws import Deferred, asked, law_of
+from autograd_hacks.graph.trace import END, LEAF, Trace
+from autograd_hacks.support.graph import operands_of
+
+OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
+
+
+class Use(NamedTuple):
+    """A place where parameters meet the batch.
+
+    node: the number of the node that takes the value; -1 if the value is an output of the model
+    place: the number of the node's input, or of the root
+    label: of the gradient at the input
+    """
+
+    node: int
+    place: int
+    label: Label
+
+
+class Mix(NamedTuple):
+    """A place where samples mix.
+
+    node: the number of the node that takes the value
+    place: the number of its input
+    why: what was found there, if it isn't plain
+    """
+
+    node: int
+    place: int
+    why: str
+
+
+class Read(NamedTuple):
+    """A saved value on which labels rest."""
+
+    node: int
+    name: str
+    value: Any
+
+
+class Asked(NamedTuple):
+    """A node that was asked, with the labels at its outputs and its answer."""
+
+    node: int
+    outs: tuple[Label, ...]
+    ins: tuple[Label, ...]
+
+
+@dataclass
+class Memory:
+    """The addresses of a model's parameters and buffers, and of its arguments in this forward."""
+
+    fixed: Callable[[], Collection[int]]
+    given: Collection[int] = ()
+
+    @cached_property
+    def known(self) -> Collection[int]:
+        return self.fixed()
+
+    def origin(self, node: Any, edges: Iterable[Any]) -> str:
+        """What a node's own operands are, besides the values that other nodes made."""
+        operands = list(operands_of(node))
+        places = [_address(x) for x in operands if x.ndim]  # numbers aren't of the batch
+        if any(own in self.given for own in places):
+            return BATCH
+        is_bare = sum(edge is None for edge in edges) > len(operands)
+        return OPEN if is_bare or any(own not in self.known for own in places) else OWN
+
+
+def _address(x: Tensor) -> int:
+    return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
+
+
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """The memory of tensors, of which some may share one."""
+    return {_address(x) for x in tensors}
+
+
+@dataclass
+class Walk:
+    """What a walk found.  Nodes are numbered as in the trace.
+
+    labels: of the gradients at each node's outputs
+    uses: where parameters meet the batch
+    mixes: where samples mix
+    mixed: the leaves of parameters that lie behind a mix
+    read: the saved values on which labels rest
+    asked: the nodes that were asked; their answers hold for this forward alone
+    met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
+    origins: what some nodes' operands were
+    deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
+    unknown: nodes behind the deferred ones
+    """
+
+    labels: list[list[Label]]
+    uses: list[Use] = field(default_factory=list)
+    mixes: list[Mix] = field(default_factory=list)
+    mixed: set[int] = field(default_factory=set)
+    read: list[Read] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    origins: dict[int, str] = field(default_factory=dict)
+    deferred: list[int] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
+    met_zero: bool = False
+
+
+class _Edge(NamedTuple):
+    node: int
+    place: int
+    label: Label
+    why: str
+
+
+def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
+    """Labels all gradients behind the roots, and finds the uses.
+
+    Rules don't see what values hide, such as the branch that a ``where`` doesn't take.  So if samples seem to mix, the nodes
+    with saved values are asked before it is said.
+
+    roots: labels of the trace's roots, by their number
+    settled: deferred nodes that may be read now, since their checkpoints run again in this pass
+    """
+    walk = _walked(trace, roots, samples, memory, settled, exact=False)
+    if walk.mixes:
+        again = _walked(trace, roots, samples, memory, settled, exact=True)
+        if not again.mixes and not again.deferred:
+            return again
+    return walk
+
+
+def _walked(
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: bool
+) -> Walk:
+    walk = Walk([[None] * len(own) for own in trace.shapes])
+    if samples == 0:
+        return walk
+    order = trace.order()
+    own = _own(trace, order, memory, walk)
+    lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
+    owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
+    meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
+    labels, shapes, edges, kinds = walk.labels, trace.shapes, trace.edges, trace.kinds
+    for number, label in roots.items():
+        k, at = trace.roots[number]
+        labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
+        if own[k]:
+            meetings.setdefault(k, []).append(_Edge(-1, number, label, ""))
+            continue
+        owned.add(k)
+        if type(labels[k][at]) is Several:
+            walk.mixes.append(Mix(-1, number, "two outputs are one value, with samples on other axes"))
+            walk.mixed.update(_leaves(trace, own, [k]))
+    for k in order:
+        outs = labels[k]
+        if k in walk.unknown:
+            walk.unknown.update(edge[0] for edge in edges[k] if edge is not None)
+            continue
+        kind = kinds[k]
+        if kind is LEAF or kind is END or outs.count(None) == len(outs):
+            continue
+        has_owners = True
+        for label in outs:
+            if type(label) is Several:
+                has_owners = False
+        if own[k] and not has_owners:
+            continue
+        ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
+        ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
+        try:
+            is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
+            if (
+                not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
+            ):  # the most common case
+                of, answer = shapes[k][0] or (), list[Label]()
+                for sizes in ins:
+                    if sizes is None or sizes == of:
+                        answer.append(None if sizes is None else first)
+                    else:
+                        answer.append(linked(first, broadcast(of, sizes), sizes))  # type: ignore[arg-type]  # it has owners
+            else:
+                alone = [edge is not None and own[edge[0]] for edge in ahead]
+                if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+                    law = asked(trace.nodes[k], outs, samples, k in settled)
+                else:
+                    law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
+                answer, why = list(law.ins), law.why
+                if law.read:
+                    walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+                if law.was_asked:
+                    walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+                    walk.met_zero |= any(edge is not None and label is None for edge, label in zip(ahead, answer))
+        except Deferred:
+            walk.deferred.append(k)
+            walk.unknown.update(edge[0] for edge in ahead if edge is not None)
+            continue
+        for place, (edge, label) in enumerate(zip(ahead, answer)):
+            if edge is None or label is None:
+                continue
+            j, at = edge
+            before = labels[j][at]
+            now = label if before is None or before is label else joined(before, label, ins[place] or (), samples)
+            labels[j][at] = now
+            if has_owners:
+                if own[j]:
+                    meetings.setdefault(j, []).append(_Edge(k, place, label, why))
+                    continue
+                if type(label) is not Several:
+                    owned.add(j)
+                if type(label) is Several or (type(now) is Several and type(before) is not Several):
+                    lost.append(_Edge(k, place, label, why))
+    for j, met in meetings.items():
+        if kinds[j] is LEAF or any(isinstance(label, Several) for label in labels[j]):
+            walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
+    if lost:
+        _decide(trace, order, own, owned, lost, memory, walk)
+    return walk
+
+
+def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:
+    """Whether each node's outputs are made of parameters and buffers alone."""
+    own = [False] * len(order)
+    for k in trace.fixed:
+        own[k] = True
+    for k in reversed(order):
+        kind = trace.kinds[k]
+        if kind.is_stateless:
+            for edge in trace.edges[k]:
+                if edge is not None and not own[edge[0]]:
+                    break
+            else:
+                own[k] = True
+                if kind.has_operands or None in trace.edges[k]:
+                    walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
+                    own[k] = origin == OWN
+    return own
+
+
+def _decide(
+    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[_Edge], memory: Memory, walk: Walk
+) -> None:
+    """Tells uses of values that no sample owns from places where samples mix."""
+    of_batch = [False] * len(order)
+    for k in reversed(order):
+        kind = trace.kinds[k]
+        if own[k]:
+            continue
+        if (
+            k in owned
+            or kind is LEAF
+            or kind is END
+            or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k])
+        ):
+            of_batch[k] = True
+        elif any(label is not None for label in walk.labels[k]):
+            walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
+            of_batch[k] = origin == BATCH
+    behind: list[int] = []
+    for node, place, label, why in lost:
+        edge = trace.edges[node][place]
+        assert edge is not None
+        if walk.labels[edge[0]][edge[1]] is SUM and not of_batch[edge[0]]:
+            walk.uses.append(Use(node, place, label))
+        else:
+            walk.mixes.append(Mix(node, place, why))
+            behind.append(edge[0])
+    walk.mixed.update(_leaves(trace, own, behind))
+
+
+def _leaves(trace: Trace, own: list[bool], behind: list[int]) -> set[int]:
+    """The parameters behind some nodes."""
+    seen = set(behind)
+    while behind:
+        k = behind.pop()
+        ahead = {edge[0] for edge in trace.edges[k] if edge is not None} - seen
+        seen |= ahead
+        behind += ahead
+    return {k for k in seen if trace.kinds[k] is LEAF and own[k]}
+
+
+def _kept(x: Any) -> Any:
+    """A copy, since a tensor of indices may be written to before the next forward."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    return [_kept(own) for own in x] if isinstance(x, list | tuple) else x

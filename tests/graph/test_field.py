@@ -1,0 +1,268 @@
+"""What could have sunk laws by node: checkpoints, losses that a model returns, loops over a hooked cell, shared layers,
+graphs that a backward pass makes, packed sequences."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from one_at_a_time import judge, traced, walk_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from autograd_hacks.graph.label import At, Entries
+from autograd_hacks.graph.memo import Memo
+from autograd_hacks.graph.roots import candidates, frontier, rooted
+from autograd_hacks.graph.trace import LEAF, Trace
+from autograd_hacks.graph.walk import Memory, addresses, walked
+
+N, D = 4, 4
+PERMUTED = torch.tensor([1, 0, 3, 2])
+
+
+def linear(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(D, D) for _ in range(count)]).double()
+
+
+def inputs(*sizes: int) -> Tensor:
+    return torch.randn(*sizes).double()
+
+
+def ids(model: nn.Module) -> set[int]:
+    return {id(x) for x in [*model.parameters(), *model.buffers()]}
+
+
+# Checkpoints that aren't reentrant.
+
+
+def test_a_checkpoint_runs_no_second_forward_and_its_labels_come_in_the_backward_pass() -> None:
+    net, runs = linear(3), []
+
+    def part(h: Tensor) -> Tensor:
+        runs.append(1)
+        return net[1](h.tanh()[PERMUTED])
+
+    x = inputs(N, D)
+    out = net[2](checkpoint(part, net[0](x), use_reentrant=False))
+    trace, memory = traced([out], net, [x])
+    walk = walked(trace, {0: At(0)}, N, memory)
+    assert len(runs) == 1
+    assert [trace.kinds[k].name for k in walk.deferred] == ["IndexBackward0"]
+    assert not judge([out], N, net, walk=walk, trace=trace).wrong
+    runs.clear()
+    later: list[Any] = []
+    node = trace.nodes[walk.deferred[0]]
+    handle = node.register_prehook(lambda grads: later.append(walked(trace, {0: At(0)}, N, memory, walk.deferred)))
+    out.backward(torch.ones_like(out), retain_graph=True)
+    handle.remove()
+    assert len(runs) == 1  # as without the walk
+    settled = later[0]
+    assert not settled.deferred
+    found = judge([out], N, net, walk=settled, trace=trace)
+    assert not found.wrong
+    assert found.rows < 1e-9
+    assert any(isinstance(own[0], Entries) for own in settled.labels if own)
+
+
+def test_a_memo_forgets_no_checkpoint() -> None:
+    net, memo, x = linear(3), Memo(), inputs(N, D)
+
+    def part(h: Tensor) -> Tensor:
+        return net[1](h.tanh()[PERMUTED])
+
+    for wrapped in (False, True, False, True):
+        h = net[0](x)
+        out = net[2](checkpoint(part, h, use_reentrant=False) if wrapped else part(h))
+        trace, memory = traced([out], net, [x])
+        walk = memo.walk(trace, {0: At(0)}, N, memory)
+        assert bool(walk.deferred) or not wrapped
+        assert not judge([out], N, net, walk=walk, trace=trace).wrong
+
+
+def test_a_reentrant_checkpoint_is_never_asked() -> None:
+    net, runs = linear(3), []
+
+    def part(h: Tensor) -> Tensor:
+        runs.append(1)
+        return net[1](h.tanh())
+
+    out = net[2](checkpoint(part, net[0](inputs(N, D)), use_reentrant=True))
+    _, walk = walk_of([out], N, net)
+    assert len(runs) == 1
+    assert "reentrant" in walk.mixes[0].why
+
+
+# A model that returns its own loss.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_is_followed_to_the_values_that_are_added_up(reduction: str) -> None:
+    net = linear()
+    x, y = inputs(N, 3, D), torch.randint(0, D, (N, 3))
+    logits = net[1](net[0](x).tanh())
+    loss = F.cross_entropy(logits.view(-1, D), y.view(-1), reduction=reduction) * 0.5 + 0.1 * logits.square().mean()
+    assert loss.grad_fn is not None
+    values = frontier([(loss.grad_fn, 0)])
+    assert values is not None
+    trace = Trace(values, ids(net))
+    memory = Memory(lambda: addresses(net.parameters()), addresses([x]))
+    given = {x.untyped_storage().data_ptr(): (x, 0)}
+    found = rooted(trace, given, N, memory)
+    assert found is not None
+    labels, walk = found
+    assert set(labels.values()) == {At(0, 1, 3), At(0)}
+    assert not walk.mixes
+    assert len(walk.uses) == 4
+
+
+def test_a_loss_that_compares_samples_has_no_roots() -> None:
+    h = linear()[0](inputs(N, D))
+    loss = h.logsumexp((0, 1))
+    assert loss.grad_fn is not None
+    assert frontier([(loss.grad_fn, 0)]) is None
+
+
+def test_an_axis_is_told_by_the_arguments_and_not_by_sizes() -> None:
+    net = linear()
+    for axis in (0, 1):
+        x = inputs(N, N, D)
+        out = net[1](net[0](x).tanh())
+        trace, memory = traced([out], net, [x])
+        found = rooted(trace, {x.untyped_storage().data_ptr(): (x, axis)}, N, memory)
+        assert found is not None
+        assert found[0] == {0: At(axis)}
+    assert candidates((N, 8), N) == [At(0), At(1, 1, 2), At(1, 2, 1)]
+
+
+def test_tokens_of_a_language_model_with_labels() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(vocab_size=37, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+        net = transformers.GPT2LMHeadModel(config).eval()
+        words = torch.randint(3, 37, (N, 6))
+        loss = net(input_ids=words, labels=words).loss
+    values = frontier([(loss.grad_fn, 0)])
+    assert values is not None
+    found = rooted(Trace(values, ids(net)), {words.untyped_storage().data_ptr(): (words, 0)}, N,
+                   Memory(lambda: addresses([*net.parameters(), *net.buffers()]), addresses([words])))  # fmt: skip
+    assert found is not None
+    assert not found[1].mixes
+    assert set(found[0].values()) == {At(0, 1, 6)}
+
+
+# Loops over a hooked cell, and models that share a layer.
+
+
+def test_a_walk_stops_at_what_an_earlier_forward_returned() -> None:
+    cell, memo = nn.GRUCell(D, D).double(), Memo()
+    h, ends, uses = inputs(N, D), set[Any](), 0
+    for _ in range(5):
+        h = cell(inputs(N, D), h)
+        assert h.grad_fn is not None
+        trace = Trace([(h.grad_fn, 0)], ids(cell), ends)
+        memory = Memory(lambda: addresses(cell.parameters()))
+        walk = memo.walk(trace, {0: At(0)}, N, memory)
+        assert not walk.mixes
+        at_ends = [walk.labels[k][0] for k, node in enumerate(trace.nodes) if node in ends]
+        assert at_ends == [At(0)] * len(at_ends)
+        uses += len(walk.uses)
+        ends.add(h.grad_fn)
+    assert uses == 5 * 4
+    assert memo.misses == 2  # the first cell, whose state has no graph, and all others
+
+
+def test_two_models_share_a_layer() -> None:
+    shared = nn.Linear(D, D).double()
+    one, other = nn.Sequential(shared, nn.Tanh()).double(), nn.Sequential(nn.Linear(D, D), shared).double()
+    x = inputs(N, D)
+    h = one(x)
+    assert h.grad_fn is not None
+    out = other(h)
+    assert out.grad_fn is not None
+    trace = Trace([(out.grad_fn, 0)], ids(other), {h.grad_fn})
+    walk = walked(trace, {0: At(0)}, N, Memory(lambda: addresses(other.parameters()), addresses([h])))
+    leaves = [trace.leaf(edge[0]) for use in walk.uses for edge in [_leaf_of(trace, use)]]
+    assert sum(x is shared.weight for x in leaves) == 1
+    assert len(walk.uses) == 4
+
+
+def _leaf_of(trace: Trace, use: Any) -> tuple[int, int]:
+    edge = trace.edges[use.node][use.place]
+    while edge is not None and trace.kinds[edge[0]] is not LEAF:
+        edge = trace.edges[edge[0]][0]
+    assert edge is not None
+    return edge
+
+
+# Graphs that backward passes make.
+
+
+def created(name: str) -> tuple[nn.Module, Tensor]:
+    if name == "convolutions":
+        conv = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 6, 3, stride=2), nn.GroupNorm(2, 6),
+                             nn.Flatten(), nn.Linear(6 * 9, 4)).double()  # fmt: skip
+        x = inputs(N, 3, 8, 8).requires_grad_()
+        losses = F.cross_entropy(conv(x), torch.arange(N) % 4, reduction="none")
+        (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+        return conv, losses + g.square().flatten(1).sum(1)
+    if name == "attention":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).double()
+        x = inputs(N, 4, 8).requires_grad_()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            y = layer(x)
+        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return layer, g.square().flatten(1).sum(1)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
+    x = inputs(N, 3).requires_grad_()
+    u = net(x)
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    if name == "penalty":
+        return net, g.square().sum(1)
+    second = sum(torch.autograd.grad(g[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(3))
+    return net, (second - u[:, 0]).square()
+
+
+@pytest.mark.parametrize("name", ["penalty", "laplacian", "convolutions", "attention"])
+def test_derivatives_in_a_loss_need_nothing_of_their_own(name: str) -> None:
+    net, losses = created(name)
+    _, walk = walk_of([losses], N, net)
+    assert not walk.mixes
+    found = judge([losses], N, net)
+    assert not found.wrong
+    assert found.rows < 1e-9
+
+
+def test_an_inner_step_by_the_batchs_gradient_mixes() -> None:
+    w, x = nn.Parameter(inputs(3, 1)), inputs(N, 3)
+    (g,) = torch.autograd.grad((x @ w).square().mean(), w, create_graph=True)
+    out = (x @ (w - g)).square()[:, 0]
+    _, walk = walk_of([out], N, nn.ParameterList([w]), [x])
+    assert walk.mixes
+
+
+# Recurrent layers and packed sequences.
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers(kind: Any, batch_first: bool) -> None:
+    net = kind(D, 3, 2, batch_first=batch_first, bidirectional=True).double()
+    out, _ = net(inputs(N, N, D))
+    losses = out.square().sum((1, 2) if batch_first else (0, 2))
+    found = judge([losses], N, net)
+    assert not found.wrong
+    assert found.rows < 1e-9
+
+
+def test_packed_sequences() -> None:
+    net = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)]).double()
+    h = net[0](inputs(N, 5, D))
+    packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([5, 2, 4, 1]), batch_first=True, enforce_sorted=False)
+    rows = net[1](packed.data.tanh())
+    padded, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=rows), batch_first=True)
+    found = judge([padded], N, net)
+    assert not found.wrong
+    assert found.rows < 1e-9

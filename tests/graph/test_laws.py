@@ -1,0 +1,155 @@
+"""A law by rule says what asking the node says, and what one backward pass a sample says, for torch's own examples of each
+operation and of its derivative: random sizes, numbers and places of the samples, and each node by itself."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from one_at_a_time import Leaf
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves
+
+from autograd_hacks.graph.axes import AXES
+from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
+from autograd_hacks.graph.laws import kind_of, law_of, node_name
+from autograd_hacks.graph.moves import MOVES
+from autograd_hacks.graph.probed import CannotAsk, probed
+from autograd_hacks.graph.values import VALUES
+from autograd_hacks.support.graph import Value, made, shape_of
+from autograd_hacks.support.sweep import call_node, fitted
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SKIPPED = ("linalg.lstsq", "torch.ops", "svd_lowrank", "pca_lowrank", "linalg.eig", "nn.functional.linear_cross_entropy")
+"""Operations without a derivative for their own examples, or that torch runs as Functions of its own."""
+OPS = [op for op in op_db if op.supports_autograd and torch.float64 in op.dtypes and not op.name.startswith(SKIPPED)]
+
+
+def nodes_of(op: Any, samples: int, draws: random.Random) -> Iterator[Any]:
+    """The nodes behind an operation's results, and behind their derivatives, for some of its examples."""
+    examples = list(islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), 60))
+    for example in draws.sample(examples, min(samples, len(examples))):
+        try:
+            out = op(example.input, *example.args, **example.kwargs)
+            outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.grad_fn is not None]
+        except Exception:  # an example that isn't for this build
+            continue
+        yield from _behind(outs)
+        ins = [x for x in tree_leaves((example.input, example.args)) if isinstance(x, Tensor) and x.requires_grad]
+        try:
+            weighted = [(x * torch.randn_like(x)).sum() for x in outs]
+            grads = torch.autograd.grad(weighted, ins, create_graph=True, allow_unused=True)
+        except (RuntimeError, NotImplementedError):  # no second derivative
+            continue
+        yield from _behind([g for g in grads if g is not None and g.grad_fn is not None])
+
+
+def _behind(outs: Sequence[Tensor], most: int = 14) -> Iterator[Any]:
+    waiting, seen = [x.grad_fn for x in outs], set()
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node is None or node in seen or type(node) is Leaf:
+            continue
+        seen.add(node)
+        waiting += [ahead for ahead, _ in node.next_functions]
+        yield node
+
+
+def placed(outs: Sequence[Sequence[int]], draws: random.Random) -> tuple[list[Label], int] | None:
+    """Labels of a node's outputs and N: samples on an axis, perhaps among positions, or anywhere."""
+    o = draws.randrange(len(outs))
+    sizes = outs[o]
+    if not sizes:
+        return None
+    d = draws.randrange(len(sizes))
+    ways = [(n, inner) for n in range(2, sizes[d] + 1) if sizes[d] % n == 0
+            for inner in range(1, sizes[d] // n + 1) if sizes[d] // n % inner == 0]  # fmt: skip
+    if not ways:
+        return None
+    samples, inner = draws.choice(ways)
+    label: Label = At(d, sizes[d] // (samples * inner), inner)
+    chance = draws.random()
+    if chance < 0.25:
+        torch.manual_seed(draws.randrange(1000))
+        label = Entries(torch.randint(0, samples, [s if k == d or draws.random() < 0.5 else 1 for k, s in enumerate(sizes)]))
+    elif chance < 0.3:
+        label = One(draws.randrange(samples))
+    labels: list[Label] = [None] * len(outs)
+    labels[o] = label
+    return labels, samples
+
+
+def owners(node: Any, labels: Sequence[Label], samples: int) -> list[Tensor | None]:
+    """One backward pass a sample: at each input, which samples contribute to each entry, N *shape."""
+    given = [
+        (None if label is None else torch.randn(tuple(m.shape), dtype=m.dtype), label)
+        for m, label in zip(made(node), labels)
+    ]
+    found: list[Any] = []
+    for n in range(samples):
+        own = [
+            None if g is None else torch.where(entries(at, g.shape, samples) == n, g, torch.zeros_like(g)) for g, at in given
+        ]  # type: ignore[arg-type]
+        out = call_node(node, own)
+        assert out is not None
+        found.append([None if ahead is None or x is None else fitted(x, Value(ahead, number)).nan_to_num(0, 0, 0) != 0
+                      for x, (ahead, number) in zip(out, node.next_functions)])  # fmt: skip
+    return [None if any(x is None for x in own) else torch.stack(own) for own in zip(*found)]
+
+
+def assert_right(what: str, label: Label, truth: Tensor, exact: bool = False) -> None:
+    if label is None:
+        assert not truth.any(), f"{what}: nothing, but something arrives"
+    elif isinstance(label, Several):
+        assert not exact or int(truth.sum(0).max()) > 1, f"{what}: several, but each entry has one"
+    else:
+        at = entries(label, truth.shape[1:], len(truth)).expand(truth.shape[1:])
+        assert not any((own & (at != n)).any() for n, own in enumerate(truth)), f"{what}: {label}"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.name}{op.variant_test_name and '-'}{op.variant_test_name}")
+def test_rule_probe_and_one_backward_a_sample_agree(op: Any, request: pytest.FixtureRequest) -> None:
+    draws = random.Random(request.node.name)
+    for node in nodes_of(op, 3, draws):
+        kind, outs = kind_of(node), [tuple(m.shape) for m in made(node)]
+        if any(0 in sizes for sizes in outs) or (found := placed(outs, draws)) is None:
+            continue
+        labels, samples = found
+        ins = [None if ahead is None else tuple(shape_of(Value(ahead, number))) for ahead, number in node.next_functions]
+        numbers = None if kind.get is None else kind.get(node)
+        try:
+            truth = owners(node, labels, samples)
+        except (RuntimeError, NotImplementedError):  # no derivative of its own
+            continue
+        law = law_of(kind, node, numbers, labels, outs, ins, [False] * len(ins), samples)
+        what = f"{kind.name}, outputs {outs}, inputs {ins}, N = {samples}, {labels}, {numbers}"
+        for label, own in zip(law.ins, truth):
+            if own is not None:
+                assert_right(f"by rule, {what}", label, own)
+        try:
+            asked = probed(node, labels, samples)
+        except CannotAsk:
+            continue
+        for label, own in zip(asked, truth):
+            if own is not None and not torch.isnan(own.double()).any():
+                assert_right(f"by asking, {what}", label, own)
+
+
+@pytest.mark.slow
+def test_all_kinds_of_the_tables_that_torch_makes_here_are_among_the_examples() -> None:
+    here = {name for name in dir(torch._C._functions) if "Backward" in name}
+    known = {name for name in here if kind_of_class(name)}
+    met = set()
+    draws = random.Random(0)
+    for op in OPS:
+        met |= {node.name() for node in nodes_of(op, 8, draws)}
+    assert len(known & met) > 300, sorted(known - met)
+
+
+def kind_of_class(name: str) -> bool:
+    tables = {node_name(n) for n in (*AXES, *MOVES, *VALUES)}
+    return name.split("Backward0")[0] in tables

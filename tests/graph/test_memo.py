@@ -1,0 +1,162 @@
+"""Forwards whose graphs look alike are told apart, and what a memo keeps is what a walk would find."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from one_at_a_time import judge, traced
+from pairs import PAIRS, N, eye
+from torch import Tensor
+
+from autograd_hacks.graph.label import At, Label, One, same
+from autograd_hacks.graph.memo import Memo
+from autograd_hacks.graph.walk import Walk, walked
+
+
+def label_on(x: Tensor, axis: int) -> Label:
+    return At(axis, 1, x.shape[axis] // N)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_that_look_alike_have_labels_of_their_own(name: str) -> None:
+    make, axis = PAIRS[name]
+    memo = Memo()
+    for k in (0, 1, 0, 1):
+        torch.manual_seed(0)
+        out = make(k)
+        label = label_on(out, axis)
+        trace, memory = traced([out])
+        walk = memo.walk(trace, {0: label}, N, memory)
+        found = judge([out], N, labels=[label], walk=walk, trace=trace)
+        assert not found.wrong
+        assert_same(walk, walked(trace, {0: label}, N, memory))
+
+
+def assert_same(a: Walk, b: Walk) -> None:
+    assert all(same(x, y) for own, other in zip(a.labels, b.labels) for x, y in zip(own, other))
+    assert (a.uses, a.mixes, a.mixed, a.unknown) == (b.uses, b.mixes, b.mixed, b.unknown)
+
+
+def layers() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
+
+
+def test_parameters_are_told_apart_by_identity() -> None:
+    net, memo = layers(), Memo()
+    a, b = net
+    x = torch.randn(N, 4).double()
+    for out in (b(a(x)), a(b(x)), b(a(x))):
+        trace, memory = traced([out], net, [x])
+        memo.walk(trace, {0: At(0)}, N, memory)
+    assert (memo.hits, memo.misses) == (1, 2)
+
+
+def test_inputs_that_need_gradients_are_new_in_each_step_and_cost_no_walk() -> None:
+    net, memo = layers(), Memo()
+    for _ in range(4):
+        x = torch.randn(N, 4).double().requires_grad_()
+        trace, memory = traced([net[1](net[0](x).tanh())], net, [x])
+        memo.walk(trace, {0: At(0)}, N, memory)
+    assert (memo.hits, memo.misses) == (3, 1)
+
+
+def test_roots_and_their_labels_are_part_of_the_key() -> None:
+    net, memo = layers(), Memo()
+    x = torch.randn(N, 4).double()
+    both = torch.cat([net[0](x), net[1](x)]).chunk(2)
+    for out, label, samples in ((both[0], At(0), N), (both[1], At(0), N), (both[0], At(1), N), (both[0], At(0, 1, 2), 2)):
+        trace, memory = traced([out], net, [x])
+        memo.walk(trace, {0: label}, samples, memory)
+    assert memo.misses == 4
+
+
+def test_another_size_is_another_key() -> None:
+    p, memo = nn.Parameter(torch.randn(4)), Memo()
+    net = nn.ParameterList([p])
+    for T in (4, 1):
+        out = (torch.randn(N, T, 4) * p).tanh()
+        trace, memory = traced([out], net)
+        walk = memo.walk(trace, {0: At(0)}, N, memory)
+        assert not judge([out], N, net, walk=walk, trace=trace).wrong
+    assert memo.misses == 2
+
+
+def test_a_number_that_no_law_reads_is_no_part_of_the_key() -> None:
+    net, memo = layers(), Memo()
+    for step in range(5):
+        x = torch.randn(N, 4).double()
+        h = F.dropout(F.leaky_relu(net[0](x).clamp(max=1 / (1 + step)), 0.1 * step), 0.1 + 0.1 * step)
+        trace, memory = traced([torch.add(net[1](h), x, alpha=step)], net, [x])
+        memo.walk(trace, {0: At(0)}, N, memory)
+    assert memo.misses == 1
+
+
+def test_it_is_bounded() -> None:
+    net, memo = layers(), Memo(size=3)
+    for T in range(1, 9):
+        trace, memory = traced([net[1](net[0](torch.randn(N, T, 4).double()))], net)
+        memo.walk(trace, {0: At(0)}, N, memory)
+    assert len(memo) == 3
+
+
+def test_an_index_that_is_written_to_between_forwards_is_seen() -> None:
+    net, memo, index = layers(), Memo(), torch.arange(N)
+    for k in (0, 1, 0):
+        index.copy_(torch.tensor([1, 0, 3, 2]) if k else torch.arange(N))
+        out = net[1](net[0](torch.randn(N, 4).double())[index])
+        trace, memory = traced([out], net)
+        walk = memo.walk(trace, {0: At(0)}, N, memory)
+        found = judge([out], N, net, walk=walk, trace=trace)
+        assert not found.wrong
+        assert found.rows < 1e-9
+    assert memo.misses == 3
+
+
+ZEROS = {
+    "BatchNorm's weight": lambda h, k: F.batch_norm(
+        h, None, None, torch.full((4,), float(k)).double().requires_grad_(), None, True
+    ),
+    "a matrix over samples": lambda h, k: (k * (eye(0) + 1)) @ h,
+    "a kernel over samples": lambda h, k: F.conv1d(h.t()[None], torch.full((4, 4, 3), float(k)).double(), padding=1)[0].t(),
+    "a gate before a mean": lambda h, k: h + torch.full((), float(k)).double() * h.mean(0),
+    "low rank": lambda h, k: h @ (k * eye(0)[:, :2]) @ torch.ones(2, 4).double(),
+    "a saturated gate": lambda h, k: h * (1e9 * (1 - k) - 1e12 * (1 - k) + h.mean(0, keepdim=True)).sigmoid(),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_what_an_operand_of_zeros_hides_is_not_kept(name: str) -> None:
+    net, memo = layers(), Memo()
+    for k in (0, 1, 0, 1):
+        x = torch.randn(N, 4).double()
+        out = net[1](ZEROS[name](net[0](x), k))
+        trace, memory = traced([out], net, [x])
+        walk = memo.walk(trace, {0: At(0)}, N, memory)
+        found = judge([out], N, net, walk=walk, trace=trace)
+        assert not found.wrong
+        assert found.rows < 1e-9
+        if k and name != "low rank":
+            assert walk.mixed
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_one_sample_after_several(samples: int) -> None:
+    net, memo = layers(), Memo()
+    for n in (samples, 3 - samples):
+        trace, memory = traced([net[1](net[0](torch.randn(n, 4).double()))], net)
+        walk = memo.walk(trace, {0: One(0) if n == 1 else At(0)}, n, memory)
+        assert len(walk.uses) == 4
+
+
+def test_another_default_device_changes_nothing() -> None:
+    net, x = layers(), torch.randn(N, 4).double()
+    h = net[0](x)
+    out = net[1](torch.cat([h[2:], h[:2]])[torch.tensor([1, 0, 3, 2])].flip(0).unfold(0, 1, 1)[..., 0].roll(1, 0))
+    trace, memory = traced([out], net, [x])
+    torch.set_default_device("meta")
+    try:
+        walk = walked(trace, {0: At(0)}, N, memory)
+    finally:
+        torch.set_default_device(None)
+    assert_same(walk, walked(trace, {0: At(0)}, N, memory))

@@ -1,0 +1,53 @@
+"""A random program of 40 operations, edited at a random step, is right or refused in that very step."""
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from one_at_a_time import judge, traced
+from random_programs import OPERATIONS, Program, Step
+
+from autograd_hacks.graph.label import At
+from autograd_hacks.graph.memo import Memo
+
+steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 5), st.integers(0, 5))
+edits = st.tuples(st.integers(0, 39), st.sampled_from(["put", "insert", "drop"]), steps)
+
+
+def edited(program: Sequence[Step], edit: tuple[int, str, Step]) -> list[Step]:
+    at, how, step = edit
+    found = list(program)
+    at %= max(1, len(found))
+    found[at : at + (how != "insert")] = [] if how == "drop" else [step]
+    return found
+
+
+def run(size: int, program: Sequence[Step], edit: tuple[int, str, Step], when: int, forwards: int = 4) -> tuple[int, int]:
+    """How many values had owners, and how many forwards were refused in part.  Raises AssertionError for anything wrong."""
+    model, memo = Program(size), Memo()
+    owned = refused = 0
+    for step in range(forwards):
+        model.program = edited(program, edit) if step == when else program
+        x = torch.randn(size, size, size, dtype=torch.float64)
+        out = model(x)
+        trace, memory = traced([out], model, [x])
+        walk = memo.walk(trace, {0: At(0)}, size, memory)
+        found = judge([out], size, model, walk=walk, trace=trace)
+        assert not found.wrong, found.wrong
+        assert found.rows < 1e-7, found.rows
+        owned, refused = owned + found.owned, refused + bool(walk.mixes)
+    return owned, refused
+
+
+@settings(max_examples=15)
+@given(size=st.integers(2, 4), program=st.lists(steps, min_size=40, max_size=40), edit=edits, when=st.integers(1, 2))
+def test_long_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
+    run(size, program, edit, when, forwards=3)
+
+
+@settings(max_examples=40)
+@given(size=st.integers(2, 4), program=st.lists(steps, min_size=2, max_size=8), edit=edits, when=st.integers(1, 2))
+def test_short_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
+    """Few of these mix samples, so that more of their values have owners."""
+    run(size, program, edit, when, forwards=3)
