@@ -56,7 +56,7 @@ class Range:
 
     def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
         """None for a number in the range, ValueError for another number, TypeError for anything else."""
-        if self._inside == "tree" and value is not None:
+        if self._inside == "tree":
             errors = [self._of_one(x) for x in tree_leaves(unpacked(value)) if x is not None]
             return next((error for error in errors if error), None)
         if not isinstance(value, self._types):

@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Metric.from_kfac(model)
     with pytest.raises(ValueError, match="A metric has changed the shape of one side"):
         grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))
-    with pytest.raises(ValueError, match="a projection was given rank=0"):
+    with pytest.raises(ValueError, match="low_rank was given rank=0; expected a whole number"):
         Metric.low_rank(model, 0)
 
 
