@@ -33,7 +33,7 @@ def seed_of(given: int | None) -> int:
             f"PrivateTraining was given seed={given}, which can be guessed. Whoever guesses it draws the same noise and "
             "takes it off, so the guarantee does not hold. Leave the seed out; or give secrets.randbits(128), at least "
             "2**64, and keep it as secret as the data" + ON_PRIVATE,
-            stacklevel=3,
+            stacklevel=4,  # past the check of numbers and the constructor
         )
     return int(given)
 

@@ -164,7 +164,7 @@ def test_noise_without_a_source_is_secret_and_leaves_torchs_generator_alone() ->
     assert not (found[0] == found[1]).any()
 
 
-@pytest.mark.parametrize("seed", [0, 3, -3, 123456789, 2**64 - 1, np.int64(7), True])
+@pytest.mark.parametrize("seed", [0, 3, -3, 123456789, 2**64 - 1, np.int64(7)])
 def test_a_seed_that_can_be_guessed_warns(seed: int) -> None:
     with pytest.warns(UserWarning, match=rf"seed={seed}, which can be guessed.*secrets\.randbits\(128\)") as warned:
         training(seed)
