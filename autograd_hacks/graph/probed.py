@@ -84,7 +84,7 @@ def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor 
 def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     try:
         found = call_node(node, grads)
-    except Exception as error:
+    except Exception as error:  # a user's Function may raise anything for other gradients than its own
         raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
     ahead = node.next_functions
     return [
