@@ -147,6 +147,12 @@ def test_no_two_files_have_one_name() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports a test by its file's name: of two with one name it collects one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_the_readers_map_names_every_module() -> None:
     found = differences((ROOT / "docs" / "design.rst").read_text(), arrows(PACKAGE))
     assert not found, "\n".join(found)
