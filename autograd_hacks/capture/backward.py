@@ -1,7 +1,7 @@
 """Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,6 +115,15 @@ class Backward:
             node = outputs[slot].grad_fn if slot < len(outputs) else None
             if node is not None:
                 node.register_prehook(self._note_mixed)
+
+    def watch_penalty(self, node: Node, names: Collection[str]) -> None:
+        """Notes gradients that come by an output of parameters alone, which belongs to no sample.  names: theirs"""
+
+        def note(grads: tuple[Tensor | None, ...]) -> None:
+            if self.hears() and any(grad is not None for grad in grads):
+                self.enter(current_task()).beside.update(names)
+
+        node.register_prehook(note)
 
     def _note_mixed(self, grads: tuple[Tensor | None, ...]) -> None:
         if self.hears() and any(grad is not None for grad in grads):
@@ -316,7 +325,7 @@ class Backward:
             return
         # The proof showed that nothing comes around the nodes that it saw.  No call was made inside the pass.
         is_shown = self.inner is None and name in record.plan.shown and all(use.recomputed_in is None for use in uses)
-        if is_shown and _is_same(grad, running.handed.pop(name, None)):
+        if name in running.beside or (is_shown and _is_same(grad, running.handed.pop(name, None))):
             running.settled.setdefault(name, set()).update(uses)
             return
         is_part = self.inner is not None and record.comparing  # of the pass's gradient: see `capture/lean.py`

@@ -19,10 +19,18 @@ from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
-from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.switch import LAWS, NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
+
+INSIDE_PASS = (
+    "a backward pass runs this layer again, in a reentrant checkpoint or in a Function's backward, so the samples of its rows "
+    "are unknown. Call checkpoint(..., use_reentrant=False); in transformers "
+    "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in its "
+    "backward without modules."
+)
+"""Why layers have no rows that a backward pass runs again."""
 
 
 class Noted(NamedTuple):
@@ -153,7 +161,7 @@ class Forward:
             return output
         edges = self._edges(path, owned)
         place = self.record.plan.place_of(path, number)
-        if not edges or any(x.is_nested for x in outputs) or (place is not None and place.kind == NOT_OF_BATCH):
+        if not edges or any(x.is_nested for x in outputs) or (not LAWS and place is not None and place.kind == NOT_OF_BATCH):
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
@@ -185,6 +193,8 @@ class Forward:
             is_first=is_first,
             plan=self.record.plan,
         )
+        if LAWS and self.running is None and current_task() != NO_TASK:
+            call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, self.backward.receive, rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, number, hooks, made_of))
@@ -194,7 +204,7 @@ class Forward:
         """Records a call that repeats a known one, in a third of the time.  Returns False if it doesn't."""
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
-        steady = plan.steady.get(key)
+        steady = None if LAWS else plan.steady.get(key)
         if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
             return False
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):

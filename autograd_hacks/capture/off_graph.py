@@ -192,6 +192,8 @@ class OffGraph:
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
         self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes the values
         self.hooks: list[tuple[Node, AtNode]] = []
+        self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
+        self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
 
     @cached_property
     def keys(self) -> Keys:
@@ -278,7 +280,7 @@ class OffGraph:
                 NodeUse(
                     node=node.name(),
                     values=[self._value(value, taker) for value, taker, _ in met],
-                    edges={name: edge_of(name) for value, _, _ in met for name in sorted(self.keys.below(value.node))},
+                    edges={name: edge_of(name) for value, taker, _ in met for name in self._names(value, taker)},
                     slots=len(made(node)),
                     forward=forward,
                     key=(*self.key, number),
@@ -290,11 +292,20 @@ class OffGraph:
                     graph=weakref.ref(graph),
                     plan=self.plan,
                     documents=self.documents,
+                    why_refused=self._why_refused(met),
                 ),
             )
 
+    def _names(self, value: Value, taker: Taker) -> list[str]:
+        """The parameters of a value whose rows are read here."""
+        return sorted(self.keys.below(value.node).difference(self.by_rule.get((taker.node, taker.place), ())))
+
+    def _why_refused(self, met: list[tuple[Value, Taker, Place]]) -> str:
+        names = {name for value, _, _ in met for name in self.keys.below(value.node)} if self.refused else ()
+        return next((self.refused[name] for name in names if name in self.refused), "")
+
     def _value(self, value: Value, taker: Taker) -> ValueUse:
-        names, is_complex = sorted(self.keys.below(value.node)), dtype_of(value).is_complex
+        names, is_complex = self._names(value, taker), dtype_of(value).is_complex
         if type(value.node) is Leaf:
             return ValueUse(taker.place, shape_of(value), {names[0]: None}, is_complex)
         leaves = {name: leaf for leaf, name in self.ran.leaves.items() if name in names}

@@ -28,6 +28,7 @@ from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
+from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
@@ -40,7 +41,7 @@ from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
-from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.switch import LAWS, NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import Marks
 
@@ -58,6 +59,9 @@ class Recorder:
     # ``together(model, recorder, is_due, prove)`` runs the proof if it is due, at the end of each forward with gradients.
     # Other processes may have to take part.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
+    # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
+    read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
+    show: Callable[..., None]  # `show_independent`
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
@@ -86,6 +90,7 @@ class Recorder:
     def plan_by(self, planner: Planner) -> None:
         """Uses another planner from now on."""
         self.planner = planner
+        planner.memo = Memo()
         self.record.plan = self.forward.static = planner.static
 
     def attach(self) -> None:
@@ -234,7 +239,7 @@ class Recorder:
             ran.documents.leaks.update(plan.leaks)
             for noted in ran.noted:
                 noted.call.documents = ran.documents
-        is_watched = is_proven or (known is not None and plan.has_doors)
+        is_watched = (is_proven and not LAWS) or (known is not None and plan.has_doors)
         if is_watched and samples:
             watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
         if plan.checkpoints and samples:
@@ -268,6 +273,8 @@ class Recorder:
         """Runs the proof of a forward if it is due, or if the forward has something that the plan doesn't know.
 
         Returns N, whether the proof ran, and what was read from the graph."""
+        if LAWS and known is not None and self.prove is not None:
+            return self._read(model, known, ran)
         plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
         off: OffGraph | None = None  # it holds the forward, so the forward doesn't hold it: tensors in a cycle stay alive
         if known is not None:
@@ -319,6 +326,28 @@ class Recorder:
         if known is not None and plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
         return samples, is_proven, off
+
+    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
+        """The same, by laws."""
+        plan, pending = known.plan, known.plan.pending
+        samples, off = self.read_forward(self, known, ran)
+        self.forward.samples = samples
+        if plan.mixed_outputs:
+            self.backward.watch_outputs(ran.outputs)
+
+        def is_due() -> bool:
+            return self.planner.independent and (pending or not self.is_shown(self, ran, plan, samples))
+
+        def show() -> None:
+            if samples is not None and known.batch is not None:
+                with without_collection():
+                    self.show(self, model, known.aside, known.batch, ran, plan, samples)
+
+        if not self.is_aside:
+            self.together(model, self, is_due, show)
+        elif is_due():
+            show()
+        return samples, True, off
 
     def place(self, ran: Ran, plan: Plan, samples: int | None) -> tuple[bool, OffGraph | None]:
         """Sets where each call's samples are.

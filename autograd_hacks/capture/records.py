@@ -61,6 +61,7 @@ class Pass:
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)
     brought: set[str] = field(default_factory=set)
+    beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad

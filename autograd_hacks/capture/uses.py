@@ -85,6 +85,7 @@ class Use(ABC):
     precision: torch.dtype | None = None  # autocast's dtype
     plan: Plan | None = field(default=None, repr=False)  # of the forward
     documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
+    why_refused: str = ""  # why its parameters have no rows in this forward
 
     @property
     @abstractmethod

@@ -48,11 +48,14 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
             for digit in range(max(1, (samples - 1).bit_length()))
             for half in (0, 1)
         ]
-        whole = _ask(node, [None if own is None else torch.where(own[1] >= 0, own[0], 0) for own in given])
+        whole, more = (
+            _ask(node, [None if own is None else torch.where(own[1] >= 0, times * own[0], 0) for own in given])
+            for times in (1, 4)
+        )
     found: list[Label] = []
     for place, (ahead, _) in enumerate(node.next_functions):
         of_place = [own[place] for own in passes]
-        if ahead is None or not _adds_up(whole[place], of_place[:2]):
+        if ahead is None or not (_adds_up(whole[place], of_place[:2]) and _adds_up(more[place], [whole[place]] * 4)):
             found.append(None if ahead is None else MIXED)
         else:
             found.append(_owners(of_place, samples, dict(zip((tuple(like.shape) for like in metadata), outs))))
@@ -62,7 +65,8 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
     """Whether what the node makes of the batch's gradients is what it makes of the samples', or depends on all of them.
 
-    A Function may divide by a norm over the batch, which no zero shows."""
+    A Function may divide by a norm over the batch, which no zero shows.  It may divide by a sample's own norm: then rows
+    depend on how the losses are added up."""
     if whole is None:
         return all(x is None for x in parts)
     most = whole.abs().nan_to_num(0, 0, 0).max() if whole.numel() else 0

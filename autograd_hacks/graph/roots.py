@@ -74,7 +74,7 @@ def rooted(
     for labels in product(*(candidates(shape, samples, first) for shape in shapes)):
         roots = dict(enumerate(labels))
         walk = walked(trace, roots, samples, memory)
-        verdict = _fits(trace, walk, given, samples)
+        verdict = fits(trace, walk, given, samples)
         if verdict:
             return roots, walk
         if verdict is None and likeliest is None:
@@ -82,7 +82,7 @@ def rooted(
     return likeliest
 
 
-def _fits(trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], samples: int) -> bool | None:
+def fits(trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], samples: int) -> bool | None:
     """Whether labels agree with the arguments' samples where these meet parameters; None if none of them is seen there."""
     seen = None
     for use in walk.uses:

@@ -114,6 +114,7 @@ class Walk:
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
+    own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     """
 
@@ -125,6 +126,7 @@ class Walk:
     asked: list[Asked] = field(default_factory=list)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
 
@@ -160,7 +162,7 @@ def _walked(
     if samples == 0:
         return walk
     order = trace.order()
-    own = _own(trace, order, memory, walk)
+    own = walk.own = _own(trace, order, memory, walk)
     lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
     meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
@@ -187,7 +189,7 @@ def _walked(
         for label in outs:
             if type(label) is Several:
                 has_owners = False
-        if own[k] and not has_owners:
+        if own[k] and (samples == 1 or not has_owners):
             continue
         ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
@@ -234,7 +236,7 @@ def _walked(
                 if type(label) is Several or (type(now) is Several and type(before) is not Several):
                     lost.append(_Edge(k, place, label, why))
     for j, met in meetings.items():
-        if kinds[j] is LEAF or any(isinstance(label, Several) for label in labels[j]):
+        if kinds[j] is LEAF or samples == 1 or any(isinstance(label, Several) for label in labels[j]):
             walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
     if lost:
         _decide(trace, order, own, owned, lost, memory, walk)

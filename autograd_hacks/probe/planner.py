@@ -54,6 +54,7 @@ class Planner:
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
         self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
         self.plans: dict[tuple[object, tuple[int | float, ...]], Plan] = {}
+        self.memo: Any = None  # of the laws' walks; set by `plan_by`
         self._is_whole = False  # whether lazy layers have their parameters
 
     def doubt(self) -> None:

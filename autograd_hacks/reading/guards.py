@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.forward import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
@@ -220,7 +221,11 @@ def check_shown(use: Use) -> None:
 
 
 def check_seen(use: Use, grads: OutputGrads) -> None:
-    """Raises if the tensors that the hooks saw are not the ones that the layer used."""
+    """Raises if a use has no rows, or if the tensors that the hooks saw are not the ones that the layer used."""
+    if use.why_refused:
+        if use.why_refused == INSIDE_PASS:
+            raise UnseenGradient(f"{use.place}: {INSIDE_PASS}")
+        raise SamplesMixed(use.why_refused)
     if not use.is_first:
         raise UnseenGradient(
             f"{use.place}: another forward hook runs before the library's and may have changed the output. Register it "

@@ -53,7 +53,7 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
     plan = known.plan
     best: tuple[Found, Passes] | None = None
     # First try what an earlier batch has shown: a batch of zeros or NaN doesn't contradict it.
-    for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not _is_known(plan, own)):
+    for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not is_known(plan, own)):
         is_same = best is not None and best[0].hypothesis.axis == hypothesis.axis
         if best is not None and not best[0].mixed and (is_same or hypothesis.samples == 1):
             continue
@@ -81,7 +81,7 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
     return found.hypothesis.samples
 
 
-def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
+def is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
     """Whether samples are where an earlier proof found them."""
     places = [
         (plan.outputs[slot], at)
@@ -292,7 +292,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
     plan.largest, plan.unsure = max(plan.largest, hypothesis.samples), found.unsure
     plan.mixed_outputs = tuple(mixed_outputs)
-    plan.mixing = why_mixed(ran, found, mixed_outputs) if found.mixed or mixed_outputs else ""
+    plan.mixing = why_mixed(ran, found.mixed, mixed_outputs) if found.mixed or mixed_outputs else ""
     plan.refused = dict.fromkeys(found.mixed, plan.mixing)
     for noted in ran.noted:
         (place,) = kept_where_open([found.calls[noted.call]], [plan.place_of(noted.call.path, noted.number)])
@@ -382,14 +382,14 @@ def check_losses_inside(
             )
 
 
-def why_mixed(ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> str:
+def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) -> str:
     """How samples mix, as text for messages."""
     for noted in ran.noted:
         rule = rule_for(noted.call.layer)
         if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
             return f"{noted.call.place} {why}"
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
-    name, node = next(iter(found.mixed.items()), ("a parameter", "its node"))
+    name, node = next(iter(mixed.items()), ("a parameter", "its node"))
     return (
         f"{MIXING}: the gradient at one sample's entries of output number {slots} of the model reaches other samples at "
         f"{node}, before {name}. This holds for every axis that was tried as the batch. If the batch is not axis 0 of the "

@@ -14,10 +14,11 @@ from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Segments
 from autograd_hacks.probe.tape import Tape
+from autograd_hacks.reading.by_laws import read_forward
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
-from autograd_hacks.reading.independence import is_shown
+from autograd_hacks.reading.independence import is_shown, show_independent
 from autograd_hacks.reading.proof import prove
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import names_matching
@@ -54,6 +55,7 @@ def add_hooks(
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.is_shown = look_inside, is_shown
+    recorder.read_forward, recorder.show = read_forward, show_independent
     recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
