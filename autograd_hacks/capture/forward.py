@@ -204,8 +204,8 @@ class Forward:
         """Records a call that repeats a known one, in a third of the time.  Returns False if it doesn't."""
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
-        steady = None if LAWS else plan.steady.get(key)
-        if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
+        steady = plan.steady.get(key)
+        if steady is None or (LAWS and steady.place.kind != AXES) or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
             return False
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
             return False
