@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.forward import INSIDE_PASS, Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import packed_into
@@ -34,7 +34,7 @@ from autograd_hacks.reading.inner_losses import sums_samples
 from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
 from autograd_hacks.reading.proof import batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
 from autograd_hacks.rules.table import axes_for, rule_for
-from autograd_hacks.support.graph import Taker, Value, is_users
+from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 
 LEAKING = "documents mix"
@@ -76,8 +76,7 @@ class Reader:
     ) -> None:
         self.ran, self.samples, self.batch = ran, samples, batch
         roots = list(dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)]))
-        own = {id(p) for p in ran.parameters.values()}
-        self.trace = Trace(roots, own, ran.ends)
+        self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: self._label(roots[n], at) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
         asks = any(kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes))
@@ -87,6 +86,9 @@ class Reader:
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
         self.number = self.trace.number
+        names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
+        ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
+        ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
         self.given = {_address(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at)}
         self.key = self._key()
 
@@ -503,4 +505,6 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
+    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
+        plan.mixing = INSIDE_PASS
     plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
