@@ -156,7 +156,7 @@ class Recorder:
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called as a forward begins, of the model or of a part that is called by itself."""
-        if self.forward.running is not None and path:
+        if path and (self.forward.running is not None or (LAWS and current_task() != NO_TASK)):
             return
         self.forward.running = None
         self._forget()

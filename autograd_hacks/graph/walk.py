@@ -12,7 +12,7 @@ memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import SUM, Label, Several, joined, linked
+from autograd_hacks.graph.label import SUM, Label, One, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -152,7 +152,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     walk = _walked(trace, roots, samples, memory, settled, exact=False)
     if walk.mixes:
         again = _walked(trace, roots, samples, memory, settled, exact=True)
-        if not again.mixes and not again.deferred:
+        if not again.mixes:
             return again
     return walk
 
@@ -197,7 +197,12 @@ def _walked(
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if (
+            if _are_empty(outs, shapes[k]):
+                answer = [
+                    None if edge is None else SUM if own[edge[0]] else One(0) if 0 in (sizes or ()) else None
+                    for edge, sizes in zip(ahead, ins)
+                ]
+            elif (
                 not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
             ):  # the most common case
                 of, answer = shapes[k][0] or (), list[Label]()
@@ -243,6 +248,14 @@ def _walked(
     if lost:
         _decide(trace, order, own, owned, lost, memory, walk)
     return walk
+
+
+def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
+    """Whether no gradient has an entry."""
+    for label, shape in zip(outs, shapes):
+        if label is not None and 0 not in (shape or ()):
+            return False
+    return True
 
 
 def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:

@@ -26,13 +26,15 @@ from autograd_hacks.graph.roots import fits, frontier
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.probe.documents import Documents
+from autograd_hacks.probe.meetings import Keys
 from autograd_hacks.probe.owners import Weights
 from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import Known
 from autograd_hacks.reading.independence import show_independent
+from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.inner_losses import sums_samples
 from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
-from autograd_hacks.reading.proof import batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
+from autograd_hacks.reading.proof import Behind, batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
 from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
@@ -124,7 +126,7 @@ class Reader:
             given = call.args[0] if call.args else None
             whole = None if not isinstance(given, Tensor) else self.given.get(_address(given))
             at = None if whole is None else (whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset())
-            key += (call.path, self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
+            key += (call.path, id(rule), self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
         return tuple(key)
 
     def known(self) -> Read | None:
@@ -203,12 +205,14 @@ class Reader:
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
             return Place(NOT_OF_BATCH)
+        rule = rule_for(layer)
         if not labels:
-            return Place(AXES, usual, is_decided=False, is_unseen=samples > 1)
-        rule, layouts, packed = rule_for(layer), list(usual), packed_into(call)
+            is_loss = rule is not None and rule.by_input  # the walk begins inside
+            return Place(AXES, usual, is_decided=False, is_unseen=samples > 1 and not is_loss)
+        layouts, packed = list(usual), packed_into(call)
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return Place(NOT_OF_BATCH)
-        if samples == 1:
+        if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
             return Place(AXES, tuple(layouts))
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
@@ -232,8 +236,8 @@ class Reader:
 
     def _place_of_node(self, k: int, found: Read) -> Place:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
-        if samples == 1:
-            return Place(AXES, tuple([likeliest(shape, 1, range(len(shape))) for shape in shapes]))
+        if samples == 1 or any(0 in shape for shape in shapes):
+            return Place(AXES, tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
@@ -401,12 +405,13 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     mixed_outputs += _losses_that_mix(recorder, ran, best)
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
-    _fill(plan, ran, best, found, mixed_outputs)
+    _fill(plan, ran, best, found, mixed_outputs, off.keys)
     plan.hypothesis = None if plan.mixing else best.hypothesis
     plan.read_as = None
     if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
         reader.walk.read_as[reader.key] = plan.read_as = found
     reader.follow(found, off)
+    plan.disproven = check_rules(ran, found.places, best.hypothesis.samples) if not plan.mixing else {}
     for slot, x in enumerate(ran.outputs):
         if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
             plan.read_as = None
@@ -489,7 +494,7 @@ def _losses_that_mix(recorder: Recorder, ran: Ran, chosen: Chosen) -> list[int]:
     return found
 
 
-def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int]) -> None:
+def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int], keys: Keys) -> None:
     """Keeps what messages and the next forward's hypotheses need."""
     hypothesis, reader = chosen.hypothesis, chosen.reader
     outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
@@ -507,4 +512,14 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
     plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         plan.mixing = INSIDE_PASS
+    behind = Behind(ran) if found.uses else None
+    for k, (values, _) in found.uses.items() if behind is not None else ():
+        node = reader.trace.nodes[k]
+        for name in {name for j, _, _ in values for name in keys.below(reader.trace.nodes[j])}:
+            known = plan.nodes.setdefault(name, [])
+            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
+    plan.names = frozenset(plan.nodes)
+    plan.by_rule |= {
+        edge.name for noted, place in zip(ran.noted, found.places) if place.kind != NOT_OF_BATCH for edge in noted.call.edges.values()
+    }
     plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold

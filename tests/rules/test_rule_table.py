@@ -121,8 +121,6 @@ def test_a_rule_registered_between_steps_holds_from_then_on(model: nn.Sequential
     assert_close(model[0].bias.grad1, before)
     assert model[0] in asked
     monkeypatch.setitem(RULES, nn.Linear, Rule(lambda layer, call: {n: scale(f, 2) for n, f in linear(layer, call).items()}))
-    for _ in range(14):  # proofs are made again in forward 16
-        model.zero_grad()
-        step(model, *batch())
+    step(model, *batch())
     with pytest.raises(VerificationFailed, match=r"the rows of 0\.weight don't add up .* Its rule is wrong"):
         autograd_hacks.compute_grad1(model)
