@@ -226,7 +226,7 @@ def ran_behind(recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Nod
     """A computation outside of a model's forward.  ends: nodes at which it begins"""
     ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
     leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
-    ran.parameters = {record.name_of(p): p for p in leaves}
+    ran.parameters = record.asked({record.name_of(p): p for p in leaves})
     return ran
 
 
