@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
@@ -224,7 +224,7 @@ class Forward:
         made_of = _NONE if args[0].grad_fn is None else frozenset([args[0].grad_fn])
         hook = AtOutput(call, graph, backward.receive, 0, output, (args, {}), made_of)
         node: Any = output.grad_fn if output._base is None else output._base.grad_fn
-        node.register_prehook(hook)
+        put_on(node, hook)
         self.noted.append(Noted(call, key[1], [(node, hook)], made_of, steady.place))
         return True
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import AtNode, Receive
+from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
@@ -251,7 +251,7 @@ class OffGraph:
             graph = GraphAlive()
             use.graph = weakref.ref(graph)
             hook = AtNode(use, graph, receive)
-            node.register_prehook(hook)
+            put_on(node, hook)
             self.hooks.append((node, hook))
 
     @property

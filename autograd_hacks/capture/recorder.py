@@ -257,8 +257,7 @@ class Recorder:
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):
-                own = weakref.ref(self), self.record.forwards, is_proven and ran.documents is None
-                mark_returned(x, Returned(x.output_nr, layout, count, plan, *own))
+                mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
 

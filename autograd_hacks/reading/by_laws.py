@@ -36,14 +36,14 @@ from autograd_hacks.reading.inner_losses import sums_samples
 from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
 from autograd_hacks.reading.proof import Behind, batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
 from autograd_hacks.rules.table import axes_for, rule_for
-from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users
+from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 
 LEAKING = "documents mix"
 """The beginning of messages that say so."""
 
-Where = Layout | Tensor
-"""Where samples are in a value: a layout, or the sample of each entry on axis 0."""
+Where = Layout | Tensor | Label
+"""Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
 
 
 @dataclass
@@ -74,17 +74,19 @@ class Reader:
     """
 
     def __init__(
-        self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]], memo: Memo
-    ) -> None:
+        self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]] = (),
+        memo: Memo | None = None,
+    ) -> None:  # fmt: skip
         self.ran, self.samples, self.batch = ran, samples, batch
         roots = list(dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)]))
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
-        labels = {n: self._label(roots[n], at) for n, at in enumerate(places.values())}
+        labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
         asks = any(kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes))
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():
-            self.walk = memo.walk(self.trace, labels, samples, memory)
+            walk = walked if memo is None else memo.walk
+            self.walk = walk(self.trace, labels, samples, memory)
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
         self.number = self.trace.number
@@ -103,16 +105,6 @@ class Reader:
     def shape_of_root(self, number: int) -> Sequence[int]:
         k, at = self.trace.roots[number]
         return self.trace.shapes[k][at] or ()
-
-    def _label(self, root: Value, at: Where) -> Label:
-        shape: Any = root.node.variable.shape if hasattr(root.node, "variable") else root.node._input_metadata[root.number].shape
-        if self.samples == 1:
-            return One(0)
-        if isinstance(at, Tensor):
-            return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
-        size = shape[at.axis] // self.samples
-        outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
-        return At(at.axis, outer, inner)
 
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
@@ -279,8 +271,28 @@ def _has_order(x: Tensor, axis: int) -> bool:
     return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and x.stride(axis) != 0
 
 
+def ran_behind(recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None) -> Ran:
+    """A computation outside of a model's forward.  ends: nodes at which it begins"""
+    ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
+    leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
+    ran.parameters = record.asked({record.name_of(p): p for p in leaves})
+    return ran
+
+
 def _address(x: Tensor) -> int:
     return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
+
+
+def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
+    if samples == 1:
+        return One(0)
+    if isinstance(at, Tensor):
+        return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
+    if not isinstance(at, Layout):
+        return at
+    size = shape[at.axis] // samples
+    outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
+    return At(at.axis, outer, inner)
 
 
 class _Below:

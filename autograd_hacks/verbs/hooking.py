@@ -16,7 +16,7 @@ from autograd_hacks.probe.documents import Segments
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.reading.by_laws import read_forward
 from autograd_hacks.reading.checkpoints import look_inside
-from autograd_hacks.reading.created import follow
+from autograd_hacks.reading.derivatives import follow
 from autograd_hacks.reading.gate import settle
 from autograd_hacks.reading.independence import is_shown, show_independent
 from autograd_hacks.reading.proof import prove
