@@ -23,7 +23,7 @@ from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import Switch, current_task
+from autograd_hacks.support.switch import LAWS, Switch, current_task
 from autograd_hacks.support.trees import version_of
 
 
@@ -303,6 +303,8 @@ class Backward:
         record, running, left = self.record, self.running, self._left
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
+        if LAWS and running is not None and uses and grad is not None and name not in running.beside:
+            running.note_along(name, grad)
         if record.on_arrival is not None:
             self.reached(name, grad)
         is_left, own = left is not None and left[0] == name, False
@@ -321,6 +323,8 @@ class Backward:
                 self._keeps[name], parameter.grad = parameter.grad, None
             if name in running.skipped and name not in running.brought:  # it came around the uses
                 record.unseen[name] = record.forwards
+        if LAWS:
+            return
         if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return
         # The proof showed that nothing comes around the nodes that it saw.  No call was made inside the pass.

@@ -24,7 +24,7 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import current_task
+from autograd_hacks.support.switch import LAWS, current_task
 from autograd_hacks.support.trees import map_tensors
 
 
@@ -123,7 +123,7 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     lowest = behind.lowest if ways else []
     # The gradients that are still to be compared with rows.
     record = backward.record
-    names = {name for name in ways if record.comparing or record.plan.keeps_arrived(name)}
+    names = {name for name in ways if record.comparing or (not LAWS and record.plan.keeps_arrived(name))}
     for node in lowest if record.gathered else ():
         is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
         if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass

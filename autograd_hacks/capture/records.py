@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import parameters_of, version_of
+from autograd_hacks.support.trees import parameters_of, plain, version_of
 
 NO_GRAD = 0, 0
 P = TypeVar("P", bound=Tensor)
@@ -54,6 +56,8 @@ class Pass:
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, until they are compared
+    along: dict[str, list[Tensor]] = field(default_factory=dict)  # what arrived at parameters, along random directions
+    is_certified: bool = False  # whether the rows add up to that
     # By parameter, the calls whose rows were compared with its gradient on arrival, so that the gradient was not kept.
     settled: dict[str, set[Use]] = field(default_factory=dict)
     handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes pass to it: see `side_doors.py`
@@ -67,6 +71,14 @@ class Pass:
     fills_grad: bool = False  # whether some of its gradients are in .grad
     side_door: str = ""  # an unreturned tensor of the model through which the pass got gradient
     mixed_output: bool = False  # whether it went through an output of the model whose samples mix
+
+    def note_along(self, name: str, grad: Tensor) -> None:
+        """Notes a gradient that arrived at a parameter, as a few numbers."""
+        if grad.is_meta or grad.is_nested or is_part(grad):
+            return
+        grad = part_of(plain(grad.detach()))
+        with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
+            self.along.setdefault(name, []).append(along(grad, *directions(name, self.task, grad.shape, grad)))
 
     @property
     def is_hess(self) -> bool:

@@ -25,6 +25,7 @@ from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.parts import undivided
+from autograd_hacks.support.switch import LAWS
 from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
 
 Pull = Callable[[str, Form], Form]
@@ -60,9 +61,10 @@ class OutputGrads:
         return next(grad for grad in self.at if grad is not None)
 
     @property
-    def length(self) -> float:
+    def length(self) -> Tensor:
         """The 2-norm of all gradients together."""
-        return sum(float(grad.abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        lengths = [torch.linalg.vector_norm(grad.abs(), dtype=torch.float64) for grad in self.at if grad is not None]
+        return torch.linalg.vector_norm(torch.stack(lengths))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -252,7 +254,7 @@ class LayerCall(Use, Call):
         """Whether a rule that recomputes the outputs compares them: a GPU is asked while the last proof's sums are."""
         if self.plan is None or self.random_state is not None or looks_free(grads.first):
             return True
-        return any(self.plan.keeps_arrived(edge.name) for edge in self.edges.values())
+        return not LAWS and any(self.plan.keeps_arrived(edge.name) for edge in self.edges.values())
 
     def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
         if name not in forms:

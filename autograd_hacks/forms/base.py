@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 INTERNAL = {
     *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
-    *("merge_key", "merge", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
+    *("merge_key", "merge", "terms", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
 }
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
@@ -237,6 +237,13 @@ class Form(Hinting, Shown, ABC):
         assert total is not None  # there is at least one piece, which is empty for no samples
         return total.view(self.shape)
 
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        """Numbers that add up to Σₙ ⟨gₙ, uₖ vₖᵀ⟩, (M, K): one for each sample, or for each of its positions.
+
+        u: (K, O), of the parameter's first axis    v: (K, I), of the rest
+        """
+        return torch.stack([self.dot(torch.outer(a, b).view(self.shape)) for a, b in zip(u, v)], 1)
+
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with the rows of ``other``, which has M samples of the same shape.
 
@@ -355,6 +362,11 @@ class Dense(Form):
         if total is None and self._is_there:
             return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
         return super().weighted_sum(w, budget, total)
+
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        if v.shape[1] == 1:
+            return (self.matrix() @ u.mT).to(self.sum_dtype) * v.mT
+        return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return row_norms(self.matrix()) if self._is_there else super().norms(budget)

@@ -162,6 +162,9 @@ class Composite(Form):
             total = total + other
         return total, self._join(along for _, along in found)
 
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([part.terms(u, v) for part in self.parts])
+
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
 
@@ -189,6 +192,9 @@ class Scaled(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return type(self)(parts[0], self.factor)
+
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return super().terms(u, v) * self.factor
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
@@ -232,6 +238,9 @@ class Weighted(Scaled):
     def _column(self, rows: Tensor) -> Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
         return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return Form.terms(self, u, v)  # a form's terms needn't be one for each row
 
     def __getitem__(self, index: Index) -> Form:
         return Weighted(self.form[index], self.factor[index])

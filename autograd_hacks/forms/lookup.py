@@ -56,6 +56,11 @@ class Lookup(Paired):
         index, shape = torch.where(inside, self.index - first * each, 0), torch.Size((count, *self.shape[1:]))
         return Lookup(index, self.g.masked_fill(~inside[..., None], 0), count * each, shape)
 
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        if u.shape[1] != self.entries:
+            return super().terms(u, v)
+        return ((self.g @ v.mT).to(self.sum_dtype) * u[:, self.index].movedim(0, -1)).flatten(0, 1)
+
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
@@ -173,6 +178,9 @@ class Bags(Factored):
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         return self._of_table(v)
+
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return (self.g @ v.mT).to(self.sum_dtype) * self._of_table(u.mT)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total

@@ -96,6 +96,9 @@ class Placed(Composite):
         v = v.reshape(self.shape)
         return self._join(form.dot(v[start:stop], budget) for (start, stop), form in self.entries.items())
 
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([form.terms(u[:, start:stop], v) for (start, stop), form in self.entries.items()])
+
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         leads_back = w.requires_grad or any(x.requires_grad for leaf in self.leaves() for x in leaf.held)

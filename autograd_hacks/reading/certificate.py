@@ -12,12 +12,17 @@ from torch import Tensor
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Dense, Form, magnitudes
+from autograd_hacks.forms import Chained, Dense, Form, add, magnitudes
+from autograd_hacks.forms.directions import directions
+from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
 """How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
+
+UNITS, COARSE = 84, 2.56
+"""The same along a direction, in units of the root of the sum of the terms' squares: 1e-5 in float32; 2e-2 in bfloat16."""
 
 PRODUCTS = 4
 """How far two sums of products may differ, in units to which the factors are rounded.  Each factor is off by one at most."""
@@ -28,6 +33,74 @@ _IN_STEPS = 20
 _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers for whose biases torch adds up the gradients of K positions one by one on a CPU.  For equal gradients that loses as
 many digits as K has."""
+
+
+Told = tuple[Use, OutputGrads, Form]
+"""A use, the gradients that a pass brought to it, and the rows that follow for a parameter."""
+
+
+class Certificate:
+    """Compares sums of rows with the gradients that arrived at parameters, along a few random directions.
+
+    Gradient that no use explains differs; rows of other samples don't.  The numbers of all parameters are read at once.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._names: list[str] = []
+        self._found: list[Tensor] = []  # for each: how far both sums are apart, and what is allowed
+        self._again: list[Callable[[], Tensor] | None] = []  # the same with all that rounding can explain, which takes longer
+
+    @torch.no_grad()
+    def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
+        """Takes the rows of all uses that brought gradient to a parameter in a pass.  name, known: see `check_sum`"""
+        arrived = recorded.along.get(known, ())
+        if not arrived or not told or recorded.is_certified or known in recorded.beside:
+            return
+        form = told[0][2]
+        if not form.samples or not form.shape.numel():
+            return
+        unit = tolerance_of(told, arrived[0])
+        if unit is None:
+            return
+        u, v = directions(known, recorded.task, form.shape, form.like)
+        terms = [own.terms(u, v) for _, _, own in told]
+        own = terms[0] if len(terms) == 1 else torch.cat(terms)
+        total = arrived[0] if len(arrived) == 1 else torch.stack([*arrived]).sum(0)
+        apart = (own.sum(0) - total[:-1]).abs()
+        length = torch.linalg.vector_norm(own, dim=0) + total[-1].abs()
+
+        def more() -> Tensor:
+            received = received_by(add([form for _, _, form in told]), [(use, grads, 1.0) for use, grads, _ in told])
+            return torch.stack([apart.double(), unit * (length + 2 * received).double()])
+
+        is_late = looks_free(own)
+        self._names.append(name)
+        self._found.append(torch.stack([apart.double(), unit * length.double()]) if is_late else more())
+        self._again.append(more if is_late else None)
+
+    def check(self) -> None:
+        """Raises if rows don't add up."""
+        if not self._found:
+            return
+        found = torch.stack([x.to(self._found[0].device, non_blocking=True) for x in self._found])
+        wrong = (found[:, 0] > found[:, 1]).any(1).tolist()
+        names, again, self._names, self._found, self._again = self._names, self._again, [], [], []
+        for name, is_wrong, more in zip(names, wrong, again):
+            if is_wrong and (more is None or bool(torch.gt(*more()).any())):
+                raise unexplained(name, self._record)
+        for recorded in self._record.passes:
+            recorded.is_certified = recorded.finished
+
+
+def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
+    """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing useful is known."""
+    used = {dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)}
+    unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
+    if unit < 1e-6:
+        return max(UNITS * unit, rounded_by((use for use, _, _ in told), like))
+    is_product = not any(isinstance(leaf, Dense) for _, _, form in told for leaf in form.leaves())
+    return COARSE * unit if is_product else None
 
 
 def check_sum(name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None) -> None:
@@ -50,16 +123,21 @@ def check_sum(name: str, known: str, form: Form, segment: Segment, record: Recor
         summed.add(known)
         return
     summed.discard(known)  # another micro-batch's rows may have added it
+    raise unexplained(name, record)
+
+
+def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
+    """The error for a parameter whose rows don't add up to its gradient."""
     record.plan.pending = True
     if record.comparing:
-        raise HigherOrderError(
+        return HigherOrderError(
             f"{name}: the rows don't add up to its gradient. A backward pass with create_graph=True made a graph that leads "
             "to this parameter by an unknown way. Possible ways: a layer called before add_hooks; a custom "
             "autograd.Function that takes the weight; rows of a weight computed from others (weight_norm), differentiated "
             "again; or a penalty on the weight, which belongs to no sample. Run the backward pass of that part within "
             "autograd_hacks.pause_hooks()."
         )
-    raise UnseenGradient(
+    return UnseenGradient(
         f"{name}: the rows don't add up to the gradient that arrived. Part of the gradient did not pass through the "
         "hooked layers, for example a penalty on the weight or a use of the weight outside its own layer; or the layer's "
         "rule is wrong. A penalty belongs to no sample: run its backward pass separately, within "
@@ -114,7 +192,7 @@ def _products_of(use: Use) -> str:
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 
-def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> float:
+def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> Tensor | float:
     """A length that scales the allowed rounding error of a sum over positions: the length of its terms.
 
     It is larger for two kinds of layers.  For `_ADD_IN_TURN`, errors of K / 12 units were seen.  A norm layer may subtract a
@@ -122,7 +200,7 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
 
     found: the parameter's calls, the gradients that each got, and their factors
     """
-    length = 0.0
+    length: Tensor | float = 0.0
     for call, grads, scale in found:
         # Terms too small for the dtype lose their digits.
         lost = scale * torch.finfo(grads.first.dtype).tiny * grads.first.numel() ** 0.5
@@ -135,16 +213,16 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
             length += 10 * scale * grads.length  # in bfloat16, sums of hundreds were off by 40 % of that
         if isinstance(call.layer, nn.Embedding) and torch.finfo(grads.first.dtype).eps > 1e-4 and grads.first.numel():
             # torch adds one token's gradients one by one; in half precision later ones lose their digits.
-            times = int(call.argument(0, "input").flatten().bincount().max())
-            length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * float(grads.first.abs().max())
+            times = torch.bincount(call.argument(0, "input").flatten(), minlength=call.layer.num_embeddings).max().double()
+            length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * grads.first.abs().max()
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
         inputs = [x for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
-        largest = max([1.0, *(float(x.abs().max()) for x in inputs if x.numel())])
-        length += lost * largest
+        for x in inputs:
+            length += lost * (x.abs().max().clamp(min=1).double() if x.numel() else 1)
     return length
 
 
-def _centred(call: LayerCall) -> float:
+def _centred(call: LayerCall) -> Tensor | float:
     """How many times longer a norm layer's input is than the normalised input; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
     if not isinstance(x, Tensor) or not x.numel():
@@ -158,7 +236,7 @@ def _centred(call: LayerCall) -> float:
     else:
         return 1.0
     variance, mean = torch.var_mean(groups.double(), 1, correction=0)
-    return 1 + float((mean.square() / (variance + layer.eps)).mean().sqrt())
+    return 1 + (mean.square() / (variance + layer.eps)).mean().sqrt()
 
 
 def agree(
@@ -166,7 +244,7 @@ def agree(
     w: Tensor,
     expected: Tensor,
     used: Iterable[torch.dtype | None],
-    received: Callable[[], float],
+    received: Callable[[], Tensor | float],
     rounded: float = 0.0,
 ) -> bool:
     """Whether Σₙ wₙ gₙ equals autograd's result, except for rounding.
@@ -198,7 +276,7 @@ def agree(
         return True
     is_coarse = max(torch.finfo(dtype).eps for dtype in dtypes) > 1e-4
     is_summed = is_coarse or any(isinstance(leaf, Chained | Dense) for leaf in form.leaves())
-    if is_summed and difference.max() <= tolerance * received():
+    if is_summed and bool(difference.max() <= tolerance * received()):
         return True
     terms = magnitudes(form).weighted_sum(w.abs()).to(difference.dtype).where(finite, 0).nan_to_num(0, 0, 0)
     return bool((difference <= tolerance * (terms + terms.max() / 8)).all())

@@ -15,7 +15,7 @@ from autograd_hacks.capture.uses import LayerCall, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
-from autograd_hacks.reading.certificate import adds_up, check_sum
+from autograd_hacks.reading.certificate import Certificate, adds_up, check_sum
 from autograd_hacks.reading.guards import (
     check_documents,
     check_hooked,
@@ -26,6 +26,7 @@ from autograd_hacks.reading.guards import (
 )
 from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
+from autograd_hacks.support.switch import LAWS
 
 
 def read(
@@ -68,8 +69,12 @@ def _read(
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in segments]
+        certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
+            for name, parameter in trainable.items() if LAWS else ():
+                gate.certify(certificate, name, record.name_of(parameter))
+        certificate.check()
         return dict(_forms_of(gates, trainable, record, loss_type, scaling))
 
 
@@ -106,6 +111,7 @@ class Gate:
         # One table for each pass, {parameter: {call: form}}, of the calls asked so far.
         self._terms: list[dict[str, dict[Use, Form]]] = [{} for _ in segment.passes]
         self._asked: set[Use] = set()
+        self._read: list[dict[str, list[Told]]] = [{} for _ in segment.passes]  # the same, until it is compared
 
     def read_all(self) -> None:
         """Asks every call for its forms, in the order of the forward, and checks that their numbers of samples agree."""
@@ -123,6 +129,13 @@ class Gate:
             own = scale(form, count) if self._is_mean[number] else form  # a mean loss was divided by N
             found = terms.setdefault(call.edges[local].name, {})
             found[call] = add([found[call], own]) if call in found else own
+            if LAWS:
+                self._read[number].setdefault(call.edges[local].name, []).append((call, grads, form))
+
+    def certify(self, certificate: Certificate, name: str, known: str) -> None:
+        """Takes what was read of a parameter since the last call into a certificate.  name, known: see `check_sum`"""
+        for recorded, read in zip(self.segment.passes, self._read):
+            certificate.add(name, known, recorded, read.pop(known, ()))
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None if no call leads to it.

@@ -23,8 +23,9 @@ from autograd_hacks.errors import (
     NotReduced,
 )
 from autograd_hacks.forms import Form, scale
+from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import TOKENS
-from autograd_hacks.reading.certificate import check_sum
+from autograd_hacks.reading.certificate import Certificate, check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
 from autograd_hacks.reading.scale import check_no_tokens
@@ -32,6 +33,7 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.switch import LAWS
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
 from autograd_hacks.verbs.matrix import along_own, check_map, joint_norms, random_map
@@ -197,6 +199,7 @@ class _Stream:
         self._unwritten = set(self._parameters)  # parameters without rows yet
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None
+        self._certificate = Certificate(record)
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and the call that it came from
         self._sums: dict[str, Tensor] = {}  # the new ``.grad``
@@ -235,7 +238,11 @@ class _Stream:
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)
             if form is not None and name in self.names:
-                if grad is not None and (self.record.comparing or self.record.plan.keeps_arrived(name)):
+                if LAWS:
+                    self._gate.certify(self._certificate, self.names[name], name)
+                    if looks_free(form.like):  # else the host would have to wait
+                        self._certificate.check()
+                elif grad is not None and (self.record.comparing or self.record.plan.keeps_arrived(name)):
                     current.arrived = {name: grad.detach()}
                     check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type)
                     current.arrived = {}
@@ -310,6 +317,7 @@ class _Stream:
 
     def end(self) -> dict[str, Tensor]:
         """The results.  Raises if the pass is not complete."""
+        self._certificate.check()
         check_known(self.model, self.record)
         readable_segments(dict(self._parameters), self.record)
         self.record.plan.unread = False
