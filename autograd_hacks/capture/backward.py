@@ -23,7 +23,7 @@ from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import LAWS, Switch, current_task
+from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import version_of
 
 
@@ -41,9 +41,7 @@ class Inner:
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    # Set by `verbs/hooking.py`.  settle: whether the rows add up to the gradient that arrived at a parameter, which then
-    # need not be kept.  created: called when a pass that makes a graph arrives at a node.
-    settle: Callable[[Record, Pass, str, Tensor], bool]
+    # Set by `verbs/hooking.py`: called when a pass that makes a graph arrives at a node.
     created: Callable[[Use, Node, AtOutput | None], None]
 
     def __init__(self, record: Record, reduction: Reduction) -> None:
@@ -76,7 +74,6 @@ class Backward:
         """A context for other passes, which leaves this object unchanged."""
         with kept(self):
             self.running, self._left, self.called, self.inner = None, None, set(), None
-            self.settle = lambda *_: True  # the caller compares
             yield
 
     @contextmanager
@@ -136,16 +133,12 @@ class Backward:
             self.running = Pass(task, losses, forwards_before=self.unanswered)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
-            if losses is not None and self.running.is_hess:
-                self.running.arrived = losses.arrived.setdefault(self.record, {})
             self.record.superseded, self.record.superseded_unseen = [], {}
             call_at_end(partial(self._finish, self.running))
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, self.record.reader = True, None
-        # Other passes of backprop_hess, or of `accumulate`, follow.
-        self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
+        ended.finished = True
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -303,7 +296,7 @@ class Backward:
         record, running, left = self.record, self.running, self._left
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        if LAWS and running is not None and uses and grad is not None and name not in running.beside:
+        if running is not None and uses and grad is not None and name not in running.beside:
             running.note_along(name, grad)
         if record.on_arrival is not None:
             self.reached(name, grad)
@@ -323,19 +316,6 @@ class Backward:
                 self._keeps[name], parameter.grad = parameter.grad, None
             if name in running.skipped and name not in running.brought:  # it came around the uses
                 record.unseen[name] = record.forwards
-        if LAWS:
-            return
-        if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
-            return
-        # The proof showed that nothing comes around the nodes that it saw.  No call was made inside the pass.
-        is_shown = self.inner is None and name in record.plan.shown and all(use.recomputed_in is None for use in uses)
-        if name in running.beside or (is_shown and _is_same(grad, running.handed.pop(name, None))):
-            running.settled.setdefault(name, set()).update(uses)
-            return
-        is_part = self.inner is not None and record.comparing  # of the pass's gradient: see `capture/lean.py`
-        if is_part or not self.settle(record, running, name, grad):
-            so_far = running.arrived.get(name)
-            running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
     def put_back(self, parameter: Tensor) -> None:
         """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
@@ -364,10 +344,6 @@ class Backward:
         if inner is not None:
             running.taken.add(name)
         record.on_arrival(running, name, grad)
-
-
-def _is_same(grad: Tensor, other: Tensor | None) -> bool:
-    return other is not None and grad.layout == torch.strided and torch.equal(grad, other)
 
 
 def may_skip(parameter: Tensor) -> bool:

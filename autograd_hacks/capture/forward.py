@@ -13,13 +13,13 @@ from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, no
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
-from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
+from autograd_hacks.probe.plan import AXES, Place, Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
-from autograd_hacks.support.switch import LAWS, NO_TASK, Switch, current_task
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
@@ -161,7 +161,7 @@ class Forward:
             return output
         edges = self._edges(path, owned)
         place = self.record.plan.place_of(path, number)
-        if not edges or any(x.is_nested for x in outputs) or (not LAWS and place is not None and place.kind == NOT_OF_BATCH):
+        if not edges or any(x.is_nested for x in outputs):
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
@@ -193,7 +193,7 @@ class Forward:
             is_first=is_first,
             plan=self.record.plan,
         )
-        if LAWS and self.running is None and current_task() != NO_TASK and self.record.plan is not self.static:
+        if self.running is None and current_task() != NO_TASK and self.record.plan is not self.static:
             call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, self.backward.receive, rule.recomputes, live, made_of)
         if self.running is not None:
@@ -205,7 +205,7 @@ class Forward:
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
         steady = plan.steady.get(key)
-        if steady is None or (LAWS and steady.place.kind != AXES) or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
+        if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
             return False
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
             return False

@@ -24,7 +24,19 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 INTERNAL = {
     *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
-    *("merge_key", "merge", "terms", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
+    *(
+        "merge_key",
+        "merge",
+        "terms",
+        "new_sums",
+        "blocks",
+        "sum_and_dot",
+        "varies",
+        "smallest",
+        "tangent",
+        "varied",
+        "side_by_side",
+    ),
 }
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 

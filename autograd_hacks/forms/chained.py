@@ -92,7 +92,9 @@ class Chained(Form):
         size = torch.linalg.vector_norm(self.form.terms(*waves)[:, 0]) + torch.linalg.vector_norm(values)
         noise = torch.outer(waves[0][0], waves[1][0]).to(values.dtype).view(values.shape)
         noise = self.pull(noise * (size / torch.linalg.vector_norm(noise)), False)
-        total = (u.to(self.sum_dtype) @ self.pull(values, False).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype) * v).sum(1)
+        total = (u.to(self.sum_dtype) @ self.pull(values, False).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype) * v).sum(
+            1
+        )
         spread = torch.linalg.vector_norm(noise).to(total.dtype)
         return torch.stack([total - spread, spread.expand_as(total)])
 

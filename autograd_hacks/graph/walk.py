@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
@@ -25,6 +24,7 @@ from autograd_hacks.graph.label import SUM, Label, One, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
+from autograd_hacks.support.parts import memory_of
 
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
 
@@ -85,20 +85,16 @@ class Memory:
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
         """What a node's own operands are, besides the values that other nodes made."""
         operands = list(operands_of(node))
-        places = [_address(x) for x in operands if x.ndim]  # numbers aren't of the batch
+        places = [memory_of(x) for x in operands if x.ndim]  # numbers aren't of the batch
         if any(own in self.given for own in places):
             return BATCH
         is_bare = sum(edge is None for edge in edges) > len(operands)
         return OPEN if is_bare or any(own not in self.known for own in places) else OWN
 
 
-def _address(x: Tensor) -> int:
-    return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
-
-
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """The memory of tensors, of which some may share one."""
-    return {_address(x) for x in tensors}
+    return {memory_of(x) for x in tensors}
 
 
 @dataclass

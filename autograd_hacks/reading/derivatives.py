@@ -20,7 +20,7 @@ from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
 from autograd_hacks.graph.trace import END, LEAF
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.reading.by_laws import Reader, label_of, ran_behind
+from autograd_hacks.reading.reader import Reader, label_of, ran_behind
 from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.internals import current_node
 from autograd_hacks.support.layout import Layout, samples_of_rows

@@ -94,11 +94,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
             raise _refusal(record.plan.mixing or record.plan.untold)
-        if recorded.side_door:
-            raise UnseenGradient(
-                f"the loss reads {recorded.side_door}, which the model does not return, so its samples are unknown. Return "
-                "it from forward together with the other outputs."
-            )
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
         if wrong:
             for call, grads in recorded.received.items():
@@ -138,7 +133,6 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
-    record.plan.pending = True  # the next forward of this kind may show the way
     if not record.forwards:
         raise UnseenGradient(
             f"{', '.join(past)}: got gradient through a forward without hooks: it ran before add_hooks(model), or while "

@@ -9,7 +9,7 @@ from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import Owned, entries
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.reading.by_laws import Reader, label_of, ran_behind
+from autograd_hacks.reading.reader import Reader, label_of, ran_behind
 from autograd_hacks.support.graph import Value, inputs_of
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import Switch
