@@ -190,6 +190,7 @@ def _walked(
         if own[k] and (samples == 1 or not has_owners):
             continue
         ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
+        answer: list[Label]
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
@@ -201,7 +202,7 @@ def _walked(
             elif (
                 not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
             ):  # the most common case
-                of, answer = shapes[k][0] or (), list[Label]()
+                of, answer = shapes[k][0] or (), []
                 for sizes in ins:
                     if sizes is None or sizes == of:
                         answer.append(None if sizes is None else first)

@@ -194,12 +194,8 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
     plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         plan.mixing = INSIDE_PASS
-    behind = Behind(ran) if found.uses else None
-    for k, (values, _) in found.uses.items() if behind is not None else ():
-        node = reader.trace.nodes[k]
-        for name in {name for j, _, _ in values for name in off.below(reader.trace.nodes[j])}:
-            known = plan.nodes.setdefault(name, [])
-            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
+    if found.uses:
+        _note_nodes(plan, ran, reader, found, off)
     plan.names = frozenset(plan.nodes)
     plan.by_rule |= {
         edge.name
@@ -208,6 +204,16 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
         for edge in noted.call.edges.values()
     }
     plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
+
+
+def _note_nodes(plan: Plan, ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+    """Keeps which nodes read parameters, for messages."""
+    behind = Behind(ran)
+    for k, (values, _) in found.uses.items():
+        node = reader.trace.nodes[k]
+        for name in {name for j, _, _ in values for name in off.below(reader.trace.nodes[j])}:
+            known = plan.nodes.setdefault(name, [])
+            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
 
 
 class Behind:

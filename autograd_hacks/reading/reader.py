@@ -76,7 +76,7 @@ class Reader:
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
         asks = any(
-            kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes)
+            kind.entry is None and kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes)
         )
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():
@@ -110,13 +110,9 @@ class Reader:
             if rule is None or rule.count is not None or rule.recomputes or len(hooks) != 1:
                 return None
             ((node, hook),) = hooks
-            given = call.args[0] if call.args else None
-            whole = None if not isinstance(given, Tensor) else self.given.get(memory_of(given))
-            at = (
-                None
-                if whole is None
-                else (whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset())
-            )
+            given, at = call.args[0] if call.args else None, None
+            if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
+                at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
             key += (call.path, id(rule), self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
         return tuple(key)
 
@@ -145,8 +141,8 @@ class Reader:
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
-        for noted, place in zip(self.ran.noted, found.places):
-            if place.kind != NOT_OF_BATCH:
+        for noted, where in zip(self.ran.noted, found.places):
+            if where.kind != NOT_OF_BATCH:
                 names = {edge.name for edge in noted.call.edges.values()}
                 own = {self.number[leaf] for leaf, name in leaves.items() if name in names and leaf in self.number}
                 for node in self.ran.inside(noted):
@@ -207,8 +203,9 @@ class Reader:
             return Place(AXES, tuple(layouts))
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
-            shape, owned = known[slot][1], isinstance(label, Owned)
-            assert owned
+            shape = known[slot][1]
+            if not isinstance(label, Owned):
+                continue
             if packed is not None and not slot:  # its rule knows the sample of each row
                 if not _are(label, shape, samples, samples_of_rows(packed)):
                     return Place(NOT_OF_BATCH)
