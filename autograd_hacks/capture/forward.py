@@ -25,12 +25,12 @@ from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors
 _NONE: frozenset[Node] = frozenset()
 
 INSIDE_PASS = (
-    "a backward pass runs this layer again, in a reentrant checkpoint or in a Function's backward, so the samples of its rows "
-    "are unknown. Call checkpoint(..., use_reentrant=False); in transformers "
+    "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
+    "doesn't show where the samples are there. Call checkpoint(..., use_reentrant=False); in transformers "
     "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in its "
-    "backward without modules."
+    "backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
 )
-"""Why layers have no rows that a backward pass runs again."""
+"""Why there are no rows of what a backward pass runs again."""
 
 
 class Noted(NamedTuple):
@@ -193,7 +193,7 @@ class Forward:
             is_first=is_first,
             plan=self.record.plan,
         )
-        if LAWS and self.running is None and current_task() != NO_TASK:
+        if LAWS and self.running is None and current_task() != NO_TASK and self.record.plan is not self.static:
             call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, self.backward.receive, rule.recomputes, live, made_of)
         if self.running is not None:
@@ -204,8 +204,8 @@ class Forward:
         """Records a call that repeats a known one, in a third of the time.  Returns False if it doesn't."""
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
-        steady = None if LAWS else plan.steady.get(key)
-        if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
+        steady = plan.steady.get(key)
+        if steady is None or (LAWS and steady.place.kind != AXES) or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
             return False
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
             return False

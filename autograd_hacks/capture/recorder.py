@@ -225,7 +225,9 @@ class Recorder:
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
-        if known is not None and known.plan is self.planner.static and not ran.is_covered:  # known by now
+        # Known by now.  No graph shows what reentrant checkpoints use.
+        is_read = known is not None and known.plan is self.planner.static and not ran.is_covered
+        if known is not None and is_read and (self.planner.probes or not ran.checkpoints):
             self.planner.is_covered = False
             args, kwargs = ran.arguments
             known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
@@ -329,7 +331,8 @@ class Recorder:
     def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
         """The same, by laws."""
         plan, pending = known.plan, known.plan.pending
-        samples, off = self.read_forward(self, known, ran)
+        run = partial(self.read_forward, self, known, ran)
+        samples, off = run() if current_task() == NO_TASK else outside_passes(run)
         self.forward.samples = samples
         if plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)

@@ -82,16 +82,18 @@ def rooted(
     return likeliest
 
 
-def fits(trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], samples: int) -> bool | None:
-    """Whether labels agree with the arguments' samples where these meet parameters; None if none of them is seen there."""
+def fits(
+    trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], samples: int, nodes: Iterable[int] | None = None
+) -> bool | None:
+    """Whether labels agree with the arguments' samples where these meet parameters; None if none of them is seen there.
+
+    nodes: the nodes to look at; those of all uses by default"""
     seen = None
-    for use in walk.uses:
-        if use.node < 0:
-            continue
-        label, out = walk.labels[use.node][0], trace.shapes[use.node][0] or ()
-        for own in _orders(trace.nodes[use.node], given, samples):
+    for k in (use.node for use in walk.uses if use.node >= 0) if nodes is None else nodes:
+        label, out = walk.labels[k][0], trace.shapes[k][0] or ()
+        for own in _orders(trace.nodes[k], given, samples):
             if isinstance(label, Owned) and samples > 1:
-                if not _agree(trace.kinds[use.node].name, entries(label, out, samples, own.device), own, out):
+                if not _agree(trace.kinds[k].name, entries(label, out, samples, own.device), own, out):
                     return False
                 seen = True
     return seen

@@ -12,7 +12,7 @@ memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -116,6 +116,7 @@ class Walk:
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
+    read_as: what readers made of it, by what they read besides
     """
 
     labels: list[list[Label]]
@@ -129,6 +130,7 @@ class Walk:
     own: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
+    read_as: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class _Edge(NamedTuple):

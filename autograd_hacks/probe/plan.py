@@ -76,6 +76,8 @@ class Plan:
     places_left: frozenset[tuple[bool | int, ...]] = frozenset()
     kinds: frozenset[Hashable] = frozenset()  # the nodes of these proofs: their names and axes
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant checkpoints, in the order of the graph
+    hypothesis: Any = None  # where the samples were in the last forward, if no samples were mixed
+    read_as: Any = None  # what laws said of that forward, if it was kept
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values

@@ -6,24 +6,26 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.forward import INSIDE_PASS, Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import packed_into
-from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
+from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
 from autograd_hacks.graph.trace import LEAF, Trace
-from autograd_hacks.graph.walk import Memory, walked
+from autograd_hacks.graph.walk import Memory, Walk, walked
+from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.owners import Weights
 from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import Known
@@ -32,8 +34,11 @@ from autograd_hacks.reading.inner_losses import sums_samples
 from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
 from autograd_hacks.reading.proof import batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
 from autograd_hacks.rules.table import axes_for, rule_for
-from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
+
+LEAKING = "documents mix"
+"""The beginning of messages that say so."""
 
 Where = Layout | Tensor | Label
 """Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
@@ -72,19 +77,53 @@ class Reader:
     ) -> None:  # fmt: skip
         self.ran, self.samples, self.batch = ran, samples, batch
         roots = list(dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)]))
-        own = {id(p) for p in ran.parameters.values()}
-        self.trace = Trace(roots, own, ran.ends)
+        self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
-        memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
+        self.memory = memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
         asks = any(kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes))
-        with grads_kept(ran) if asks else nullcontext():  # a Function may run a backward pass of its own
-            walk = walked if memo is None else memo.walk
-            self.walk = walk(self.trace, labels, samples, memory)
-            settled = list[int]()
-            while self.walk.deferred:
-                settled += self.walk.deferred
-                self.walk = walked(self.trace, labels, samples, memory, settled)
-        self.number = {node: k for k, node in enumerate(self.trace.nodes)}
+        self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
+        with self._kept():
+            self.walk = (walked if memo is None else memo.walk)(self.trace, labels, samples, memory)
+        if self.walk.deferred:
+            self.walk = self.walked_again(labels, samples, self.walk.deferred)
+        self.number = self.trace.number
+        names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
+        ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
+        ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
+        self.given = {_address(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at)}
+        self.key = self._key()
+
+    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
+        """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
+        with self._kept():
+            walk = walked(self.trace, labels, samples, self.memory, settled)
+        return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+
+    def shape_of_root(self, number: int) -> Sequence[int]:
+        k, at = self.trace.roots[number]
+        return self.trace.shapes[k][at] or ()
+
+    def _key(self) -> Hashable:
+        """What is read of the calls besides the walk; None if it is more than can be compared."""
+        key = list[Hashable]()
+        for noted in self.ran.noted:
+            call, hooks = noted.call, noted.hooks
+            rule = rule_for(call.layer)
+            if rule is None or rule.count is not None or rule.recomputes or len(hooks) != 1:
+                return None
+            ((node, hook),) = hooks
+            given = call.args[0] if call.args else None
+            whole = None if not isinstance(given, Tensor) else self.given.get(_address(given))
+            at = None if whole is None else (whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset())
+            key += (call.path, self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
+        return tuple(key)
+
+    def known(self) -> Read | None:
+        """What was read of an equal forward before."""
+        found = self.walk.read_as.get(self.key) if self.key is not None and self.walk.read_as else None
+        if found is None or fits(self.trace, self.walk, self.given, self.samples, found.uses) is False:
+            return None
+        return found
 
     def read(self) -> Read:
         found = Read()
@@ -222,12 +261,19 @@ class Reader:
         off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
 
 
-def ran_behind(recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None) -> Ran:
+def ran_behind(
+    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None
+) -> Ran:
     """A computation outside of a model's forward.  ends: nodes at which it begins"""
     ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
     leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
     ran.parameters = record.asked({record.name_of(p): p for p in leaves})
     return ran
+
+
+def _has_order(x: Tensor, axis: int) -> bool:
+    """Whether strides show a tensor's samples."""
+    return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and x.stride(axis) != 0
 
 
 def _address(x: Tensor) -> int:
@@ -297,6 +343,8 @@ class Chosen:
     hypothesis: Hypothesis
     reader: Reader
     out_of_order: bool  # whether the arguments have the samples elsewhere
+    found: Read | None = None  # what was read of an equal forward
+    untold: str = ""  # why an output's entries can't be assigned to documents
 
     @property
     def is_mixed(self) -> bool:
@@ -307,36 +355,74 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     batch = batch_axes(ran, known, hypothesis)
     places = {ran.value(at) if isinstance(at, int) else at: where for at, where in hypothesis.places.items()}
     reader = Reader(ran, hypothesis.samples, places, batch, memo)
-    given = {_address(x): (x, at % x.ndim) for x, at in batch if x.ndim and x.layout == torch.strided and not x.is_nested}
+    found = reader.known()
+    if found is not None:
+        return Chosen(hypothesis, reader, False, found)
     is_counted = hypothesis.counted_at is not None or hypothesis.samples < 2
-    is_wrong = not is_counted and fits(reader.trace, reader.walk, given, hypothesis.samples) is False
+    is_wrong = not is_counted and fits(reader.trace, reader.walk, reader.given, hypothesis.samples) is False
     return Chosen(hypothesis, reader, is_wrong)
+
+
+def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    """The hypothesis of the last forward of this kind."""
+    before: Hypothesis | None = known.plan.hypothesis
+    if before is None or known.batch is None:
+        return
+    samples = known.batch.samples(before.axis, before.counted_leaf)
+    if before.counted_at is not None:
+        samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
+    if samples and all(
+        isinstance(at, int) and at < len(ran.outputs) and ran.outputs[at].grad_fn is not None
+        and isinstance(where, Layout) and where.fits_shape(ran.outputs[at].shape, samples)
+        for at, where in before.places.items()
+    ):  # fmt: skip
+        yield replace(before, samples=samples)
+
+
+def _tried(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    yield from _as_before(known, ran)
+    yield from sorted(hypotheses(known, ran), key=lambda own: not is_known(known.plan, own))
 
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
     """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
     plan, memo = known.plan, recorder.planner.memo
     best: Chosen | None = None
-    for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not is_known(plan, own)):
-        if best is not None and not best.is_mixed:
-            break
+    for hypothesis in _tried(known, ran):
         chosen = _under(ran, known, hypothesis, memo)
         best = chosen if best is None or not chosen.is_mixed else best
+        if not best.is_mixed:
+            break
     if best is None:
         place_by_sizes(plan, ran, known.samples)
         return known.samples, None
+    off = OffGraph(ran, plan, best.hypothesis.samples)
+    if best.found is not None and plan.read_as is best.found and ran.documents is None:
+        plan.pending = False
+        best.reader.follow(best.found, off)
+        return best.hypothesis.samples, off
     mixed_outputs: list[int] = []
     if best.is_mixed:
         best, mixed_outputs = _without_mixed(ran, known, best, memo)
-    found = best.reader.read()
+    reader = best.reader
+    found = reader.read()
     if best.out_of_order:
-        found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := best.reader.number.get(leaf)) is not None], "an argument")
+        found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
+    losses = [
+        slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in best.hypothesis.places and x.numel() == 1
+    ]
     mixed_outputs += _losses_that_mix(recorder, ran, best)
-    off = OffGraph(ran, plan, best.hypothesis.samples)
+    if ran.documents is not None:
+        mixed_outputs += _note_leaks(ran, ran.documents, best)
     _fill(plan, ran, best, found, mixed_outputs)
-    best.reader.follow(found, off)
+    plan.hypothesis = None if plan.mixing else best.hypothesis
+    plan.read_as = None
+    if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
+        reader.walk.read_as[reader.key] = plan.read_as = found
+    reader.follow(found, off)
     for slot, x in enumerate(ran.outputs):
-        if x.grad_fn is not None and slot not in best.hypothesis.places and best.reader.is_own(x.grad_fn):
+        if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
+            plan.read_as = None
             recorder.backward.watch_penalty(x.grad_fn, off.keys.below(x.grad_fn))
     return best.hypothesis.samples, off
 
@@ -356,6 +442,42 @@ def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Ch
     if not left or len(left) == len(places):
         return best, numbers(places)
     return _under(ran, known, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
+
+
+def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
+    """Notes the parameters whose gradients mix documents.  Returns the outputs whose entries no document is known for."""
+    if documents.is_of_tokens or not documents.count:
+        return []
+    reader, labels, untold = chosen.reader, dict[int, Label](), list[int]()
+    for n, at in enumerate(chosen.hypothesis.places):
+        shape = reader.shape_of_root(n)
+        numbers = torch.arange(1, documents.count + 1, device=documents.ids.device)
+        own = documents.over(numbers[0].expand(*shape), numbers)  # 0 at padding
+        if own is not None:
+            labels[n] = Entries(own + NOBODY)
+        elif isinstance(at, int):
+            untold.append(at)
+    if untold or not labels:
+        why = (
+            f"{LEAKING}: the model returned shape {tuple(ran.outputs[(untold or [0])[0]].shape)}, but the documents cover "
+            f"{tuple(documents.ids.shape)} positions, so output entries can't be assigned to documents. Compute the loss "
+            "from an output with an entry for each position."
+        )
+        chosen.untold = why
+        documents.leaks.update({} if labels else dict.fromkeys(ran.parameters, why))
+    if not labels or documents.most < 2:
+        return untold
+    walk = reader.walked_again(labels, documents.count)
+    at_node = next((reader.trace.kinds[mix.node].name for mix in walk.mixes if mix.node >= 0), "an output")
+    for k in walk.mixed:
+        name = ran.leaves.get(reader.trace.nodes[k])
+        if name is not None:
+            documents.leaks[name] = (
+                f"{LEAKING}: one document's loss depends on another document's tokens in the same sample, so {name} has "
+                f"no gradients of single documents ({at_node}). Mask attention by document: give the model position_ids, "
+                "a block mask or cu_seqlens, and use an attention that reads it."
+            )
+    return untold
 
 
 def _losses_that_mix(recorder: Recorder, ran: Ran, chosen: Chosen) -> list[int]:
@@ -391,7 +513,11 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
         id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
     )
     plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
+    for noted, place in zip(ran.noted, found.places):
+        plan.set_place(noted.call.path, noted.number, place)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or mixed_outputs else ""
-    plan.refused = dict.fromkeys(mixed, plan.mixing)
+    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
+    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
+        plan.mixing = INSIDE_PASS
+    plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold

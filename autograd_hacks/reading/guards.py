@@ -16,6 +16,7 @@ from autograd_hacks.errors import (
     ON_SEGMENTS,
     BatchSizeError,
     NothingRecorded,
+    PerSampleGradientError,
     ProbeFailed,
     SamplesMixed,
     StaleRecord,
@@ -92,7 +93,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
-            raise SamplesMixed(record.plan.mixing or record.plan.untold)
+            raise _refusal(record.plan.mixing or record.plan.untold)
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model does not return, so its samples are unknown. Return "
@@ -146,7 +147,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     for name in past:
         reason = record.plan.refused.get(record.name_of(parameters[name]), "")
         if reason and reason == record.plan.mixing:
-            raise SamplesMixed(reason)
+            raise _refusal(reason)
         if reason:
             raise UnseenGradient(f"{name}: got gradient in a way that the library can't follow: {reason}")
     if record.plan.returns_parameters:
@@ -220,12 +221,14 @@ def check_shown(use: Use) -> None:
     )
 
 
+def _refusal(why: str, place: str = "") -> PerSampleGradientError:
+    return UnseenGradient(place + why) if why == INSIDE_PASS else SamplesMixed(why)
+
+
 def check_seen(use: Use, grads: OutputGrads) -> None:
     """Raises if a use has no rows, or if the tensors that the hooks saw are not the ones that the layer used."""
     if use.why_refused:
-        if use.why_refused == INSIDE_PASS:
-            raise UnseenGradient(f"{use.place}: {INSIDE_PASS}")
-        raise SamplesMixed(use.why_refused)
+        raise _refusal(use.why_refused, f"{use.place}: ")
     if not use.is_first:
         raise UnseenGradient(
             f"{use.place}: another forward hook runs before the library's and may have changed the output. Register it "
