@@ -159,6 +159,8 @@ class Recorder:
         if self.forward.running is not None and path:
             return
         self.forward.running = None
+        if current_task() == NO_TASK:
+            self.backward.is_silent = False  # a Function's backward may have failed
         self._forget()
         if not path:
             check_whole(model)
