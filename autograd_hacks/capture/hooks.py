@@ -45,7 +45,7 @@ def add_hooks(
     """Hooks a model, so that each backward pass records what `compute_grad1` needs.
 
     batch_dim: axis of the samples in the model's arguments, 0 by default. Give a tree of axes if arguments differ: a tuple
-    like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by keyword, with None for an
+    like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by name, with None for an
     argument without samples. Give None alone if no argument has a batch axis
     probe: when the forward is checked. True checks the first forward of each kind of input (dtypes, number of dimensions,
     train or eval), and later forwards ever more rarely. 'once' checks only the first of each kind, 'always' every forward.
