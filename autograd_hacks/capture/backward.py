@@ -21,6 +21,7 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
@@ -166,6 +167,9 @@ class Backward:
                 return
             self.inner.filed.add((use, slot))
         makes_graph = torch.is_grad_enabled()
+        runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
+        if runs_modules and node is not None:
+            self._speak_after(node)
         if use.plan is not None:
             use.plan.derives = makes_graph or bool(use.plan.derives)
         if makes_graph and node is not None:
@@ -178,6 +182,15 @@ class Backward:
                 self.inner.left[edge.name] -= 1
                 if not self.inner.left[edge.name] and edge.name not in self.inner.arriving:
                     self.reached(edge.name, None)
+        self.is_silent = runs_modules
+
+    def _speak_after(self, node: Any) -> None:
+        """Ends the silence after a user's Function, whose backward may run modules and passes of its own.
+
+        The gradients of these come to the parameters by what the Function returns."""
+        if _spoken not in node.metadata:
+            node.metadata[_spoken] = True
+            node.register_hook(partial(_spoken, weakref.ref(self)))
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
@@ -344,6 +357,11 @@ class Backward:
         if inner is not None:
             running.taken.add(name)
         record.on_arrival(running, name, grad)
+
+
+def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
+    if (own := backward()) is not None:
+        own.is_silent = False
 
 
 def may_skip(parameter: Tensor) -> bool:

@@ -119,7 +119,7 @@ class Forward:
         # Inside torch.func's transforms tensors belong to one transform, and end with it.
         transformed = is_transformed()
         self.record.transformed |= transformed
-        return Switch.on() and not transformed and not is_traced()
+        return Switch.on() and not transformed and not is_traced() and not self.backward.is_silent
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""

@@ -45,7 +45,7 @@ def add_hooks(
     """Hooks a model, so that each backward pass records what `compute_grad1` needs.
 
     batch_dim: axis of the samples in the model's arguments, 0 by default. Give a tree of axes if arguments differ: a tuple
-    like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by keyword, with None for an
+    like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by name, with None for an
     argument without samples. Give None alone if no argument has a batch axis
     probe: whether each forward's graph is read. The law of each node says where the samples are, so layers' batch axes, uses
     of parameters and samples that mix are known in every step. A forward like an earlier one costs 2 to 4 µs a node. With

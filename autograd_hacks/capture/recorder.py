@@ -150,6 +150,8 @@ class Recorder:
         if path and (self.forward.running is not None or (current_task() != NO_TASK)):
             return
         self.forward.running = None
+        if current_task() == NO_TASK:
+            self.backward.is_silent = False  # a Function's backward may have failed
         self._forget()
         if not path:
             check_whole(model)

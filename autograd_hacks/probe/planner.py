@@ -1,5 +1,6 @@
 """The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
 
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class Planner:
         proves = self.probes or self.independent
         if (self.is_covered and not proves) or (rule_for(model) and self.batch_dim == 0):
             return Known(self.static, None)
-        batch = Batch.of(args, kwargs, self.batch_dim if not path else 0)
+        names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
+        batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = self.batch_dim if isinstance(self.batch_dim, int) and not path else None if not path else 0
         modules = modules_of(model)
         if not self._is_whole:

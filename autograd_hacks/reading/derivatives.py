@@ -1,8 +1,8 @@
 """Reads graphs that backward passes make: where parameters meet the batch there, and which sample each gradient belongs to.
 
 A pass with ``create_graph=True`` uses a parameter again at the node where it met the batch: y = x W gives ∂L/∂x = g Wᵀ.
-This computation is read like a forward.  Its inputs are g and the node's saved tensors.  Its outputs are the gradients of the
-node's inputs, whose samples the node's own law tells; and a later pass goes through its graph to W.
+This computation is read like a forward.  Its inputs are g and the node's saved tensors.  Its outputs are the gradients of
+the node's inputs, whose samples the node's own law tells; and a later pass goes through its graph to W.
 """
 
 import weakref

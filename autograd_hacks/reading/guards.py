@@ -156,6 +156,13 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             "end with the transform, so its rows would be missing. Compute derivatives by "
             "torch.autograd.grad(create_graph=True), and rows of outputs by per_sample_jacobian."
         )
+    uses = [use for segment in record.segments for recorded in segment.passes for use in recorded.received]
+    if uses and not any(use.is_own for use in uses):
+        raise UnseenGradient(
+            f"{', '.join(past)}: used by a method that isn't forward. {uses[0].place} was called by itself, and the model "
+            "was not, so its other parameters were not seen. Put the method into a module whose forward calls it, and hook "
+            "and call that module."
+        )
     raise UnseenGradient(
         f"{', '.join(past)}: got gradient that did not pass through the hooks, so the rows would be incomplete. Possible "
         "causes: a forward before add_hooks, a weight used outside its own layer's forward, a penalty on weights in the "

@@ -134,9 +134,7 @@ def _with_a_factor_of_the_batch(model: nn.Module, x: Tensor) -> Tensor:
     return own / own.detach().sum() + F.cross_entropy(model(x), torch.arange(len(x)) % 4, reduction="none")
 
 
-@pytest.mark.parametrize(
-    "losses", [_penalty, _in_two_orders, _among_own_positions, _masked, _with_a_factor_of_the_batch]
-)
+@pytest.mark.parametrize("losses", [_penalty, _in_two_orders, _among_own_positions, _masked, _with_a_factor_of_the_batch])
 def test_others_begin_without_a_complaint(losses: Losses) -> None:
     model = _net()
     with autograd_hacks.add_hooks(model):
@@ -149,7 +147,8 @@ class Returning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.log_scale, self.weight = _net(), nn.Parameter(torch.zeros(4).double()), nn.Parameter(torch.eye(4).double())
+        self.net, self.log_scale = _net(), nn.Parameter(torch.zeros(4).double())
+        self.weight = nn.Parameter(torch.eye(4).double())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.net(x), self.log_scale, self.weight
