@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
-from autograd_hacks.forms.directions import along, directions
+from autograd_hacks.forms.directions import Directions, along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
@@ -56,7 +56,8 @@ class Pass:
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, until they are compared
-    along: dict[str, list[Tensor]] = field(default_factory=dict)  # what arrived at parameters, along random directions
+    # By parameter: random directions, and what arrived along them.
+    along: dict[str, tuple[Directions, list[Tensor]]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
     # By parameter, the calls whose rows were compared with its gradient on arrival, so that the gradient was not kept.
     settled: dict[str, set[Use]] = field(default_factory=dict)
@@ -76,9 +77,13 @@ class Pass:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
         if grad.is_meta or grad.is_nested or is_part(grad):
             return
-        grad = part_of(plain(grad.detach()))
+        if type(grad) is not Tensor or grad.requires_grad:
+            grad = part_of(plain(grad))
+        if (before := self.along.get(name)) is None:
+            at = directions(name, self.task % 64, grad.shape, grad.dtype, grad.device)
+            before = self.along[name] = at, []
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
-            self.along.setdefault(name, []).append(along(grad, *directions(name, self.task, grad.shape, grad)))
+            before[1].append(along(grad, before[0]))
 
     @property
     def is_hess(self) -> bool:

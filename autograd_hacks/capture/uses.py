@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnseenGradient, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
@@ -125,6 +125,11 @@ class Use(ABC):
         Raises ProbeFailed if it has more."""
         if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
+        if LAWS:
+            raise UnseenGradient(
+                f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
+                "unknown. Return it from forward together with the other outputs."
+            )
         if self.plan is not None:
             self.plan.pending = True
         raise ProbeFailed(

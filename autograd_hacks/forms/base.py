@@ -24,7 +24,19 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 INTERNAL = {
     *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
-    *("merge_key", "merge", "terms", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
+    *(
+        "merge_key",
+        "merge",
+        "terms",
+        "new_sums",
+        "blocks",
+        "sum_and_dot",
+        "varies",
+        "smallest",
+        "tangent",
+        "varied",
+        "side_by_side",
+    ),
 }
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
@@ -240,7 +252,7 @@ class Form(Hinting, Shown, ABC):
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         """Numbers that add up to Σₙ ⟨gₙ, uₖ vₖᵀ⟩, (M, K): one for each sample, or for each of its positions.
 
-        u: (K, O), of the parameter's first axis    v: (K, I), of the rest
+        u, v: (K, O) and (K, I), as `directions` gives them
         """
         return torch.stack([self.dot(torch.outer(a, b).view(self.shape)) for a, b in zip(u, v)], 1)
 
@@ -365,7 +377,7 @@ class Dense(Form):
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:
-            return (self.matrix() @ u.mT).to(self.sum_dtype) * v.mT
+            return (self.matrix() @ u.mT).to(self.sum_dtype)
         return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:

@@ -174,5 +174,5 @@ def _compared(
             used = [use.precision for use, _, _ in terms[name]]
             weights = w.to(form.like.device, form.sum_dtype.to_real())
             rounded = rounded_by((use for use, _, _ in terms[name]), grad)
-            agrees = agree(form, weights, grad, used, partial(received_by, form, terms[name]), rounded)
+            agrees = agree(form, weights, grad, used, partial(received_by, [form], terms[name]), rounded)
             yield name, not bool(grad.any()), agrees, ", ".join(dict.fromkeys(use.place for use, _, _ in terms[name]))

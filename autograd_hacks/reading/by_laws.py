@@ -70,12 +70,16 @@ class Reader:
         self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]], memo: Memo
     ) -> None:
         self.ran, self.samples, self.batch = ran, samples, batch
-        roots = list(dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)]))
+        roots = list(
+            dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
+        )
         own = {id(p) for p in ran.parameters.values()}
         self.trace = Trace(roots, own, ran.ends)
         labels = {n: self._label(roots[n], at) for n, at in enumerate(places.values())}
         memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
-        asks = any(kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes))
+        asks = any(
+            kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes)
+        )
         with grads_kept(ran) if asks else nullcontext():  # a Function may run a backward pass of its own
             self.walk = memo.walk(self.trace, labels, samples, memory)
             settled = list[int]()
@@ -85,7 +89,9 @@ class Reader:
         self.number = {node: k for k, node in enumerate(self.trace.nodes)}
 
     def _label(self, root: Value, at: Where) -> Label:
-        shape: Any = root.node.variable.shape if hasattr(root.node, "variable") else root.node._input_metadata[root.number].shape
+        shape: Any = (
+            root.node.variable.shape if hasattr(root.node, "variable") else root.node._input_metadata[root.number].shape
+        )
         if self.samples == 1:
             return One(0)
         if isinstance(at, Tensor):
@@ -219,7 +225,9 @@ class Reader:
             call.layouts, call.labels = place.layouts, found.rows.get(number)
             if noted.is_empty:
                 call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
-            call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "") if refused else ""
+            call.why_refused = (
+                next((refused[e.name] for e in call.edges.values() if e.name in refused), "") if refused else ""
+            )
             if place.kind == NOT_OF_BATCH:
                 call.edges = {}  # its rows come from where its output meets the batch
         for k, (values, place) in found.uses.items():
@@ -318,7 +326,9 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
         best, mixed_outputs = _without_mixed(ran, known, best, memo)
     found = best.reader.read()
     if best.out_of_order:
-        found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := best.reader.number.get(leaf)) is not None], "an argument")
+        found.mixed |= dict.fromkeys(
+            [n for leaf in ran.leaves if (n := best.reader.number.get(leaf)) is not None], "an argument"
+        )
     mixed_outputs += _losses_that_mix(recorder, ran, best)
     off = OffGraph(ran, plan, best.hypothesis.samples)
     _fill(plan, ran, best, found, mixed_outputs)
@@ -353,9 +363,7 @@ def _losses_that_mix(recorder: Recorder, ran: Ran, chosen: Chosen) -> list[int]:
         if x.grad_fn is None or slot in places or x.numel() != 1 or chosen.reader.is_own(x.grad_fn):
             continue
         behind = {
-            ran.value(at) if isinstance(at, int) else at: where
-            for at, where in places.items()
-            if isinstance(where, Layout)
+            ran.value(at) if isinstance(at, int) else at: where for at, where in places.items() if isinstance(where, Layout)
         }
         added_up = frontier([ran.value(slot)])
         if added_up is not None and all(own in behind or chosen.reader.is_own(own[0]) for own in added_up):
