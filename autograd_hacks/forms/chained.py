@@ -90,14 +90,14 @@ class Chained(Form):
         like = self.form.like
         at = directions("", 0, self.form.shape, like.dtype, like.device)
         values = self.form.weighted_sum(torch.ones(self.samples, dtype=self.sum_dtype.to_real(), device=like.device))
-        size = torch.linalg.vector_norm(self.form.terms(*at)[:, 0]) + torch.linalg.vector_norm(values)
+        size = torch.linalg.vector_norm(self.form.terms(*at)[0]) + torch.linalg.vector_norm(values)
         noise = torch.outer(at[0][0], at[1][0]).to(values.dtype).view(values.shape)
         noise = self.pull(noise * (size / torch.linalg.vector_norm(noise)), False)
         total = (u.to(self.sum_dtype) @ self.pull(values, False).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype) * v).sum(
             1
         )
         spread = torch.linalg.vector_norm(noise).to(total.dtype)
-        return torch.stack([total - spread, spread.expand_as(total)])
+        return torch.stack([total - spread, spread.expand_as(total)], 1)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):

@@ -107,7 +107,7 @@ class Convolution(Factored):
         weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))
         own = FORWARD[len(self.kernel)](x, weight, None, self.stride, self.padding, self.dilation, len(weight))
         theirs = u.view(len(u), groups, -1).transpose(0, 1) @ self.g.flatten(2).unflatten(1, (groups, -1))
-        return (own.view(theirs.shape).to(self.sum_dtype) * theirs).transpose(-1, -2).flatten(0, 2)
+        return (own.view(theirs.shape).to(self.sum_dtype) * theirs).permute(2, 0, 1, 3).flatten(1)
 
     def saving(self, fresh: bool = False) -> float:
         return float(self.positions) if self.pair is None else saving([self.pair], fresh)

@@ -65,7 +65,7 @@ class Certificate:
         if unit is None or not form.samples or not form.shape.numel():
             return
         terms = [own.terms(*at) for _, _, own in told]
-        own = terms[0] if len(terms) == 1 else torch.cat(terms)
+        own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         received = partial(received_by, [form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
         compared = _Compared(name, unit, own, total, at[1], received if looks_free(own) else received())
@@ -77,7 +77,7 @@ class Certificate:
         alike, apart, length = [each for own in found.values() for each in own], list[Tensor](), list[Tensor]()
         for group in found.values():
             terms, totals, v = (torch.stack([each[n] for each in group]) for n in (2, 3, 4))
-            apart.append(((totals * v).sum(2).to(terms.dtype) - terms.sum(1)).abs().amax(1))
+            apart.append(((totals * v).sum(2).to(terms.dtype) - terms.sum(2)).abs().amax(1))
             length.append(
                 (torch.linalg.vector_norm(terms, dim=(1, 2)) + torch.linalg.vector_norm(totals, dim=(1, 2))) / PAIRS**0.5
             )
