@@ -71,6 +71,7 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     side_door: str = ""  # an unreturned tensor of the model through which the pass got gradient
+    changed_by: str = ""  # a hook of the user's that may have moved samples, as text for messages
     mixed_output: bool = False  # whether it went through an output of the model whose samples mix
 
     def note_along(self, name: str, grad: Tensor) -> None:

@@ -33,6 +33,7 @@ from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
 from autograd_hacks.reading.proof import batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
 from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.graph import Taker, Value, is_users
+from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 
 Where = Layout | Tensor
@@ -319,6 +320,7 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
         chosen = _under(ran, known, hypothesis, memo)
         best = chosen if best is None or not chosen.is_mixed else best
     if best is None:
+        recorder.watch_hooks(None, known.samples or 2)
         place_by_sizes(plan, ran, known.samples)
         return known.samples, None
     mixed_outputs: list[int] = []
@@ -333,6 +335,8 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     off = OffGraph(ran, plan, best.hypothesis.samples)
     _fill(plan, ran, best, found, mixed_outputs)
     best.reader.follow(found, off)
+    labels = {sequence_number(node): own for node, own in zip(best.reader.trace.nodes, best.reader.walk.labels)}
+    recorder.watch_hooks(labels, best.hypothesis.samples)
     for slot, x in enumerate(ran.outputs):
         if x.grad_fn is not None and slot not in best.hypothesis.places and best.reader.is_own(x.grad_fn):
             recorder.backward.watch_penalty(x.grad_fn, off.keys.below(x.grad_fn))

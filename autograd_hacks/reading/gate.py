@@ -15,7 +15,7 @@ from autograd_hacks.capture.uses import LayerCall, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
-from autograd_hacks.reading.certificate import Certificate, adds_up, check_sum
+from autograd_hacks.reading.certificate import Certificate, Told, adds_up, check_sum
 from autograd_hacks.reading.guards import (
     check_documents,
     check_hooked,

@@ -93,6 +93,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
             raise SamplesMixed(record.plan.mixing or record.plan.untold)
+        if recorded.changed_by:
+            raise SamplesMixed(recorded.changed_by)
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model does not return, so its samples are unknown. Return "
