@@ -51,6 +51,11 @@ class Backward:
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
+        self.hooks = 0  # how many there were
+        self.hooks_before = 0  # how many hooks on gradients there were when the last forward had ended
+        self.watch_more: Callable[[int], None] = lambda _: (
+            None
+        )  # watches the user's hooks that were registered since a count
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
         self.unanswered = 0  # how many forwards there were since the last pass
@@ -93,6 +98,7 @@ class Backward:
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
             self.watched[parameter] = (parameter.register_hook(_Arrival(self, parameter)),)
+            self.hooks += 1
             self._watch_behind(parameter)
 
     def watch_behind(self) -> None:
@@ -106,6 +112,7 @@ class Backward:
         if self.is_behind and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
             hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
             self.watched[parameter] = (*handles, hook)
+            self.hooks += 1
 
     def watch_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Puts hooks on the outputs of the model in which samples mix, to notice gradients that arrive through them."""
@@ -130,6 +137,9 @@ class Backward:
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
+            if self.hooks_before not in (0, RemovableHandle.next_id):
+                self.watch_more(self.hooks_before)
+                self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, forwards_before=self.unanswered)
             if losses is not None and self.record not in losses.heard_by:

@@ -22,7 +22,7 @@ from autograd_hacks.capture.backward import Backward, Inner, may_skip
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Graph, inputs_of, made
-from autograd_hacks.support.internals import keeps_graph
+from autograd_hacks.support.internals import keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import map_tensors
@@ -115,12 +115,14 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
     behind.has_graphs |= torch.is_grad_enabled()
     behind.plan.derives = behind.plan.derives or behind.has_graphs
-    keeps = behind.has_graphs or keeps_graph()
+    # Passes may come around the function too, through tensors that the model did not return.
+    is_around = any(will_execute(node) for node in behind.hooks)
+    keeps = behind.has_graphs or is_around or keeps_graph()
     roots = [(x, g) for x, g in zip(behind.outputs, grads) if g is not None]
     lowest = behind.lowest if ways else []
     # The gradients that are still to be compared with rows.
     record = backward.record
-    names = {name for name in ways if record.comparing}
+    names = {name for name in ways if record.comparing or is_around}
     for node in lowest if record.gathered else ():
         is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
         if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass

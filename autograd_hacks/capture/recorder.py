@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.forward import Forward
+from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
@@ -74,6 +75,8 @@ class Recorder:
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.batch: Batch | None = None  # the arguments of that forward
         self.marks: Marks | None = None  # how that forward began
+        self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
+        self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
@@ -165,6 +168,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
+        self._hooks, self._own_hooks = count(), self.backward.hooks
         known, before = self._known, self.tape
         self._stop()
         is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
@@ -211,10 +215,19 @@ class Recorder:
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output)
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
+        own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
+        self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
             returned = self._end(path, model, ran, output)
         self.batch = self.marks = None  # they hold the arguments
+        self.backward.hooks_before, self._users_hooks = count(), []
         return returned
+
+    def watch_hooks(self, labels: Labels | None, samples: int) -> None:
+        """Watches the user's hooks on gradients, and those that come until a pass begins; see `gradient_hooks.watch`."""
+        of = weakref.ref(self.backward)
+        watch(of, self._users_hooks, labels, samples)
+        self.backward.watch_more = lambda first: watch(of, since(first), labels, samples)
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None

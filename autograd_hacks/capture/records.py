@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
-from autograd_hacks.forms.directions import along, directions
+from autograd_hacks.forms.directions import Directions, along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
@@ -54,7 +54,8 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    along: dict[str, list[Tensor]] = field(default_factory=dict)  # what arrived at parameters, along random directions
+    # By parameter: random directions, and what arrived along them.
+    along: dict[str, tuple[Directions, list[Tensor]]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
@@ -64,15 +65,20 @@ class Pass:
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
+    changed_by: str = ""  # a hook of the user's that may have moved samples, as text for messages
     mixed_output: bool = False  # whether it went through an output of the model whose samples mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
         if grad.is_meta or grad.is_nested or is_part(grad):
             return
-        grad = part_of(plain(grad.detach()))
+        if type(grad) is not Tensor or grad.requires_grad:
+            grad = part_of(plain(grad))
+        if (before := self.along.get(name)) is None:
+            at = directions(name, self.task % 64, grad.shape, grad.dtype, grad.device)
+            before = self.along[name] = at, []
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
-            self.along.setdefault(name, []).append(along(grad, *directions(name, self.task, grad.shape, grad)))
+            before[1].append(along(grad, before[0]))
 
     @property
     def is_hess(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
@@ -121,13 +121,12 @@ class Use(ABC):
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
         """Whether a use without any earlier gradient still has none, or only rounding of zero.
 
-        Raises ProbeFailed if it has more."""
+        Raises UnseenGradient if it has more."""
         if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
-        raise ProbeFailed(
-            f"{self.place}: its gradients were zero (or NaN) when the forward was checked, for example in a branch times "
-            "zero, so the samples of its rows are unknown. Now they are not zero. The next forward is checked again: repeat "
-            "the step. To avoid this error, call verify(model) when such a branch opens."
+        raise UnseenGradient(
+            f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
+            "unknown. Return it from forward together with the other outputs."
         )
 
     def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:

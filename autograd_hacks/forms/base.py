@@ -250,11 +250,11 @@ class Form(Hinting, Shown, ABC):
         return total.view(self.shape)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        """Numbers that add up to Σₙ ⟨gₙ, uₖ vₖᵀ⟩, (M, K): one for each sample, or for each of its positions.
+        """Numbers that add up to Σₙ ⟨gₙ, uₖ vₖᵀ⟩, (K, M): one for each sample, or for each of its positions.
 
-        u: (K, O), of the parameter's first axis    v: (K, I), of the rest
+        u, v: (K, O) and (K, I), as `directions` gives them
         """
-        return torch.stack([self.dot(torch.outer(a, b).view(self.shape)) for a, b in zip(u, v)], 1)
+        return torch.stack([self.dot(torch.outer(a, b).view(self.shape)) for a, b in zip(u, v)])
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with the rows of ``other``, which has M samples of the same shape.
@@ -377,8 +377,8 @@ class Dense(Form):
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:
-            return (self.matrix() @ u.mT).to(self.sum_dtype) * v.mT
-        return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1)
+            return (u @ self.matrix().mT).to(self.sum_dtype)
+        return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1).mT
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return row_norms(self.matrix()) if self._is_there else super().norms(budget)

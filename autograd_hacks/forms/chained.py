@@ -8,6 +8,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import add
+from autograd_hacks.forms.directions import directions
 from autograd_hacks.forms.numerics import put, slices_of
 
 Pull = Callable[[Tensor, bool], Tensor]
@@ -86,17 +87,17 @@ class Chained(Form):
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         """Two numbers, whose size says how much the way back may make of rounding."""
-        like, sizes = self.form.like, (self.form.shape[:1].numel(), self.form.shape[1:].numel())
-        waves = [torch.arange(n, device=like.device).square().cos().to(like.dtype).expand(len(u), -1) for n in sizes]
+        like = self.form.like
+        at = directions("", 0, self.form.shape, like.dtype, like.device)
         values = self.form.weighted_sum(torch.ones(self.samples, dtype=self.sum_dtype.to_real(), device=like.device))
-        size = torch.linalg.vector_norm(self.form.terms(*waves)[:, 0]) + torch.linalg.vector_norm(values)
-        noise = torch.outer(waves[0][0], waves[1][0]).to(values.dtype).view(values.shape)
+        size = torch.linalg.vector_norm(self.form.terms(*at)[0]) + torch.linalg.vector_norm(values)
+        noise = torch.outer(at[0][0], at[1][0]).to(values.dtype).view(values.shape)
         noise = self.pull(noise * (size / torch.linalg.vector_norm(noise)), False)
         total = (u.to(self.sum_dtype) @ self.pull(values, False).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype) * v).sum(
             1
         )
         spread = torch.linalg.vector_norm(noise).to(total.dtype)
-        return torch.stack([total - spread, spread.expand_as(total)])
+        return torch.stack([total - spread, spread.expand_as(total)], 1)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):

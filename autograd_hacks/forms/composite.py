@@ -163,7 +163,7 @@ class Composite(Form):
         return total, self._join(along for _, along in found)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([part.terms(u, v) for part in self.parts])
+        return torch.cat([part.terms(u, v) for part in self.parts], 1)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)

@@ -102,10 +102,12 @@ class Convolution(Factored):
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        weight = v.view(len(v), *self.shape[1:]).repeat(self.groups, *[1] * (len(self.shape) - 1))
-        own = self.tangent(1, weight).flatten(2).unflatten(1, (self.groups, len(v)))
-        theirs = u.view(len(u), self.groups, -1).transpose(0, 1) @ self.g.flatten(2).unflatten(1, (self.groups, -1))
-        return (own.to(self.sum_dtype) * theirs).transpose(-1, -2).flatten(0, 2)
+        groups, kernels = self.groups, v.view(len(v), self.shape[1], -1)
+        x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(self.samples, -1, *self.x.shape[2:])
+        weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))
+        own = FORWARD[len(self.kernel)](x, weight, None, self.stride, self.padding, self.dilation, len(weight))
+        theirs = u.view(len(u), groups, -1).transpose(0, 1) @ self.g.flatten(2).unflatten(1, (groups, -1))
+        return (own.view(theirs.shape).to(self.sum_dtype) * theirs).permute(2, 0, 1, 3).flatten(1)
 
     def saving(self, fresh: bool = False) -> float:
         return float(self.positions) if self.pair is None else saving([self.pair], fresh)

@@ -11,6 +11,8 @@ PAIRS = 4
 """How many directions a parameter has, K."""
 _SPARE, _MOST = 4096, 2**20
 
+Directions = tuple[Tensor, Tensor]
+
 
 @lru_cache(maxsize=16)
 def _numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,32 +22,37 @@ def _numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return found.bfloat16().to(device, dtype)  # the same numbers in each dtype
 
 
-def directions(name: str, number: int, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=2**14)
+def directions(name: str, number: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Directions:
     """Directions of a parameter seen as a matrix, O of its first axis and I of the rest: u (K, O) and v (K, I).
 
-    name, number: of the parameter and of the backward pass; others have other directions
-    like: a tensor with their dtype and device
+    With more than two axes, v is a product again, of its second axis and the rest, whose first entries are 1.
+
+    name, number: of the parameter, and one for each backward pass; others have other directions
     """
-    seed = crc32(name.encode()) + 7919 * number
-    sizes = shape[:1].numel(), prod(shape[1:])
-    u, v = (_piece(size, seed + n, n * PAIRS, like) for n, size in enumerate(sizes))
+    seed, axes, kind = 7919 * number + crc32(name.encode()), list(shape[:2]) + [1] * (2 - len(shape)), (dtype, device)
+    u, v = _piece(axes[0], seed, 0, *kind), _piece(axes[1], seed + 1, PAIRS, *kind)
+    if len(shape) < 2:
+        return u, torch.ones_like(v)
+    if len(shape) > 2:
+        second, rest = v.clone(), _piece(prod(shape[2:]), seed + 2, PAIRS, *kind).clone()
+        second[:, 0], rest[:, 0] = 1, 1
+        v = (second[:, :, None] * rest[:, None]).flatten(1)
     return u, v
 
 
-def _piece(size: int, seed: int, first: int, like: Tensor) -> Tensor:
+def _piece(size: int, seed: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     own = min(size, _MOST)  # larger ones repeat
     most = 1 << (own + _SPARE).bit_length()
     start = seed * 31 % (most - own)
-    found = _numbers(most, like.dtype, like.device)[first : first + PAIRS, start : start + own]
+    found = _numbers(most, dtype, device).as_strided((PAIRS, own), (most, 1), first * most + start)
     return found if own == size else found.repeat(1, -(-size // own))[:, :size]
 
 
-def along(grad: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """The inner products of a gradient with the directions, K, and its 2-norm as the last entry.  grad: shape, may be sparse"""
+def along(grad: Tensor, at: Directions) -> Tensor:
+    """uᵀ G, (K, I), for a gradient G.  grad: shape, may be sparse"""
+    u, v = at
     if grad.layout != torch.strided:
         grad = grad.coalesce()
         grad, u = (grad.values(), u[:, grad.indices()[0]]) if grad.sparse_dim() == 1 else (grad.to_dense(), u)
-    size = torch.linalg.vector_norm(grad)
-    rows = u @ grad.reshape(u.shape[1], v.shape[1])
-    found = rows.mul(v).sum(1) if v.shape[1] > 1 else rows.squeeze(1) * v.squeeze(1)
-    return torch.cat([found, size.to(found.dtype).view(1)])
+    return u @ (grad if grad.ndim == 2 else grad.reshape(u.shape[1], v.shape[1]))

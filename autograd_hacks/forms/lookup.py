@@ -59,7 +59,7 @@ class Lookup(Paired):
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if u.shape[1] != self.entries:
             return super().terms(u, v)
-        return ((self.g @ v.mT).to(self.sum_dtype) * u[:, self.index].movedim(0, -1)).flatten(0, 1)
+        return (v @ self.g.flatten(0, 1).mT).to(self.sum_dtype) * u[:, self.index.flatten()]
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
@@ -180,7 +180,7 @@ class Bags(Factored):
         return self._of_table(v)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return (self.g @ v.mT).to(self.sum_dtype) * self._of_table(u.mT)
+        return (v @ self.g.mT).to(self.sum_dtype) * self._of_table(u.mT).mT
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total

@@ -122,8 +122,8 @@ class Outer(Paired):
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if (u.shape[1], v.shape[1]) != (self.fan_out, self.fan_in):
             return super().terms(u, v)
-        left, right = self.pair if self.flat is None else self.flat
-        return ((left @ u.mT).to(self.sum_dtype) * (right @ v.mT)).flatten(0, -2)
+        left, right = (self.left.flatten(0, 1), self.right.flatten(0, 1)) if self.flat is None else self.flat
+        return (u @ left.mT).to(self.sum_dtype) * (v @ right.mT)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if self.positions > 1 or about is not None or self.like.is_complex():

@@ -97,7 +97,7 @@ class Placed(Composite):
         return self._join(form.dot(v[start:stop], budget) for (start, stop), form in self.entries.items())
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([form.terms(u[:, start:stop], v) for (start, stop), form in self.entries.items()])
+        return torch.cat([form.terms(u[:, start:stop], v) for (start, stop), form in self.entries.items()], 1)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.forward import INSIDE_PASS
+from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import NOBODY, Entries, Label
@@ -23,6 +24,7 @@ from autograd_hacks.reading.inner_losses import Weights, sums_samples
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import CHECKPOINT, Value
+from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
 LEAKING = "documents mix"
@@ -66,12 +68,14 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
         if not best.is_mixed:
             break
     if best is None:
+        recorder.watch_hooks(None, known.samples or 2)
         place_by_sizes(plan, ran, known.samples)
         return known.samples, None
     off = OffGraph(ran, plan, best.hypothesis.samples)
     if best.found is not None and plan.read_as is best.found and ran.documents is None:
         plan.pending = False
         best.reader.follow(best.found, off)
+        recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
         return best.hypothesis.samples, off
     mixed_outputs: list[int] = []
     if best.is_mixed:
@@ -94,12 +98,18 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
         reader.walk.read_as[reader.key] = plan.read_as = found
     reader.follow(found, off)
+    recorder.watch_hooks(_by_number(reader), best.hypothesis.samples)
     plan.disproven = check_rules(ran, found.places, best.hypothesis.samples) if not plan.mixing else {}
     for slot, x in enumerate(ran.outputs):
         if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
             plan.read_as = None
             recorder.backward.watch_penalty(x.grad_fn, off.below(x.grad_fn))
     return best.hypothesis.samples, off
+
+
+def _by_number(reader: Reader) -> Labels:
+    """Labels of the gradients at nodes, which nothing here may hold."""
+    return {sequence_number(node): own for node, own in zip(reader.trace.nodes, reader.walk.labels)}
 
 
 def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:

@@ -76,7 +76,8 @@ class Reader:
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
         asks = any(
-            kind.entry is None and kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes)
+            kind.entry is None and kind.law is None and is_users(node)
+            for kind, node in zip(self.trace.kinds, self.trace.nodes)
         )
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():

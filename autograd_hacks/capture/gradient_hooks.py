@@ -1,0 +1,168 @@
+"""The user's hooks on gradients, of tensors, of nodes and of modules.  They stand in no graph, and can move samples.
+
+torch numbers hooks one after the other, so a forward in which none was registered costs nothing.  Those that were registered
+are watched: a hook that only looks is left alone, and one that changes gradient must keep samples apart."""
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import BackwardHook, RemovableHandle
+
+from autograd_hacks.capture.backward import Backward
+from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
+from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.support.internals import current_node, sequence_number
+from autograd_hacks.support.layout import differs, rounding_of
+from autograd_hacks.support.switch import current_task
+from autograd_hacks.support.trees import version_of
+
+Labels = Mapping[int, Sequence[Label]]
+"""By a node's number, whose the gradients at its outputs are.  Nodes that aren't there are a part of the loss."""
+
+_OWN = __name__.partition(".")[0] + "."
+
+
+def count() -> int:
+    """How many hooks torch has registered so far."""
+    return RemovableHandle.next_id
+
+
+def since(first: int) -> list[tuple[dict[int, Any], int]]:
+    """The user's hooks that were registered since a count, as dictionaries that torch calls, and keys."""
+    wanted, found = set(range(first, count())), list[tuple[dict[int, Any], int]]()
+    for generation in range(3):  # new objects come first
+        for thing in gc.get_objects(generation) if wanted else ():
+            if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
+                keys = wanted.intersection(thing)
+                wanted -= keys
+                found += [(thing, key) for key in keys if not _is_own(thing[key])]
+    return found
+
+
+def _is_own(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(_OWN)
+
+
+def watch(
+    backward: weakref.ref[Backward], hooks: Iterable[tuple[dict[int, Any], int]], labels: Labels | None, samples: int
+) -> None:
+    """Watches hooks.  labels: of the forward in which they were registered; None if they are unknown"""
+    for hooks_of, key in hooks:
+        if key in hooks_of and not isinstance(hooks_of[key], _Watched):
+            hooks_of[key] = _Watched(backward, hooks_of[key], labels, samples)
+
+
+class _Watched:
+    """A hook in the place of the user's, which it calls."""
+
+    def __init__(
+        self, backward: weakref.ref[Backward], hook: Callable[..., Any], labels: Labels | None, samples: int
+    ) -> None:
+        self.backward, self.hook, self.labels, self.samples = backward, hook, labels, samples
+
+    def __call__(self, *args: Any) -> Any:
+        backward = self.backward()
+        if backward is None or not backward.hears():
+            return self.hook(*args)
+        before = [(x, version_of(x)) for x in _tensors(args[0]) if x is not None]
+        result = self.hook(*args)
+        is_overwritten = any(version_of(x) != version for x, version in before)
+        if is_overwritten or (result is not None and _changed(args[0], result)):
+            self._check(backward, args, result, is_overwritten)
+        return result
+
+    def _check(self, backward: Backward, args: tuple[Any, ...], result: Any, is_overwritten: bool) -> None:
+        """Called when the hook has changed gradient.  Notes it in the pass unless it keeps samples apart."""
+        node = current_node()
+        if self.samples < 2 or not hasattr(node, "_input_metadata"):  # at a leaf, after all uses
+            return
+        given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)
+        values = [(node, n) for n in range(len(node._input_metadata))] if len(args) < 2 else [*node.next_functions]
+        if self.labels is not None and sequence_number(node) not in self.labels:
+            return
+        if isinstance(args[0], Tensor) and len(values) > 1:  # which output's it is can be told by its shape only
+            own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
+            values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
+        labels = [self._label(*value) for value in values]
+        is_known = len(labels) == len(given) and not any(
+            label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
+        )
+        if not is_overwritten and is_known and not _module_of(self.hook) and self._is_apart(args, given, found, labels):
+            return
+        what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
+        backward.enter(current_task()).changed_by = (
+            f"samples mix: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind it. Let the "
+            "hook return None, or a new gradient of which no entry depends on another sample's; or change .grad after the "
+            "rows are read."
+        )
+
+    def _label(self, node: Any, number: int) -> Label:
+        of_node = (self.labels or {}).get(sequence_number(node), ()) if node is not None else ()
+        return of_node[number] if number < len(of_node) else None
+
+    @torch.no_grad()
+    def _is_apart(self, args: tuple[Any, ...], given: Sequence[Any], found: Sequence[Any], labels: Sequence[Label]) -> bool:
+        """Whether each sample's part of the result depends on its own part of the gradients only.
+
+        Each two samples are apart in some bit of their numbers: the hook runs again without the samples that have it."""
+        owners = [
+            None
+            if x is None or not isinstance(label, At | One | Entries)
+            else entries(label, x.shape, self.samples, x.device)
+            for label, x in zip(labels, given)
+        ]
+        with with_random_state(random_state({x.device for x in given if x is not None})):
+            for bit, side in product(range((self.samples - 1).bit_length()), (0, 1)):
+                kept = [None if own is None else (own.clamp(min=0) >> bit) % 2 == side for own in owners]
+                parts = [x if keep is None else x.where(keep, 0) for x, keep in zip(given, kept)]
+                try:
+                    again = self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
+                except Exception:  # the user's own pass must continue
+                    return False
+                for x, y, keep in zip(found, parts if again is None else _tensors(again), kept):
+                    if keep is not None and (y is None or bool((differs(x, y, rounding_of(x)) & keep).any())):
+                        return False
+        return True
+
+
+def _tensors(given: Any) -> Sequence[Any]:
+    return (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+@torch.no_grad()
+def _changed(given: Any, result: Any) -> bool:
+    pairs = zip(_tensors(given), _tensors(result))
+    return any(x is not y and (x is None or y is None or not torch.equal(x, y)) for x, y in pairs)
+
+
+def _module_of(hook: Any) -> BackwardHook | None:
+    """What torch keeps for the hooks of a module, if this is the hook by which it calls them."""
+    cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if _is_set(cell))
+    return next((own for own in cells if isinstance(own, BackwardHook)), None)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _named(hook: Any) -> str:
+    """A hook, as text for messages."""
+    own, of = _module_of(hook), ""
+    if own is not None:
+        hooks: Any = [*own.user_pre_hooks, *own.user_hooks]
+        hook, of = hooks[0] if hooks else hook, f" of a {type(own.module).__name__}"
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"the backward hook {getattr(hook, '__qualname__', type(hook).__name__)}{of}{at}"

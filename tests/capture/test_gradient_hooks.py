@@ -1,0 +1,199 @@
+"""The user's hooks on gradients: those that only look do so, and those that move samples are refused by name."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import check
+from torch import Tensor
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
+
+Change = Callable[[Tensor], Tensor]
+MOVE: dict[str, Change] = {
+    "flip": lambda g: g.flip(0),
+    "roll": lambda g: g.roll(1, 0),
+    "centre": lambda g: g - g.mean(0),
+    "norm of the batch": lambda g: g / g.norm(),
+    "replace": lambda g: torch.randn(g.shape, dtype=g.dtype),
+}
+KEEP: dict[str, Change] = {
+    "scale": lambda g: -3 * g,
+    "own norm": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-30),
+    "copy": lambda g: g.clone(),
+    "itself": lambda g: g,
+}
+
+
+class Hooked(nn.Module):
+    """Has a hook in the middle.  how: where it is registered, see `WAYS`"""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.middle, self.last, self.how = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), how
+        self.change: Change | None = None  # what it does; None for no hook
+        self.seen: list[Tensor] = []
+        self.double()
+
+    def hook(self, g: Tensor) -> Tensor | None:
+        assert self.change is not None
+        self.seen.append(g)
+        return self.change(g)
+
+    def inside(self, x: Tensor) -> Tensor:
+        h = self.middle(self.first(x))
+        if self.change is not None and self.how in WAYS:
+            WAYS[self.how](self, h)
+        return self.last(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False) if self.how == "in a checkpoint" else self.inside(x)
+
+
+def of_tuple(model: Hooked) -> Callable[..., tuple[Tensor, ...] | None]:
+    def hook(grads: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...] | None:
+        found = model.hook(grads[0])
+        return None if found is None else (found,)
+
+    return hook
+
+
+def node_of(h: Tensor) -> Any:
+    return h.grad_fn
+
+
+WAYS: dict[str, Callable[[Hooked, Tensor], Any]] = {
+    "of a tensor": lambda model, h: h.register_hook(model.hook),
+    "before a node": lambda model, h: node_of(h).register_prehook(of_tuple(model)),
+    "after a node": lambda model, h: node_of(h).register_hook(of_tuple(model)),
+    "in a checkpoint": lambda model, h: h.register_hook(model.hook),
+}
+
+
+@contextmanager
+def hooking(model: Hooked, how: str) -> Iterator[None]:
+    """A context with a hook of a module, or of all modules."""
+    pre = lambda module, out: of_tuple(model)(out) if module is model.middle else None  # noqa: E731
+    full = lambda module, into, out: of_tuple(model)(into) if module is model.middle else None  # noqa: E731
+    handle = {
+        "of a module": lambda: model.middle.register_full_backward_hook(full),
+        "before a module": lambda: model.middle.register_full_backward_pre_hook(pre),
+        "of all modules": lambda: register_module_full_backward_hook(full),
+        "before all modules": lambda: register_module_full_backward_pre_hook(pre),
+    }[how]()
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+OF_MODULES = ("of a module", "before a module", "of all modules", "before all modules")
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+@pytest.mark.parametrize("what", MOVE)
+@pytest.mark.parametrize("how", WAYS)
+def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begins: int) -> None:
+    model = Hooked(how)
+    with autograd_hacks.add_hooks(model):
+        for n in range(5):
+            x = torch.randn(5, 3).double()
+            if n < begins:
+                check(model, x)
+                continue
+            model.change = MOVE[what]
+            squares(model(x)).mean().backward()
+            with pytest.raises(SamplesMixed, match=r"the backward hook .*hook .*test_gradient_hooks\.py:\d+"):
+                autograd_hacks.compute_grad1(model)
+            model.change = None
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("what", KEEP)
+@pytest.mark.parametrize("how", WAYS)
+def test_a_hook_that_works_sample_by_sample_is_followed(how: str, what: str, param_grad: bool) -> None:
+    model = Hooked(how)
+    model.change = KEEP[what]
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(4):
+            check(model, torch.randn(5, 3).double(), "sum")
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_hook_that_looks_runs_once(how: str) -> None:
+    model = Hooked(how)
+    model.change = lambda g: None  # type: ignore[assignment,return-value]
+    with autograd_hacks.add_hooks(model):
+        for n in range(4):
+            model.seen.clear()
+            squares(model(torch.randn(5, 3).double())).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert len(model.seen) == 1, n
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect to module outputs")
+@pytest.mark.parametrize("how", OF_MODULES)
+def test_hooks_of_modules(how: str) -> None:
+    model, x = Hooked("of modules alone"), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        with hooking(model, how):
+            model.change = MOVE["flip"]
+            squares(model(x)).mean().backward()
+            assert model.seen
+            with pytest.raises(SamplesMixed, match="the backward hook .*of a Tanh"):
+                autograd_hacks.compute_grad1(model)
+            model.change = lambda g: None  # type: ignore[assignment,return-value]
+            for _ in range(3):
+                squares(model(x)).mean().backward()
+                autograd_hacks.compute_grad1(model)
+        model.change = None
+        check(model, x)
+
+
+def test_a_hook_that_overwrites_gradient_is_refused() -> None:
+    model = Hooked("of a tensor")
+    model.change = lambda g: [None, g.mul_(2)][0]  # type: ignore[assignment,return-value]
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randn(5, 3).double())).mean().backward()
+        with pytest.raises(SamplesMixed, match="overwrites gradient"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_hook_that_is_registered_after_the_forward() -> None:
+    class Keeping(Hooked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.middle(self.first(x))
+            return self.last(self.hidden)
+
+    model, x = Keeping("afterwards"), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for flips in (False, True, False):
+            out = model(x)
+            model.hidden.register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
+            squares(out).mean().backward()
+            if flips:
+                with pytest.raises(SamplesMixed, match="the backward hook .*lambda"):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                autograd_hacks.compute_grad1(model)
+
+
+def test_a_hook_at_several_places_and_draws_of_the_user() -> None:
+    """What a hook draws is drawn once, as without the library."""
+    numbers = []
+    for is_hooked in (False, True):
+        torch.manual_seed(0)
+        model = Hooked("of a tensor")
+        model.change = lambda g: g * torch.randn(()).to(g)
+        if is_hooked:
+            autograd_hacks.add_hooks(model)
+        squares(model(torch.randn(5, 3).double())).mean().backward()
+        numbers.append(torch.randn(3))
+    assert torch.equal(*numbers)
