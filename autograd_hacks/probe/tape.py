@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -104,6 +104,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         _OPEN.append(self)
         if len(_OPEN) == 1:
             for name in DOORS:
+                _OWN[name] = vars(Tensor).get(name)
                 setattr(Tensor, name, _door(name, getattr(Tensor, name)))
 
     def stop(self) -> None:
@@ -379,10 +380,11 @@ DOORS = {
     "numpy": "numpy()", "tolist": "tolist()", "__array__": "numpy.asarray", "__dlpack__": "from_dlpack",
     "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =", "register_hook": "register_hook",
 }  # fmt: skip
-_OWN = {name: vars(Tensor).get(name) for name in DOORS}
+_OWN: dict[str, Any] = {}  # what stood in their places
 _OPEN: list[Tape] = []
 
 
+@cache
 def _door(name: str, own: Any) -> Any:
     def looked(x: Tensor) -> None:
         if (tape := next((tape for tape in reversed(_OPEN) if tape.thread == get_ident()), None)) is not None:
