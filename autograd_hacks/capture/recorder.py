@@ -175,7 +175,8 @@ class Recorder:
         if is_asked and known is not None and known.batch is not None:
             self.batch, self.marks = known.batch, Marks(modules_of(model))
             kept = [] if before is None else before.kept(self.marks.tensors)
-            self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
+            tapes = known.plan.tapes
+            self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
 
     def _forget(self) -> None:

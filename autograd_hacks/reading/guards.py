@@ -218,9 +218,9 @@ def check_shown(use: Use) -> None:
         raise SamplesMixed(use.plan.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
-        "add_hooks(independent=True), or a part of the model was called by itself, or no argument had samples to replace. "
-        "Call add_hooks(model, independent=True) first, then call the model itself with a batch of tensors in which "
-        "samples differ."
+        "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "
+        "backward pass, or no argument had samples to replace. Call add_hooks(model, independent=True) first, then call the "
+        "model itself with a batch of tensors in which samples differ; and checkpoints with use_reentrant=False."
     )
 
 
