@@ -72,7 +72,7 @@ def _compared(ran: Ran, noted: Noted, place: Place, samples: int) -> dict[str, s
             w.to(form.like.device, form.sum_dtype.to_real()),
             undivided(arrived[local]).to_dense(),
             [noted.call.precision],
-            partial(received_by, form, terms),
+            partial(received_by, [form], terms),
             rounded_by([noted.call], arrived[local]),
         )
     }
