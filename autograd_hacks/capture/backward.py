@@ -321,7 +321,8 @@ class Backward:
         uses = () if running is None else running.calls_of.get(name, ())
         if running is not None and uses and grad is not None and name not in running.beside:
             running.note_along(name, grad)
-        if record.on_arrival is not None:
+        is_around = running is not None and name in running.skipped and name not in running.brought
+        if record.on_arrival is not None and not (LAWS and is_around and self.inner is None):
             self.reached(name, grad)
         is_left, own = left is not None and left[0] == name, False
         if running is not None and (is_left or not self.wants_grad):
@@ -337,7 +338,7 @@ class Backward:
             running.fills_grad |= self.wants_grad or not own
             if own and not self.wants_grad and parameter in record.names:
                 self._keeps[name], parameter.grad = parameter.grad, None
-            if name in running.skipped and name not in running.brought:  # it came around the uses
+            if is_around:
                 record.unseen[name] = record.forwards
 
     def put_back(self, parameter: Tensor) -> None:

@@ -102,6 +102,8 @@ class Convolution(Factored):
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        if self.like.dtype != self.sum_dtype:  # windows would be rounded three times
+            return self.wide().terms(u.to(self.sum_dtype), v.to(self.sum_dtype))
         groups, kernels = self.groups, v.view(len(v), self.shape[1], -1)
         x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(self.samples, -1, *self.x.shape[2:])
         weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))

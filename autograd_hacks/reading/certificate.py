@@ -77,25 +77,26 @@ class Certificate:
     def check(self) -> None:
         """Raises if rows don't add up."""
         found, self._found = self._found, {}
-        alike, apart, length = [each for own in found.values() for each in own], list[Tensor](), list[Tensor]()
+        alike, numbers = [each for group in found.values() for each in group], list[Tensor]()
         for group in found.values():
             terms, totals, v = (torch.stack([each[n] for each in group]) for n in (2, 3, 4))
-            apart.append(((totals * v).sum(2).to(terms.dtype) - terms.sum(2)).abs().amax(1))
-            length.append(
-                (torch.linalg.vector_norm(terms, dim=(1, 2)) + torch.linalg.vector_norm(totals, dim=(1, 2))) / PAIRS**0.5
-            )
-            if not looks_free(terms):
-                length[-1] = length[-1] + 2 * torch.stack(
-                    [torch.as_tensor(each.received, device=terms.device) for each in group]
-                )
+            along = totals * v
+            apart = (along.sum(2).to(terms.dtype) - terms.sum(2)).abs()
+            sizes = torch.linalg.vector_norm(totals, dim=(1, 2))[:, None] / PAIRS**0.5  # about the gradient's norm
+            sizes = torch.maximum(sizes, torch.linalg.vector_norm(along, dim=2))
+            length = torch.linalg.vector_norm(terms, dim=2) + sizes.to(terms.dtype.to_real())
+            received = [0.0 if callable(each.received) else each.received for each in group]
+            rest = torch.stack([torch.as_tensor(x, device=length.device) for x in received])[:, None].expand_as(length)
+            numbers.append(torch.stack([x.double() for x in (apart, length, rest)], 1))
         if alike:
-            numbers = torch.stack(
-                [torch.cat([x.to(apart[0].device, torch.float64) for x in own]) for own in (apart, length)]
-            )
-            for each, own, size in zip(alike, *numbers.tolist()):
-                if own > each.unit * size and not (
-                    callable(each.received) and own <= each.unit * (size + 2 * float(each.received()))
-                ):
+            for each, (apart_k, length_k, (rest, *_)) in zip(
+                alike, torch.cat([x.to(numbers[0].device) for x in numbers]).tolist()
+            ):
+                wrong = [(own, size) for own, size in zip(apart_k, length_k) if own > each.unit * (size + 2 * rest)]
+                if wrong and callable(each.received):
+                    rest = float(each.received())
+                    wrong = [(own, size) for own, size in wrong if own > each.unit * (size + 2 * rest)]
+                if wrong:
                     raise unexplained(each.name, self._record)
         for recorded in self._record.passes:
             recorded.is_certified = recorded.finished

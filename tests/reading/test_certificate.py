@@ -1,0 +1,145 @@
+"""In every step that is read, rows add up to the gradient that arrived, or the reading of that step says that they don't."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import check, mlp
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.last = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inside, x, use_reentrant=False))
+
+
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 2))
+
+
+def pictures() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 2))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp, "checkpoint": Checkpointed, "words": words, "pictures": pictures, "recurrent": lambda: Last(),
+    "weight norm": normed,
+}  # fmt: skip
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.LSTM(1, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x[:, :, None])[0][:, -1]
+
+
+def data(model: nn.Module, samples: int = 5) -> Tensor:
+    is_words = any(isinstance(layer, nn.Embedding) for layer in model.modules())
+    return torch.randint(7, (samples, 3)) if is_words else torch.randn(samples, 3).double()
+
+
+def clip(model: nn.Module) -> None:
+    autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+READ: dict[str, Callable[[nn.Module], Any]] = {
+    "compute_grad1": autograd_hacks.compute_grad1, "per_sample_grads": autograd_hacks.per_sample_grads, "clip": clip,
+}  # fmt: skip
+
+
+def step(model: nn.Module, x: Tensor, penalty: Tensor | float, verb: str) -> None:
+    model.zero_grad()
+    loss = squares(model(x)).mean() + penalty
+    if verb == "during_backward":
+        with autograd_hacks.during_backward(model, "norms"):
+            loss.backward()
+        return
+    loss.backward()
+    READ[verb](model)
+
+
+@pytest.mark.parametrize("verb", [*READ, "during_backward"])
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_penalty_is_told_in_the_step_in_which_it_begins(kind: str, param_grad: bool, verb: str) -> None:
+    model = MODELS[kind]().double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for number, at in enumerate([None, None, None, *range(len(list(model.parameters()))), None]):
+            x = data(model)
+            name, parameter = list(model.named_parameters())[at or 0]
+            penalty = 0.0 if at is None else 0.01 * (parameter - 0.5).square().sum()
+            if at is None:
+                step(model, x, penalty, verb)
+            else:
+                with pytest.raises(UnseenGradient, match=name.replace(".", r"\.")):
+                    step(model, x, penalty, verb)
+            assert number < 4 or at != 0
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+def test_passes_through_one_forward_and_accumulated_ones(begins: int) -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        for n in range(6):
+            for accumulates in (False, True):
+                x, penalty = data(model), model[2].bias.square().sum() if n >= begins else 0.0
+                with autograd_hacks.accumulate(model):
+                    losses = squares(model(x))
+                    losses.mean().backward(retain_graph=True)
+                    losses = squares(model(data(model))) if accumulates else losses
+                    (losses.mean() + penalty).backward()
+                if n >= begins:
+                    with pytest.raises(UnseenGradient, match=r"2\.bias: the rows don't add up"):
+                        autograd_hacks.compute_grad1(model)
+                else:
+                    autograd_hacks.compute_grad1(model)
+
+
+def test_what_is_in_grad_already_and_what_hooks_of_parameters_do_is_no_difference() -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        for p in model.parameters():
+            p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        for _ in range(4):
+            squares(model(data(model))).mean().backward()  # .grad grows
+            autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.half])
+def test_gradient_that_cancels_is_no_difference(dtype: torch.dtype) -> None:
+    """A bias before a norm has none but rounding; and half of the samples undo the other half."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    x = torch.randn(32, 3, dtype=dtype)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(4):
+            out = model(torch.cat([x, x]))
+            signs = torch.cat([torch.ones(32), -torch.ones(32)]).to(dtype)
+            (out.square().sum(1) * signs).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_step_after_a_failed_one_is_read() -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            with pytest.raises(UnseenGradient):
+                step(model, data(model), model[0].weight.square().sum(), "compute_grad1")
+            check(model, data(model))
