@@ -32,7 +32,11 @@ class Behind:
     """The graph of a forward, behind the function that replaces it."""
 
     def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph) -> None:
-        self.backward, self.plan, self.outputs = backward, plan, [x for x in ran.outputs if x.grad_fn is not None]
+        self.backward, self.plan, self.outputs = (
+            backward,
+            plan,
+            [x for x in ran.outputs[: ran.count] if x.grad_fn is not None],
+        )
         self.has_graphs = False  # whether passes made graphs, which lead into this one
         leaves: dict[Any, str] = ran.leaves
         is_own = backward.record.is_parameter

@@ -53,11 +53,12 @@ class Ran:
     modules: Iterable[nn.Module]
     trained: Callable[[], Mapping[str, Tensor]]
     arguments: Any
-    outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]  # and those that the model keeps, behind what it returns
     noted: Sequence[Noted] = ()
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
     returned: Any = None  # the structure that holds the outputs
+    count: int | None = None  # how many of the outputs are returned; None for all
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
 
     @cached_property

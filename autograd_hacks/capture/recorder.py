@@ -33,6 +33,7 @@ from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
+from autograd_hacks.support.internals import next_node, sequence_number
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import kept
@@ -79,6 +80,7 @@ class Recorder:
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
         self._plan: Plan | None = None  # the plan of these, if it is given
         self._known: Known | None = None  # the plan of the running forward
+        self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
 
     def plan_by(self, planner: Planner) -> None:
@@ -168,7 +170,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        self._hooks, self._own_hooks = count(), self.backward.hooks
+        self._hooks, self._own_hooks, self._began = count(), self.backward.hooks, next_node()
         known, before = self._known, self.tape
         self._stop()
         is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
@@ -212,8 +214,11 @@ class Recorder:
         if output is None or not self.forward.records():
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
+        returned_count = len(outputs)
+        if not path and not self.is_aside and self.planner.probes:
+            outputs += _kept_by(model, outputs, self._began)
         trained = partial(self.record.trained, model, path)
-        ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output)
+        ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
@@ -254,12 +259,14 @@ class Recorder:
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
         returned = without_grad(self.backward, plan, ran, off, output) if is_lean else None
         layouts = _layouts(model, plan, ran.outputs)
-        for x, layout in zip([x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts):
+        for x, layout in zip(
+            [x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts[: ran.count]
+        ):
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):
                 mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
-        self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
+        self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
         return returned
 
     def _off_graph(self, plan: Plan, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
@@ -281,8 +288,6 @@ class Recorder:
         run = partial(self.read_forward, self, known, ran)
         samples, off = run() if current_task() == NO_TASK else outside_passes(run)
         self.forward.samples = samples
-        if plan.mixed_outputs:
-            self.backward.watch_outputs(ran.outputs)
 
         def is_due() -> bool:
             if self.record.mesh is not None and not plan.names <= self.record.read_past:
@@ -298,12 +303,33 @@ class Recorder:
             self.together(model, self, is_due, show)
         elif is_due():
             show()
+        if plan.mixed_outputs:
+            self.backward.watch_outputs(ran.outputs)
         return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)
         self.backward.watch(edge.parameter)  # it may be new since `add_hooks`
         return edge
+
+
+_OF_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def _kept_by(model: nn.Module, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
+    """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
+
+    began: the number of the first node that it could make"""
+    found = dict[int, Tensor]()
+    for module in modules_of(model):
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor | list | tuple | dict) and name not in _OF_MODULE:
+                own = [value] if isinstance(value, Tensor) else tensors_of(value) if value else ()
+                found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
+    for x in outputs:
+        found.pop(id(x), None)
+    return [x for x in found.values() if not x.is_nested]
 
 
 def _layouts(model: nn.Module, plan: Plan, outputs: Sequence[Tensor]) -> Layouts:

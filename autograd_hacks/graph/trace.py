@@ -22,6 +22,10 @@ END: Final = Kind("end")
 """A value that an earlier forward of the model returned, at which the walk stops."""
 
 
+class Nested(Exception):
+    """A value is a nested tensor, which has no axes."""
+
+
 class Trace:
     """The graph behind some values.
 
@@ -56,6 +60,8 @@ class Trace:
                     key.append(id(x))
             else:
                 made = node._input_metadata
+                if made[0].is_nested_tensor:
+                    raise Nested
                 sizes = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
                 if ends and node in ends:
                     own, read, to = END, None, ()

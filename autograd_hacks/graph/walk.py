@@ -110,6 +110,7 @@ class Walk:
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
+    by_values: whether rules alone would say that samples mix
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
@@ -126,6 +127,7 @@ class Walk:
     own: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
+    by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -149,6 +151,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     if walk.mixes:
         again = _walked(trace, roots, samples, memory, settled, exact=True)
         if not again.mixes:
+            again.by_values = True
             return again
     return walk
 

@@ -63,6 +63,7 @@ class Plan:
     hypothesis: Any = None  # where the samples were in the last forward, if no samples were mixed
     read_as: Any = None  # what laws said of that forward, if it was kept
     returns_parameters: bool = False  # whether some output depends on parameters only
+    dependent: tuple[str, Sequence[int]] | None = None  # how values of samples mix without a gradient, and in which outputs
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
     why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
     why_untaped: str = ""  # why the last tape's labels didn't show that

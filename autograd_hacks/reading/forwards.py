@@ -15,9 +15,10 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import NOBODY, Entries, Label
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
+from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, Place, Plan
-from autograd_hacks.probe.planner import Known
+from autograd_hacks.probe.planner import NESTED, Known
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried, usual_layouts
 from autograd_hacks.reading.inner_losses import Weights, sums_samples
@@ -42,6 +43,15 @@ class Chosen:
     untold: str = ""  # why an output's entries can't be assigned to documents
 
     @property
+    def by_values(self) -> bool:
+        """Whether samples are apart by the values of this forward only."""
+        return self.reader.walk.by_values
+
+    @property
+    def is_sure(self) -> bool:
+        return not (self.is_mixed or self.by_values)
+
+    @property
     def is_mixed(self) -> bool:
         return self.out_of_order or bool(self.reader.walk.mixed)
 
@@ -60,12 +70,22 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
     """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
+    try:
+        return _read(recorder, known, ran)
+    except Nested:
+        place_by_sizes(known.plan, ran, known.samples)
+        known.plan.refused, known.plan.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
+        return None, None
+
+
+def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
     plan, memo = known.plan, recorder.planner.memo
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
         chosen = _under(ran, known, hypothesis, memo)
-        best = chosen if best is None or not chosen.is_mixed else best
-        if not best.is_mixed:
+        if best is None or (best.is_mixed and not chosen.is_mixed) or (best.by_values and chosen.is_sure):
+            best = chosen
+        if best.is_sure:
             break
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
@@ -93,7 +113,8 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
     _fill(plan, ran, best, found, mixed_outputs, off)
-    plan.hypothesis = None if plan.mixing else best.hypothesis
+    is_kept = not plan.mixing and all(isinstance(at, int) for at in best.hypothesis.places)  # nodes must not be held
+    plan.hypothesis = best.hypothesis if is_kept else None
     plan.read_as = None
     if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
         reader.walk.read_as[reader.key] = plan.read_as = found
@@ -213,6 +234,8 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
         if place.kind != NOT_OF_BATCH
         for edge in noted.call.edges.values()
     }
+    if not plan.mixing and plan.dependent is not None:
+        plan.mixing, plan.mixed_outputs = plan.dependent
     plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
 
 

@@ -72,7 +72,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, plan: Plan, samples: int) -> bool:
     if not (tape.sites | _functions(ran)) <= plan.tapes.sites:
         return False
     axes = batch.axes_of_samples(plan.axis, samples)
-    plan.why_untaped = recorder.why_not_by_tape(tape, axes, samples, ran.outputs)
+    plan.why_untaped = recorder.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
     if plan.why_untaped and not plan.tapes.has_alike(tape):
         return False
     plan.tapes.add(tape, for_all_values=True)
@@ -98,6 +98,8 @@ def show_independent(
 
     Raises ProbeFailed if the model can't be run again.
     """
+    if plan.dependent is not None:  # another tape may tell another tale
+        plan.mixing, plan.mixed_outputs, plan.dependent = "", (), None
     tape = recorder.tape
     if tape is not None and tape.refused is not None:
         raise tape.refused
@@ -152,11 +154,12 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
-            plan.mixing = (
+            why = (
                 f"{MIXING}: {what} changed for samples that were kept while others were replaced. There is no gradient "
                 "between them, but private training needs samples that don't depend on each other."
             )
-            plan.mixed_outputs, plan.is_independent = slots, False
+            plan.dependent, plan.is_independent = (why, slots), False
+            plan.mixing, plan.mixed_outputs = plan.dependent
             return
     # If all samples are equal, replacing them shows nothing.
     plan.is_independent |= has_changed

@@ -89,7 +89,7 @@ class Reader:
         names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
         ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
         ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
-        self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at)}
+        self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
 
     def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:

@@ -73,6 +73,16 @@ def never_compile(function: Any) -> None:
     _C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
+_LEAF = torch.zeros((), requires_grad=True, device="cpu")
+
+
+def next_node() -> int:
+    """The number of a node that this thread makes now; later ones have larger numbers."""
+    with torch.enable_grad():
+        node = _LEAF.view(()).grad_fn
+    return 0 if node is None else sequence_number(node)
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs."""
     return _C._functorch.peek_interpreter_stack() is not None
