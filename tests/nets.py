@@ -158,7 +158,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
     "crossed attention": (Crossed, vectors),
-    "reentrant": (lambda: Checkpointed(True), vectors),
     "checkpointed": (lambda: Checkpointed(False), vectors),
     "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),
 }

@@ -29,6 +29,34 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def text() -> tuple[Tensor, Tensor]:
+    """Tokens above 0 and a padding of zeros, (30, 9), and targets."""
+    draws = torch.Generator().manual_seed(6)
+    lengths = torch.randint(1, 10, (SIZE, 1), generator=draws)
+    tokens = torch.randint(1, 20, (SIZE, 9), generator=draws) * (torch.arange(9) < lengths)
+    return tokens, torch.randint(3, (SIZE,), generator=draws)
+
+
+class Reader(nn.Module):
+    """Attention over the words of a text, and their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.last = nn.Embedding(20, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_word = x > 0
+        h = self.layer(self.table(x), src_key_padding_mask=~is_word) * is_word[..., None]
+        return self.last(h.sum(1) / is_word.sum(1, keepdim=True))
+
+
+def losses_of_text(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Without the columns that are padding in the whole batch, so that its length is another in each step."""
+    return losses(model, x[:, x.any(0)], y)
+
+
 def by_hand(
     model: nn.Module,
     x: Tensor,
@@ -43,17 +71,19 @@ def by_hand(
     units = [[n for n, own in enumerate(ids) if own == user] for user in dict.fromkeys(ids)]
     for t in range(steps):
         drawn = torch.tensor(uniforms(stream(SEED, "batch", t), len(units)), dtype=torch.float64) < expected / len(units)
-        total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = {name: torch.zeros_like(p) for name, p in named.items()}
         for unit in drawn.nonzero()[:, 0].tolist():
-            grads = [torch.zeros_like(p) for p in model.parameters()]
+            model.zero_grad()
             for n in units[unit]:
-                own = torch.autograd.grad(loss(model, x[n : n + 1], y[n : n + 1]).sum(), list(model.parameters()))
-                grads = [g + h for g, h in zip(grads, own)]
-            norm = torch.cat([g.flatten() for g in grads]).norm()
-            for name, g in zip(total, grads):
+                loss(model, x[n : n + 1], y[n : n + 1]).sum().backward()
+            grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+            norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+            for name, g in grads.items():
                 total[name] += g * min(1.0, BOUND / float(norm))
         with torch.no_grad():
-            for number, (name, p) in enumerate(model.named_parameters()):
+            for number, (name, p) in enumerate(named.items()):
                 own = torch.tensor(normals(stream(*stream(SEED, "noise", t), number), p.numel()), dtype=torch.float64)
                 p -= LR * (total[name] / expected + NOISE * BOUND / expected * own.view(p.shape).to(p.dtype))
+    model.zero_grad()
     return model

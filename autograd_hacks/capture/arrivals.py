@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute, without_subclasses
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -63,7 +62,7 @@ class AtOutput:
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
+    __slots__ = ("__weakref__", "call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
 
     def __init__(
         self,
@@ -100,13 +99,24 @@ class AtOutput:
 class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
-    __slots__ = ("graph", "receive", "use")
+    __slots__ = ("__weakref__", "graph", "receive", "use")
 
     def __init__(self, use: NodeUse, graph: GraphAlive, receive: Receive) -> None:
         self.receive, self.use, self.graph = receive, use, graph
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         self.receive(self.use, 0, grads, current_node() if node is None else node, None)
+
+
+def put_on(node: Node, hook: AtOutput | AtNode) -> None:
+    """Puts a hook on a node, where `on_node` finds it."""
+    node.register_prehook(hook)
+    notes: Any = node.metadata  # torch's types declare it as a method; no garbage collector looks into it
+    notes.setdefault(put_on, []).append(weakref.ref(hook))
+
+
+def on_node(node: Any) -> list[AtOutput | AtNode]:
+    return [hook for at in node.metadata.get(put_on, ()) if (hook := at()) is not None]
 
 
 def attach(
@@ -131,7 +141,7 @@ def attach(
         source = x if x._base is None or x.grad_fn is None else x._base
         if source.grad_fn is not None:
             hook = AtOutput(call, graph, receive, slot, x, live, inputs)
-            source.grad_fn.register_prehook(hook)
+            put_on(source.grad_fn, hook)
             hooked.append((source.grad_fn, hook))
     return output, hooked
 
@@ -151,22 +161,14 @@ class Returned:
     edge: int  # the output's number at its node
     layout: Layout  # where its samples are
     samples: int  # N
-    plan: Plan
     recorder: weakref.ref[Any]  # of the model
     forward: int
-    is_proven: bool  # whether the forward was just proven
-
-
-RETURNED: weakref.WeakSet[Returned] = weakref.WeakSet()
-"""The outputs whose losses are checked: their graphs exist, and the forward was just proven or returns parameters."""
 
 
 def mark_returned(output: Tensor, mark: Returned) -> None:
     """Marks an output of a model, so that `returned_in` finds it."""
     if output.grad_fn is not None:
-        if mark.is_proven or mark.plan.returns_parameters:
-            RETURNED.add(mark)
-        notes: Any = output.grad_fn.metadata  # torch's types declare it as a method
+        notes: Any = output.grad_fn.metadata
         notes.setdefault(Returned, {})[mark.edge] = mark
 
 

@@ -21,9 +21,10 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import LAWS, Switch, current_task
+from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import version_of
 
 
@@ -41,9 +42,7 @@ class Inner:
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    # Set by `verbs/hooking.py`.  settle: whether the rows add up to the gradient that arrived at a parameter, which then
-    # need not be kept.  created: called when a pass that makes a graph arrives at a node.
-    settle: Callable[[Record, Pass, str, Tensor], bool]
+    # Set by `verbs/hooking.py`: called when a pass that makes a graph arrives at a node.
     created: Callable[[Use, Node, AtOutput | None], None]
 
     def __init__(self, record: Record, reduction: Reduction) -> None:
@@ -81,7 +80,6 @@ class Backward:
         """A context for other passes, which leaves this object unchanged."""
         with kept(self):
             self.running, self._left, self.called, self.inner = None, None, set(), None
-            self.settle = lambda *_: True  # the caller compares
             yield
 
     @contextmanager
@@ -139,23 +137,19 @@ class Backward:
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if LAWS and self.hooks_before not in (0, RemovableHandle.next_id):
+            if self.hooks_before not in (0, RemovableHandle.next_id):
                 self.watch_more(self.hooks_before)
                 self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, forwards_before=self.unanswered)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
-            if losses is not None and self.running.is_hess:
-                self.running.arrived = losses.arrived.setdefault(self.record, {})
             self.record.superseded, self.record.superseded_unseen = [], {}
             call_at_end(partial(self._finish, self.running))
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, self.record.reader = True, None
-        # Other passes of backprop_hess, or of `accumulate`, follow.
-        self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
+        ended.finished = True
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -183,6 +177,9 @@ class Backward:
                 return
             self.inner.filed.add((use, slot))
         makes_graph = torch.is_grad_enabled()
+        runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
+        if runs_modules and node is not None:
+            self._speak_after(node)
         if use.plan is not None:
             use.plan.derives = makes_graph or bool(use.plan.derives)
         if makes_graph and node is not None:
@@ -195,6 +192,15 @@ class Backward:
                 self.inner.left[edge.name] -= 1
                 if not self.inner.left[edge.name] and edge.name not in self.inner.arriving:
                     self.reached(edge.name, None)
+        self.is_silent = runs_modules
+
+    def _speak_after(self, node: Any) -> None:
+        """Ends the silence after a user's Function, whose backward may run modules and passes of its own.
+
+        The gradients of these come to the parameters by what the Function returns."""
+        if _spoken not in node.metadata:
+            node.metadata[_spoken] = True
+            node.register_hook(partial(_spoken, weakref.ref(self)))
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
@@ -313,7 +319,7 @@ class Backward:
         record, running, left = self.record, self.running, self._left
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        if LAWS and running is not None and uses and grad is not None and name not in running.beside:
+        if running is not None and uses and grad is not None and name not in running.beside:
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
         if record.on_arrival is not None and not (LAWS and is_around and self.inner is None):
@@ -334,19 +340,6 @@ class Backward:
                 self._keeps[name], parameter.grad = parameter.grad, None
             if is_around:
                 record.unseen[name] = record.forwards
-        if LAWS:
-            return
-        if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
-            return
-        # The proof showed that nothing comes around the nodes that it saw.  No call was made inside the pass.
-        is_shown = self.inner is None and name in record.plan.shown and all(use.recomputed_in is None for use in uses)
-        if name in running.beside or (is_shown and _is_same(grad, running.handed.pop(name, None))):
-            running.settled.setdefault(name, set()).update(uses)
-            return
-        is_part = self.inner is not None and record.comparing  # of the pass's gradient: see `capture/lean.py`
-        if is_part or not self.settle(record, running, name, grad):
-            so_far = running.arrived.get(name)
-            running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
     def put_back(self, parameter: Tensor) -> None:
         """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
@@ -377,8 +370,9 @@ class Backward:
         record.on_arrival(running, name, grad)
 
 
-def _is_same(grad: Tensor, other: Tensor | None) -> bool:
-    return other is not None and grad.layout == torch.strided and torch.equal(grad, other)
+def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
+    if (own := backward()) is not None:
+        own.is_silent = False
 
 
 def may_skip(parameter: Tensor) -> bool:

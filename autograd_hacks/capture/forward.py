@@ -9,28 +9,28 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
-from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
+from autograd_hacks.probe.plan import AXES, Place, Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
-from autograd_hacks.support.switch import LAWS, NO_TASK, Switch, current_task
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
 
 _NONE: frozenset[Node] = frozenset()
 
 INSIDE_PASS = (
-    "a backward pass runs this layer again, in a reentrant checkpoint or in a Function's backward, so the samples of its rows "
-    "are unknown. Call checkpoint(..., use_reentrant=False); in transformers "
+    "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
+    "doesn't show where the samples are there. Call checkpoint(..., use_reentrant=False); in transformers "
     "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in its "
-    "backward without modules."
+    "backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
 )
-"""Why layers have no rows that a backward pass runs again."""
+"""Why there are no rows of what a backward pass runs again."""
 
 
 class Noted(NamedTuple):
@@ -119,7 +119,7 @@ class Forward:
         # Inside torch.func's transforms tensors belong to one transform, and end with it.
         transformed = is_transformed()
         self.record.transformed |= transformed
-        return Switch.on() and not transformed and not is_traced()
+        return Switch.on() and not transformed and not is_traced() and not self.backward.is_silent
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
@@ -161,7 +161,7 @@ class Forward:
             return output
         edges = self._edges(path, owned)
         place = self.record.plan.place_of(path, number)
-        if not edges or any(x.is_nested for x in outputs) or (not LAWS and place is not None and place.kind == NOT_OF_BATCH):
+        if not edges or any(x.is_nested for x in outputs):
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
@@ -193,7 +193,7 @@ class Forward:
             is_first=is_first,
             plan=self.record.plan,
         )
-        if LAWS and self.running is None and current_task() != NO_TASK:
+        if self.running is None and current_task() != NO_TASK and self.record.plan is not self.static:
             call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, self.backward.receive, rule.recomputes, live, made_of)
         if self.running is not None:
@@ -204,7 +204,7 @@ class Forward:
         """Records a call that repeats a known one, in a third of the time.  Returns False if it doesn't."""
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
-        steady = None if LAWS else plan.steady.get(key)
+        steady = plan.steady.get(key)
         if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
             return False
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
@@ -224,7 +224,7 @@ class Forward:
         made_of = _NONE if args[0].grad_fn is None else frozenset([args[0].grad_fn])
         hook = AtOutput(call, graph, backward.receive, 0, output, (args, {}), made_of)
         node: Any = output.grad_fn if output._base is None else output._base.grad_fn
-        node.register_prehook(hook)
+        put_on(node, hook)
         self.noted.append(Noted(call, key[1], [(node, hook)], made_of, steady.place))
         return True
 

@@ -82,7 +82,7 @@ class _Watched:
 
     def _check(self, backward: Backward, args: tuple[Any, ...], result: Any, is_overwritten: bool) -> None:
         """Called when the hook has changed gradient.  Notes it in the pass unless it keeps samples apart."""
-        node = current_node()
+        node: Any = current_node()
         if self.samples < 2 or not hasattr(node, "_input_metadata"):  # at a leaf, after all uses
             return
         given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)

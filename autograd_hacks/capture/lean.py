@@ -24,19 +24,16 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import LAWS, current_task
+from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import map_tensors
 
 
 class Behind:
-    """The graph of a forward, behind the function that replaces it.
+    """The graph of a forward, behind the function that replaces it."""
 
-    keeps: whether passes may come around the function, through tensors that the model has not returned
-    """
-
-    def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph, keeps: bool) -> None:
+    def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph) -> None:
         self.backward, self.plan, self.outputs = backward, plan, [x for x in ran.outputs if x.grad_fn is not None]
-        self.keeps, self.has_graphs = keeps, False  # whether passes made graphs, which lead into this one
+        self.has_graphs = False  # whether passes made graphs, which lead into this one
         leaves: dict[Any, str] = ran.leaves
         is_own = backward.record.is_parameter
         self.parameters: dict[str, Any] = {name: leaf for leaf, name in leaves.items() if is_own(leaf.variable)}
@@ -80,17 +77,17 @@ class Behind:
 def may_stand_behind(plan: Plan, ran: Ran) -> bool:
     """Whether a forward's outputs may leave their graph.
 
-    They may after a first pass that made no graph, if no loss comes around them and nothing else needs gradients of
+    They may after a first pass that made no graph, if nothing else needs gradients of
     parameters."""
     leaves: Iterable[Any] = ran.leaves
-    if plan.derives is not False or plan.has_doors or not all(may_skip(leaf.variable) for leaf in leaves):
+    if plan.derives is not False or not all(may_skip(leaf.variable) for leaf in leaves):
         return False
     return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
-def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any, keeps: bool) -> Any:
-    """A forward's output, behind a function whose backward computes no parameter gradients.  keeps: see `Behind`"""
-    behind = Behind(backward, plan, ran, off, keeps)
+def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any) -> Any:
+    """A forward's output, behind a function whose backward computes no parameter gradients."""
+    behind = Behind(backward, plan, ran, off)
     parameters = [leaf.variable for leaf in behind.parameters.values()]
     views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
     taken = {id(x): next(views) for x in behind.outputs}
@@ -119,13 +116,13 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     behind.has_graphs |= torch.is_grad_enabled()
     behind.plan.derives = behind.plan.derives or behind.has_graphs
     # Passes may come around the function too, through tensors that the model did not return.
-    is_around = LAWS and any(will_execute(node) for node in behind.hooks)
-    keeps = behind.keeps or behind.has_graphs or is_around or keeps_graph()
+    is_around = any(will_execute(node) for node in behind.hooks)
+    keeps = behind.has_graphs or is_around or keeps_graph()
     roots = [(x, g) for x, g in zip(behind.outputs, grads) if g is not None]
     lowest = behind.lowest if ways else []
     # The gradients that are still to be compared with rows.
     record = backward.record
-    names = {name for name in ways if record.comparing or is_around or (not LAWS and record.plan.keeps_arrived(name))}
+    names = {name for name in ways if record.comparing or is_around}
     for node in lowest if record.gathered else ():
         is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
         if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass

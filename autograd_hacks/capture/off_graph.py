@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,20 +13,30 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import AtNode, Receive
+from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.meetings import Keys, Meetings, gives_rows, is_of, memory_of
-from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
-from autograd_hacks.probe.routes import Routes
+from autograd_hacks.probe.plan import Place, Plan
 from autograd_hacks.rules.views import STEPS
-from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Taker, Value, dtype_of, inputs_of, made, shape_of
+from autograd_hacks.support.graph import (
+    CHECKPOINT,
+    Graph,
+    Leaf,
+    Taker,
+    Value,
+    dtype_of,
+    inputs_of,
+    made,
+    operands_of,
+    shape_of,
+)
 from autograd_hacks.support.internals import SAVED, tree_leaves
-from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
+from autograd_hacks.support.layout import samples_of_rows
+from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 
@@ -46,9 +56,7 @@ class Ran:
     outputs: Sequence[Tensor]
     noted: Sequence[Noted] = ()
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
-    of_parameters: frozenset[Node] = frozenset()  # nodes that are known to depend on parameters only
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
-    labels: Mapping[Any, Tensor] = field(default_factory=dict)  # the sample of each row, by call or node, as passes showed
     returned: Any = None  # the structure that holds the outputs
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
 
@@ -85,11 +93,6 @@ class Ran:
         return self.graph.leaves
 
     @cached_property
-    def given(self) -> set[int]:
-        """The memory addresses of the arguments."""
-        return {memory_of(x) for x in self.tensors}
-
-    @cached_property
     def fixed(self) -> set[int]:
         """The memory addresses of parameters and buffers."""
         return {memory_of(x) for module in self.modules for x in (*module.parameters(), *module.buffers())}
@@ -121,44 +124,6 @@ class Ran:
         leaf: Any = next(leaf for leaf, own in self.leaves.items() if own == name)
         return Edge(name, leaf.variable, leaf)
 
-    def routes(self, plan: Plan, samples: int) -> Routes:
-        """Which sample each row belongs to, starting from the places that the plan knows."""
-        known: dict[Node, Layout] = {}
-        for x, at in zip(self.outputs, plan.outputs):
-            if at is not None and x.grad_fn is not None:
-                known[x.grad_fn] = at
-        for noted in self.noted:
-            place = plan.place_of(noted.call.path, noted.number)
-            for node, hook in noted.hooks if place is not None and place.kind == AXES else ():
-                at = place.layouts[hook.slot] if place is not None else None
-                if at is not None and made(node)[hook.number].shape != hook.shape and not at.axis and not at.fold:
-                    at = Layout(0, "N·T")  # the node made the same rows, with more axes folded
-                if at is not None:
-                    known[node] = at
-        return Routes(self.graph, known, samples)
-
-    def rows_of(self, noted: Noted, routes: Routes) -> Tensor | None:
-        """The sample of each entry on axis 0 of a call's output, into which its node may have folded other axes."""
-        node, hook = noted.hooks[0]
-        rows, size = routes.rows(node), hook.shape[0]
-        if rows is None or len(rows) == size or not size or len(rows) % size:
-            return rows
-        folded = rows.view(size, -1)
-        return folded[:, 0] if bool((folded == folded[:, :1]).all()) else None
-
-    def covered(self, open_calls: Collection[Any] = ()) -> dict[Node, set[str]]:
-        """The nodes inside calls of layers with rules, with the parameters whose rows these calls give.
-
-        open_calls: calls that give no rows
-        """
-        found: dict[Node, set[str]] = {}
-        for noted in self.noted:
-            if noted.call not in open_calls:
-                names = {edge.name for edge in noted.call.edges.values()}
-                for node in self.inside(noted):
-                    found.setdefault(node, set()).update(names)
-        return found
-
     def taken_apart(self) -> set[Any]:
         """The calls whose inner values are used outside of them, by a derivative that the forward takes.
 
@@ -166,11 +131,22 @@ class Ran:
         found = set[Any]()
         for noted in self.noted:
             inside, own = dict.fromkeys(self.inside(noted)), {Value(node, hook.number) for node, hook in noted.hooks}
-            inner = (node for node in inside if not is_of(self.leaves, node))
+            inner = (node for node in inside if not self._is_view(node))
             values = {Value(node, number) for node in inner for number in range(len(made(node)))} - own
             if any(taker.node not in inside for value in values for taker in self.graph.takers.get(value, ())):
                 found.add(noted.call)
         return found
+
+    def _is_view(self, node: Node) -> bool:
+        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
+        while type(node) is not Leaf:
+            if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
+                return False
+            ((ahead, _),) = node.next_functions
+            if ahead is None:
+                return False
+            node = ahead
+        return node in self.leaves
 
     def inside(self, noted: Noted) -> Iterator[Node]:
         """The nodes of a call, from its outputs to its inputs."""
@@ -184,63 +160,28 @@ class Ran:
 
 
 class OffGraph:
-    """The uses that a plan reads from the graph of a finished forward.  key: the first part of the uses' keys"""
+    """The uses of parameters at nodes of a finished forward's graph."""
 
-    def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
-        self.ran, self.plan, self.samples, self.key = ran, plan, samples, key
-        self.is_known = True  # whether the plan knows all uses of parameters
+    def __init__(self, ran: Ran, plan: Plan, samples: int) -> None:
+        self.ran, self.plan, self.samples = ran, plan, samples
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
         self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes the values
+        self.labels: dict[Node, Tensor] = {}  # the sample of each row or entry, at nodes where no layout gives it
         self.hooks: list[tuple[Node, AtNode]] = []
+        self._below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
 
-    @cached_property
-    def keys(self) -> Keys:
-        return Keys(self.ran.leaves)
-
-    def find(self) -> OffGraph:
-        """Climbs from each parameter to the nodes at which the plan says that it meets the batch."""
-        graph, plan, covered, counts = self.ran.graph, self.plan, self.ran.covered(), dict[Any, int]()
-        waiting = [Value(leaf, 0) for leaf in graph.leaves if leaf in self.ran.leaves]
-        seen = set(waiting)
-        while waiting:
-            value = waiting.pop()
-            for taker in graph.takers.get(value, ()):
-                above = {Value(taker.node, n) for n in range(max(1, len(made(taker.node))))} - seen
-                if gives_rows(covered, self.keys, value, taker.node):
-                    if is_of(self.ran.leaves, taker.node):
-                        seen |= above
-                        waiting += above
-                    continue
-                key = self.keys.of(value, taker)
-                is_inner = key in plan.alike and self.keys.with_all_behind(key, taker) in plan.inner
-                if (places := plan.meetings.get(key)) is not None and not is_inner:
-                    number = counts[key] = counts.get(key, -1) + 1
-                    place = places[number] if number < len(places) else places[0]
-                    self.is_known &= number < len(places) or all(other == place for other in places)
-                    self.is_known &= place.kind != AXES or fit(place.layouts, taker.node, self.samples)
-                    self.is_known &= not place.was_empty or all(0 in x.shape for x in made(taker.node))
-                    self.found.setdefault(taker.node, []).append((value, taker, place))
-                elif is_inner or key in plan.inner:
-                    seen |= above
-                    waiting += above
-                else:
-                    self.is_known = False
-        return self
-
-    def assume(self) -> OffGraph:
-        """Finds uses without a proof: tensors without a graph are assumed to be the batch, and axis 0 the samples."""
-        ran = self.ran
-        found = Meetings(
-            ran.graph, ran.leaves, ran.given, ran.fixed, self.samples, covered=ran.covered(), ends=ran.ends, assumed=True
-        )
-        for meeting in found.find().found:
-            shapes = [x.shape for x in made(meeting.taker.node)]
-            layouts = [likeliest(shape, self.samples, (0,)) for shape in shapes] if self.samples else []
-            place = Place(AXES, tuple(layouts), is_decided=False)
-            self.found.setdefault(meeting.taker.node, []).append((meeting.value, meeting.taker, place))
-        return self
+    def below(self, node: Node) -> frozenset[str]:
+        """The parameters on which a node's outputs depend."""
+        if node not in self._below:
+            seen, waiting = {node}, [node]
+            while waiting:
+                new = {value.node for value in inputs_of(waiting.pop())} - seen
+                seen |= new
+                waiting += new
+            self._below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
+        return self._below[node]
 
     def attach(
         self, edge_of: Callable[[str], Edge], forward: int, receive: Receive, recomputed_in: Pass | None = None
@@ -251,26 +192,8 @@ class OffGraph:
             graph = GraphAlive()
             use.graph = weakref.ref(graph)
             hook = AtNode(use, graph, receive)
-            node.register_prehook(hook)
+            put_on(node, hook)
             self.hooks.append((node, hook))
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the sample of every row is known."""
-        return None not in self.labels.values()
-
-    @property
-    def is_unseen(self) -> bool:
-        """Whether some use had no gradient when the plan was proven."""
-        return any(met[0][2].is_unseen for met in self.found.values())
-
-    @cached_property
-    def labels(self) -> dict[Node, Tensor | None]:
-        """The sample of each row, at nodes where no layout gives it; None where it is unknown."""
-        wanted = [node for node, met in self.found.items() if met[0][2].kind in (ROWS, ENTRIES)]
-        routes = self.ran.routes(self.plan, self.samples) if wanted else None
-        told = self.ran.labels
-        return {node: told[node] if node in told else routes.rows(node) if routes else None for node in wanted}
 
     def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
         for number, (node, met) in enumerate(self.found.items()):
@@ -283,7 +206,7 @@ class OffGraph:
                     edges={name: edge_of(name) for value, taker, _ in met for name in self._names(value, taker)},
                     slots=len(made(node)),
                     forward=forward,
-                    key=(*self.key, number),
+                    key=(number,),
                     samples=self.samples,
                     layouts=place.layouts,
                     is_unseen=place.is_unseen,
@@ -298,10 +221,10 @@ class OffGraph:
 
     def _names(self, value: Value, taker: Taker) -> list[str]:
         """The parameters of a value whose rows are read here."""
-        return sorted(self.keys.below(value.node).difference(self.by_rule.get((taker.node, taker.place), ())))
+        return sorted(self.below(value.node).difference(self.by_rule.get((taker.node, taker.place), ())))
 
     def _why_refused(self, met: list[tuple[Value, Taker, Place]]) -> str:
-        names = {name for value, _, _ in met for name in self.keys.below(value.node)} if self.refused else ()
+        names = {name for value, _, _ in met for name in self.below(value.node)} if self.refused else ()
         return next((self.refused[name] for name in names if name in self.refused), "")
 
     def _value(self, value: Value, taker: Taker) -> ValueUse:
@@ -314,11 +237,6 @@ class OffGraph:
         transposed = Transposed(value, leaves)
         ways = dict.fromkeys(leaves, transposed.pull)
         return ValueUse(taker.place, shape_of(value), ways, is_complex, transposed.make)
-
-
-def fit(layouts: Sequence[Layout | None], node: Node, samples: int) -> bool:
-    """Whether the sizes of a node's outputs fit the layouts."""
-    return all(at is None or at.fits_shape(x.shape, samples) for at, x in zip(layouts, made(node)))
 
 
 def _inside(value: Value) -> set[Node]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,17 +22,14 @@ from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.same_graph import recall, remember
-from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
-from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
-from autograd_hacks.probe.planner import ALWAYS, Known, Planner
-from autograd_hacks.probe.routes import has_choosing, moves_as_proven
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
@@ -42,12 +37,9 @@ from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
-from autograd_hacks.support.switch import LAWS, NO_TASK, Switch, current_task
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import Marks
-
-SLOW = 2.0
-"""A proof that takes more seconds than this prints a note."""
 
 
 class Recorder:
@@ -56,14 +48,13 @@ class Recorder:
     planner: Planner  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
-    prove: Callable[[Recorder, Known, Ran], int | None] | None  # fills in the plan of a finished forward; returns N
     # ``together(model, recorder, is_due, prove)`` runs the proof if it is due, at the end of each forward with gradients.
     # Other processes may have to take part.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
     read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
     show: Callable[..., None]  # `show_independent`
-    look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
+    assume: Callable[[Ran, OffGraph], None]  # reads a graph whose outputs are assumed to have samples on axis 0
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
     # ``is_shown(recorder, ran, plan, samples)``: whether the tape shows that samples are independent, if that is asked
@@ -159,9 +150,11 @@ class Recorder:
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called as a forward begins, of the model or of a part that is called by itself."""
-        if self.forward.running is not None and path:
+        if path and (self.forward.running is not None or (current_task() != NO_TASK)):
             return
         self.forward.running = None
+        if current_task() == NO_TASK:
+            self.backward.is_silent = False  # a Function's backward may have failed
         self._forget()
         if not path:
             check_whole(model)
@@ -182,7 +175,8 @@ class Recorder:
         if is_asked and known is not None and known.batch is not None:
             self.batch, self.marks = known.batch, Marks(modules_of(model))
             kept = [] if before is None else before.kept(self.marks.tensors)
-            self.tape = Tape(model, known.batch.leaves, known.plan.tapes.constants, kept)
+            tapes = known.plan.tapes
+            self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
 
     def _forget(self) -> None:
@@ -222,9 +216,8 @@ class Recorder:
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output)
         if self.segments is not None and not path:
             ran.documents = documents_of(self.segments, *ran.arguments)
-        if LAWS:
-            own = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
-            self._users_hooks = since(self._hooks) if count() - self._hooks != own else []
+        own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
+        self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
             returned = self._end(path, model, ran, output)
         self.batch = self.marks = None  # they hold the arguments
@@ -239,7 +232,9 @@ class Recorder:
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
-        if known is not None and known.plan is self.planner.static and not ran.is_covered:  # known by now
+        # Known by now.  No graph shows what reentrant checkpoints use.
+        is_read = known is not None and known.plan is self.planner.static and not ran.is_covered
+        if known is not None and is_read and (self.planner.probes or not ran.checkpoints):
             self.planner.is_covered = False
             args, kwargs = ran.arguments
             known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
@@ -247,113 +242,55 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, is_proven, off = self._proven(model, known, ran)
+        samples, off = (self.forward.samples, None) if known is None else self._read(model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
-            ran.documents.leaks.update(plan.leaks)
             for noted in ran.noted:
                 noted.call.documents = ran.documents
-        is_watched = (is_proven and not LAWS) or (known is not None and plan.has_doors)
-        if is_watched and samples:
-            watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
-        if plan.checkpoints and samples:
-            self.look_inside(self, ran, plan, samples)
         self.forward.remember(plan, ran.noted)
         off = self._off_graph(plan, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
-        returned = without_grad(self.backward, plan, ran, off, output, is_watched) if is_lean else None
+        returned = without_grad(self.backward, plan, ran, off, output) if is_lean else None
         layouts = _layouts(model, plan, ran.outputs)
         for x, layout in zip([x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts):
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):
-                own = weakref.ref(self), self.record.forwards, is_proven and ran.documents is None
-                mark_returned(x, Returned(x.output_nr, layout, count, plan, *own))
+                mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
 
     def _off_graph(self, plan: Plan, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
         """The reader of the forward's graph.  found: what was read already"""
-        is_assumed = plan is self.planner.static
+        is_assumed = plan is self.planner.static and not ran.is_covered
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
         off = found or OffGraph(ran, plan, samples or 0)
         off.documents = ran.documents
-        return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
+        if is_assumed and samples:
+            self.assume(ran, off)
+        return off
 
-    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
-        """Runs the proof of a forward if it is due, or if the forward has something that the plan doesn't know.
+    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
+        """Reads a forward, and shows that its samples are independent if that is asked.
 
-        Returns N, whether the proof ran, and what was read from the graph."""
-        if LAWS and known is not None and self.prove is not None:
-            return self._read(model, known, ran)
-        plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
-        off: OffGraph | None = None  # it holds the forward, so the forward doesn't hold it: tensors in a cycle stay alive
-        if known is not None:
-            samples = known.samples
-            if plan.counted_at is not None and plan.counted_at < len(ran.outputs):
-                samples = ran.outputs[plan.counted_at].shape[0]
-
-        def is_due() -> bool:
-            nonlocal off
-            if known is None or prove is None:
-                return False
-            if plan.pending or not plan.knows(ran.documents):
-                return True
-            is_known, off = self.place(ran, plan, samples)
-            if not is_known:
-                return True
-            if plan.zeros and plan.has_opened(self.record.held(ran.parameters)):
-                return True
-            return not self.is_shown(self, ran, plan, samples)
-
-        def proof() -> None:
-            nonlocal samples, is_proven, off
-            if known is None or prove is None:
-                return
-            self.pool.clear()
-            plan.steady.clear()  # places may change
-            plan.graphs.clear()
-            began, run = perf_counter(), partial(prove, self, known, ran)
-            with without_collection():
-                samples = run() if current_task() == NO_TASK else outside_passes(run)
-            if (took := perf_counter() - began) > SLOW and self.planner.probes != ALWAYS:
-                later = 'Later checks are rare; add_hooks(probe="once") turns them off'
-                if self.planner.independent:
-                    later = "Forwards with the same operations need no further check of that; others do, when they come"
-                print(
-                    f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
-                    f"its kind. {later}",
-                    file=sys.stderr,
-                )
-            plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)
-            _, off = self.place(ran, plan, samples)
-            is_proven = True
-
-        if not self.is_aside:
-            self.together(model, self, is_due, proof)
-        elif is_due():
-            proof()
-        self.forward.samples = samples
-        if known is not None and plan.mixed_outputs:
-            self.backward.watch_outputs(ran.outputs)
-        return samples, is_proven, off
-
-    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, bool, OffGraph | None]:
-        """The same, by laws."""
+        Returns N, and what was read from the graph."""
         plan, pending = known.plan, known.plan.pending
-        samples, off = self.read_forward(self, known, ran)
+        run = partial(self.read_forward, self, known, ran)
+        samples, off = run() if current_task() == NO_TASK else outside_passes(run)
         self.forward.samples = samples
         if plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
 
         def is_due() -> bool:
+            if self.record.mesh is not None and not plan.names <= self.record.read_past:
+                return True  # all processes must know which parameters are read from the graph
             return self.planner.independent and (pending or not self.is_shown(self, ran, plan, samples))
 
         def show() -> None:
-            if samples is not None and known.batch is not None:
+            if self.planner.independent and samples is not None and known.batch is not None:
                 with without_collection():
                     self.show(self, model, known.aside, known.batch, ran, plan, samples)
 
@@ -361,50 +298,7 @@ class Recorder:
             self.together(model, self, is_due, show)
         elif is_due():
             show()
-        return samples, True, off
-
-    def place(self, ran: Ran, plan: Plan, samples: int | None) -> tuple[bool, OffGraph | None]:
-        """Sets where each call's samples are.
-
-        Returns whether the plan knows everything in the forward, and what it reads from the graph, if anything."""
-        routes = None
-        off = recall(ran, plan, samples or 0)
-        is_known = off is not None or not plan.pending
-        is_known = is_known and (off is not None or bool(plan.mixing) or moves_as_proven(ran.graph, plan, samples or 0))
-        for noted in ran.noted:
-            call, place = noted.call, plan.place_of(noted.call.path, noted.number)
-            if place is noted.place is not None and call.samples == samples:
-                continue
-            call.plan, call.samples, is_known = plan, samples, is_known and place is not None
-            if samples and noted.is_empty:
-                call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
-                continue
-            if place is None:
-                continue
-            call.is_unseen = place.is_unseen
-            if place.kind == NOT_OF_BATCH:
-                call.edges = {}  # its rows come from where its output meets the batch
-            elif place.kind == AXES:
-                call.layouts, call.labels = place.layouts, None
-                at = ((place.layouts[hook.slot], hook.shape) for _, hook in noted.hooks if hook.slot < len(place.layouts))
-                is_known &= all(layout is None or layout.fits_shape(shape, samples or 0) for layout, shape in at)
-            else:
-                routes = routes or ran.routes(plan, samples or 0)
-                call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
-                is_known &= call.labels is not None
-        if off is not None:
-            return is_known, off if plan.names else None
-        is_known &= len(plan.checkpoints) == len(ran.checkpoints)
-        is_unseen = any(noted.call.is_unseen for noted in ran.noted)
-        if plan.names or not (plan.mixing or plan.refused):  # even without such uses so far, there may be new ones
-            off = OffGraph(ran, plan, samples or 0).find()
-            is_known = is_known and off.is_known and off.is_told
-            is_unseen |= off.is_unseen
-        # If values select rows, any batch may be the first with a gradient at some use.
-        is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
-        if is_known and routes is None:
-            remember(ran, plan, off if plan.names else None, samples or 0)
-        return is_known, off if plan.names else None
+        return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

@@ -38,7 +38,6 @@ class Announcement:
     hess_type: str | None = None  # set by `backprop_hess`
     complete: bool = True  # whether all its passes have run
     heard_by: list[Record] = field(default_factory=list)
-    arrived: dict[Record, dict[str, Tensor]] = field(default_factory=dict)  # parameters' gradients, summed over its passes
 
 
 @dataclass(eq=False)
@@ -55,13 +54,9 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, until they are compared
     # By parameter: random directions, and what arrived along them.
     along: dict[str, tuple[Directions, list[Tensor]]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
-    # By parameter, the calls whose rows were compared with its gradient on arrival, so that the gradient was not kept.
-    settled: dict[str, set[Use]] = field(default_factory=dict)
-    handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes pass to it: see `side_doors.py`
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)
@@ -70,7 +65,6 @@ class Pass:
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
-    side_door: str = ""  # an unreturned tensor of the model through which the pass got gradient
     changed_by: str = ""  # a hook of the user's that may have moved samples, as text for messages
     mixed_output: bool = False  # whether it went through an output of the model whose samples mix
 
@@ -209,14 +203,13 @@ class Record:
     mesh: Any = None  # of the processes that hold the shards
     read_past: frozenset[str] = frozenset()  # parameters in shards that some process reads from the graph
     shards: dict[str, int] = field(default_factory=dict)  # how often the shards had been overwritten in the last forward
-    reader: Any = None  # compares rows with what arrives, while a pass runs.  It holds the pass, so no pass holds it
     # Takes a parameter's rows while the pass runs.  Gets the pass, the name, and the gradient if it is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
 
     def clear(self, why: str = "") -> None:
         """Discards the record.  why: for messages, why there is nothing to read"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
-        self.superseded, self.superseded_unseen, self.reader = [], {}, None
+        self.superseded, self.superseded_unseen = [], {}
 
     @property
     def passes(self) -> list[Pass]:

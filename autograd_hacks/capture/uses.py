@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnseenGradient, UnsupportedLayer, where
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
@@ -25,7 +25,6 @@ from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.parts import undivided
-from autograd_hacks.support.switch import LAWS
 from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
 
 Pull = Callable[[str, Form], Form]
@@ -122,20 +121,12 @@ class Use(ABC):
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
         """Whether a use without any earlier gradient still has none, or only rounding of zero.
 
-        Raises ProbeFailed if it has more."""
+        Raises UnseenGradient if it has more."""
         if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
-        if LAWS:
-            raise UnseenGradient(
-                f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
-                "unknown. Return it from forward together with the other outputs."
-            )
-        if self.plan is not None:
-            self.plan.pending = True
-        raise ProbeFailed(
-            f"{self.place}: its gradients were zero (or NaN) when the forward was checked, for example in a branch times "
-            "zero, so the samples of its rows are unknown. Now they are not zero. The next forward is checked again: repeat "
-            "the step. To avoid this error, call verify(model) when such a branch opens."
+        raise UnseenGradient(
+            f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
+            "unknown. Return it from forward together with the other outputs."
         )
 
     def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
@@ -256,10 +247,8 @@ class LayerCall(Use, Call):
         return {name: self._checked(forms, name, rows) for name in grads.reached}
 
     def _is_compared(self, grads: OutputGrads) -> bool:
-        """Whether a rule that recomputes the outputs compares them: a GPU is asked while the last proof's sums are."""
-        if self.plan is None or self.random_state is not None or looks_free(grads.first):
-            return True
-        return not LAWS and any(self.plan.keeps_arrived(edge.name) for edge in self.edges.values())
+        """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
+        return self.plan is None or self.random_state is not None or looks_free(grads.first)
 
     def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
         if name not in forms:

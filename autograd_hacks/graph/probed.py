@@ -11,6 +11,7 @@ calls gets nothing *in this forward*: an operand may be zero today.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, entries, tidied
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
-from autograd_hacks.support.sweep import call_node, fitted
-from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.sweep import call_node, fitted, outside_passes
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
 ROUNDING = 2**12
 """How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
@@ -33,6 +34,8 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
     """The labels at a node's inputs, from owned labels at its outputs.  Raises CannotAsk."""
     if node.name() == CHECKPOINT:
         raise CannotAsk("a reentrant checkpoint runs the forward again")
+    if current_task() != NO_TASK:  # there, nodes compute only what the running pass needs
+        return outside_passes(partial(probed, node, outs, samples))
     draws, metadata = torch.Generator("cpu").manual_seed(0), made(node)
     given: list[tuple[Tensor, Tensor] | None] = []
     for like, label in zip(metadata, outs):

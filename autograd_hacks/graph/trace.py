@@ -6,7 +6,7 @@ the saved numbers that laws name, sizes, edges, parameters by identity and other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -28,9 +28,11 @@ class Trace:
     roots: nodes and output numbers
     parameters: the identities of the model's parameters
     ends: nodes at which to stop
+
+    ``number`` gives a node's number.
     """
 
-    __slots__ = ("edges", "ends", "fixed", "key", "kinds", "nodes", "numbers", "parameters", "roots", "shapes")
+    __slots__ = ("edges", "ends", "fixed", "key", "kinds", "nodes", "number", "numbers", "parameters", "roots", "shapes")
 
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
@@ -77,6 +79,7 @@ class Trace:
             numbers.append(read)
             shapes.append(sizes)
             edges.append(to)
+        self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends, self.fixed = parameters, ends, fixed

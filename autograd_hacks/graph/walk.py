@@ -12,19 +12,19 @@ memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import SUM, Label, Several, joined, linked
+from autograd_hacks.graph.label import SUM, Label, One, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
+from autograd_hacks.support.parts import memory_of
 
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
 
@@ -85,20 +85,16 @@ class Memory:
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
         """What a node's own operands are, besides the values that other nodes made."""
         operands = list(operands_of(node))
-        places = [_address(x) for x in operands if x.ndim]  # numbers aren't of the batch
+        places = [memory_of(x) for x in operands if x.ndim]  # numbers aren't of the batch
         if any(own in self.given for own in places):
             return BATCH
         is_bare = sum(edge is None for edge in edges) > len(operands)
         return OPEN if is_bare or any(own not in self.known for own in places) else OWN
 
 
-def _address(x: Tensor) -> int:
-    return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
-
-
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """The memory of tensors, of which some may share one."""
-    return {_address(x) for x in tensors}
+    return {memory_of(x) for x in tensors}
 
 
 @dataclass
@@ -116,6 +112,7 @@ class Walk:
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
+    read_as: what readers made of it, by what they read besides
     """
 
     labels: list[list[Label]]
@@ -129,6 +126,7 @@ class Walk:
     own: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
+    read_as: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class _Edge(NamedTuple):
@@ -150,7 +148,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     walk = _walked(trace, roots, samples, memory, settled, exact=False)
     if walk.mixes:
         again = _walked(trace, roots, samples, memory, settled, exact=True)
-        if not again.mixes and not again.deferred:
+        if not again.mixes:
             return again
     return walk
 
@@ -192,13 +190,19 @@ def _walked(
         if own[k] and (samples == 1 or not has_owners):
             continue
         ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
+        answer: list[Label]
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if (
+            if _are_empty(outs, shapes[k]):
+                answer = [
+                    None if edge is None else SUM if own[edge[0]] else One(0) if 0 in (sizes or ()) else None
+                    for edge, sizes in zip(ahead, ins)
+                ]
+            elif (
                 not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
             ):  # the most common case
-                of, answer = shapes[k][0] or (), list[Label]()
+                of, answer = shapes[k][0] or (), []
                 for sizes in ins:
                     if sizes is None or sizes == of:
                         answer.append(None if sizes is None else first)
@@ -241,6 +245,14 @@ def _walked(
     if lost:
         _decide(trace, order, own, owned, lost, memory, walk)
     return walk
+
+
+def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
+    """Whether no gradient has an entry."""
+    for label, shape in zip(outs, shapes):
+        if label is not None and 0 not in (shape or ()):
+            return False
+    return True
 
 
 def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:

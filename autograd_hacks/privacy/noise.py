@@ -74,7 +74,7 @@ def _normal(count: int) -> Tensor:
         if half
         else torch.empty(0, dtype=torch.int64, device="cpu")
     )
-    return torch.cat(box_muller(*(bits.view(2, half) >> 11 & (2**53 - 1))))[:count]
+    return box_muller(bits.view(2, half) >> 11 & (2**53 - 1)).flatten()[:count]
 
 
 def inverse_square_root(bands: int) -> list[float]:

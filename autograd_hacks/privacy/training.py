@@ -22,7 +22,7 @@ from autograd_hacks.privacy.noise import SecureNoise, seed_of
 from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep, together
-from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
+from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
 from autograd_hacks.privacy.users import Users
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
@@ -116,7 +116,7 @@ class PrivateTraining:
         self._sums: list[tuple[nn.Parameter, Tensor | None]] = []
         self._noise: tuple[Any, float] | None = None  # a request and the noise multiplier found for it
         self._epochs: tuple[int, int] = 0, 0  # the first step of epoch 0, and the number of steps in an epoch
-        self._scale: float | Tensor = 1.0
+        self._scale: float | None = None  # of the losses that `backward` had since the last step
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooked: Hooked | None = None
@@ -294,6 +294,7 @@ class PrivateTraining:
                 "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
+        factor = scale_of(self._scale if scale is None else scale, scaler)
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
@@ -304,9 +305,9 @@ class PrivateTraining:
         for p, own in self._sums:
             p.grad = own
         self._sums = []
-        found = self._clipped(mark, self._scale if scale is None else scale)
+        found = self._clipped(mark, factor)
         self._parts.append(found._first(mark.units))
-        self._scale = 1.0
+        self._scale = None
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
             self._sums = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]

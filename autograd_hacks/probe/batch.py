@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, zip_longest
 from math import comb
 from typing import Any
 
@@ -32,8 +33,11 @@ class Batch:
     shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, so they have no samples
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
-        """The batch of a forward.  Raises ValueError if a tree of axes doesn't fit the arguments."""
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim, names: Sequence[str] = ()) -> Batch:
+        """The batch of a forward.  Raises ValueError if a tree of axes doesn't fit the arguments.
+
+        names: of the positional arguments
+        """
         leaves, spec = tree_flatten(unpacked((args, kwargs)), is_leaf=is_packed)
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
         lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
@@ -45,7 +49,7 @@ class Batch:
                     "expected the axis of theirs that has the samples." + ON_BATCH
                 )
             return Batch(leaves, spec, lists, None)
-        axes = _axes_of(batch_dim, args, kwargs)
+        axes = _axes_of(batch_dim, args, kwargs, names)
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
         if len(sizes) > 1 or None in sizes:
             raise ValueError(
@@ -214,10 +218,13 @@ def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
     return dense.to_sparse(layout=like.layout)
 
 
-def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
-    by_name = {name: batch_dim.get(name) for name in kwargs} if isinstance(batch_dim, dict) else dict.fromkeys(kwargs)
+def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
+    by_position, by_name = batch_dim, dict[str, Any].fromkeys(kwargs)
+    if isinstance(batch_dim, dict):
+        by_position = [batch_dim.get(name) for name, _ in zip_longest(names[: len(args)], args)]
+        by_name = {name: batch_dim.get(name) for name in kwargs}
     axes: list[int | None] = []
-    for prefix, tree in ((None if isinstance(batch_dim, dict) else tuple(batch_dim), args), (by_name, kwargs)):
+    for prefix, tree in ((tuple(by_position), args), (by_name, kwargs)):
         flat: list[int | None] = []
         add = partial(_add_axes, flat)
         try:

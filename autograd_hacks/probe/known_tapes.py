@@ -34,6 +34,10 @@ class Tapes:
                 return True
         return False
 
+    def latest(self) -> Sequence[Entry]:
+        """The entries of the tape that was met last."""
+        return next(reversed(self._known.values())).entries if self._known else ()
+
     def has_alike(self, tape: Tape) -> bool:
         """Whether a tape differs from a proven one only in sizes, each by the factor of sizes of the arguments."""
         return any(_is_alike(known, tape) and (not known.values or _equal(known, tape)) for known in self._known.values())

@@ -1,5 +1,6 @@
 """The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
 
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,12 +19,6 @@ NESTED = (
     "the model was given a nested tensor or makes one, but rules need tensors of one shape. Give it a padded tensor, "
     "x.to_padded_tensor(0.0), and a mask for the padding."
 )
-
-
-ONCE = "once"
-"""A value of `add_hooks(probe=...)`: only the first forward of each kind is proven."""
-ALWAYS = "always"
-"""A value of `add_hooks(probe=...)`: every forward is proven."""
 
 
 FEW = 4
@@ -46,10 +41,10 @@ class Planner:
     """The plans of one hooked model, by signature.
 
     batch_dim, independent: see `add_hooks`
-    probes: whether forwards are proven
+    probes: whether forwards are read by their graphs
     """
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool | str, independent: bool = False) -> None:
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False) -> None:
         self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
         self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
@@ -58,9 +53,9 @@ class Planner:
         self._is_whole = False  # whether lazy layers have their parameters
 
     def doubt(self) -> None:
-        """Makes the next forward of each kind be proven, and its rows' sums compared."""
+        """Makes the next forward of each kind show that its samples are independent, if that is asked."""
         for plan in self.plans.values():
-            plan.pending, plan.summed, plan.packed = True, set(), 0
+            plan.pending = True
 
     def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Known:
         """The plan of a forward that begins.  path: of the called module    again: whether checkpointing repeats it"""
@@ -70,7 +65,8 @@ class Planner:
         proves = self.probes or self.independent
         if (self.is_covered and not proves) or (rule_for(model) and self.batch_dim == 0):
             return Known(self.static, None)
-        batch = Batch.of(args, kwargs, self.batch_dim if not path else 0)
+        names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
+        batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = self.batch_dim if isinstance(self.batch_dim, int) and not path else None if not path else 0
         modules = modules_of(model)
         if not self._is_whole:
@@ -96,15 +92,11 @@ class Planner:
         if plan.outputs:
             samples = batch.samples(plan.axis, plan.counted_leaf)
         is_shown = plan.is_independent or bool(plan.mixing) or not self.independent
-        if not again and (samples is None or not is_shown or (proves and self._is_due(plan, samples))):
-            plan.pending = True
+        plan.pending |= not again and not is_shown
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and plan.pending and not has_parts(model)
         aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
         return Known(plan, samples, batch, axes, aside)
-
-    def _is_due(self, plan: Plan, samples: int) -> bool:
-        return self.probes == ALWAYS or plan.is_due(samples, self.probes == ONCE)
 
     def _few(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
         """The numbers among the arguments, if they distinguish kinds of forwards.  Empty if they change in each step.

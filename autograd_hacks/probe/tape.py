@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from itertools import chain
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
-from autograd_hacks.support.internals import address_of, dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
 MIXING = "samples mix"
@@ -56,12 +57,19 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     arguments: the tensors among its arguments
     constants: tensors known to be older than the forward
     from_before: tensors that an earlier forward made of its samples
+    expected: the entries of a tape that this one probably repeats
     """
 
     def __init__(
-        self, model: nn.Module, arguments: Sequence[Any], constants: Constants, from_before: Sequence[Tensor] = ()
+        self,
+        model: nn.Module,
+        arguments: Sequence[Any],
+        constants: Constants,
+        from_before: Sequence[Tensor] = (),
+        expected: Sequence[Entry] = (),
     ) -> None:
         super().__init__()
+        self._expected = expected
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
         self.sites: set[Hashable] = set()  # what no label shows: values that Python reads, hooks on tensors
@@ -73,7 +81,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.is_paused = False  # while hooks of this library run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
-        self._names: dict[Any, str] | None = None
+        self._names: dict[Any, str] = {}  # of parameters and buffers, by identity
+        self._names_by_key: dict[Any, str] = {}
         self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
         self._held: list[Any] = []  # tensors without memory, which are known by identity
         self._count = 0
@@ -86,11 +95,16 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # otherwise compiled functions would run uncompiled from then on
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's way costs a third of an operation; see `never_compile`
+
     def start(self) -> None:
         self.__enter__()
         _OPEN.append(self)
         if len(_OPEN) == 1:
             for name in DOORS:
+                _OWN[name] = vars(Tensor).get(name)
                 setattr(Tensor, name, _door(name, getattr(Tensor, name)))
 
     def stop(self) -> None:
@@ -118,38 +132,48 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             self.is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_paused or func.namespace == "profiler":  # marks for profilers, as DistributedDataParallel sets them
+        _, kind = _KINDS.get(id(func)) or _kind(func)
+        if self.is_paused or kind == _MARK:
             return func(*args, **kwargs) if kwargs else func(*args)
-        note, numbers, noted = self._noted, self._numbers, list[Any]()
-        if func is _LIFT and self._numbers.get(self._key(args[0])) is None:
+        numbers, expected, at = self._numbers, self._expected, len(self.entries)
+        given: list[Any] = []
+        noted: list[Any] = []
+        if func is _LIFT and numbers.get(self._key(args[0])) is None:
             self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
             self.values.append(args[0])
-        given = [note(x) for x in args]
-        named = [(name, note(x)) for name, x in kwargs.items()] if kwargs else None
+        for x in args:  # here, too, stands what `_noted` does for most: a call takes as long again
+            try:
+                n = numbers.get((address_of(x), x.shape, x.stride())) if type(x) in _PLAIN else None
+            except (RuntimeError, NotImplementedError):  # sparse
+                n = None
+            given.append((n,) if n is not None else x if type(x) in _NUMBERS else self._noted(x))
+        named = [(name, self._noted(x)) for name, x in kwargs.items()] if kwargs else None
         out = func(*args, **kwargs) if kwargs else func(*args)
         is_one = isinstance(out, Tensor)
         for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
             if isinstance(x, Tensor):
                 self._count = n = self._count + 1
                 try:
-                    shape, strides, at = x.shape, x.stride(), address_of(x)
+                    key: Any = address_of(x), x.shape, x.stride()
                 except (RuntimeError, NotImplementedError):  # sparse
-                    shape, strides, at = x.shape, (), 0
-                if at:
-                    numbers[at, shape, strides] = n
-                else:
-                    numbers[self._key(x)] = n
-                noted.append((n, shape, strides, x.dtype))
+                    key = 0, x.shape, ()
+                noted.append((n, key[1], key[2], x.dtype))
+                numbers[key if key[0] else self._key(x)] = n
             elif is_one or x is None:
                 noted.append((0, (), (), None))
-        self.entries.append(Entry(func, given, named, noted, not is_one))
-        if func.namespace not in _TORCHS:
-            self.opaque.append((self.entries[-1], place()))
-        if not noted and not func._schema.is_mutable and func.overloadpacket not in _OF_SIZES:
+        entry = Entry(func, given, named, noted, not is_one)
+        if at < len(expected) and entry == expected[at]:
+            entry = expected[at]  # what isn't kept doesn't make Python collect garbage
+        self.entries.append(entry)
+        if kind == _OPAQUE:
+            self.opaque.append((entry, place()))
+        if not noted and kind != _SILENT and not func._schema.is_mutable:
             self.sites.add(("a value that Python reads", place()))
         return out
 
     def _noted(self, x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return [y if type(y) in _NUMBERS else self._noted(y) for y in x]
         if isinstance(x, Tensor):
             try:
                 key: Any = address_of(x), x.shape, x.stride()
@@ -160,7 +184,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             return (self._found(x, key) if number is None else number,)
         if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
             return str(x._type())
-        return [self._noted(y) for y in x] if type(x) in (list, tuple) else x
+        return x
 
     def _key(self, x: Tensor) -> Any:
         """What identifies a tensor until other memory takes its place."""
@@ -181,11 +205,12 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
 
     def _found(self, x: Tensor, key: Any) -> int:
         """The number of a tensor that the tape sees for the first time."""
-        if self._names is None:
-            named = (*self.model.named_parameters(), *self.model.named_buffers())
-            self._names = {id(p): name for name, p in named}
-            self._names |= {self._key(p): name for name, p in named}
-        name = self._names.get(id(x)) or self._names.get(key) or self._of_parameter(x)
+        if not self._names:
+            self._names = {id(p): name for name, p in self._named()}
+        name = self._names.get(id(x))
+        if name is None:
+            self._names_by_key = self._names_by_key or {self._key(p): name for name, p in self._named()}
+            name = self._names_by_key.get(key) or self._of_parameter(x)
         if name is not None:
             if not x.requires_grad:
                 self.values.append(x)
@@ -204,12 +229,15 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.outside.append(x)
         return self._source(x, key, OUTSIDE, len(self.sources))
 
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return chain(self.model.named_parameters(), self.model.named_buffers())
+
     def _of_parameter(self, x: Tensor) -> str | None:
         """The name of a parameter that was cast or viewed before, as autocast's cache does."""
         node: Any = x.grad_fn
         while node is not None and len(node.next_functions) == 1:
             node = node.next_functions[0][0]
-            if type(node) is Leaf and self._names is not None:
+            if type(node) is Leaf:
                 return self._names.get(id(node.variable))
         return None
 
@@ -261,6 +289,9 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             raise self.refused
 
 
+never_compile(Tape.__torch_dispatch__)
+
+
 def _numbers(tape: Tape) -> list[Any]:
     """The operations that are no casts, with their numbers."""
     casts = torch.ops.aten._to_copy, torch.ops.aten.detach
@@ -300,6 +331,20 @@ _TORCHS = {
 """Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_NUMBERS = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout))
+_MARK, _OPAQUE, _SILENT, _READING = "mark", "opaque", "silent", "reading"
+"""Kinds of operations: marks for profilers, as DistributedDataParallel sets them; those of other packages; those that
+read no values; and those that do if they return no tensor and write into none."""
+_KINDS: dict[int, tuple[Any, str]] = {}
+"""By identity, because an operation's hash takes a call.  The operations are kept, so no other has the same identity."""
+
+
+def _kind(func: Any) -> tuple[Any, str]:
+    kind = _SILENT if func.overloadpacket in _OF_SIZES else _READING
+    if func.namespace not in _TORCHS:
+        kind = _MARK if func.namespace == "profiler" else _OPAQUE
+    return _KINDS.setdefault(id(func), (func, kind))
 
 
 def place() -> tuple[str, int]:
@@ -335,10 +380,11 @@ DOORS = {
     "numpy": "numpy()", "tolist": "tolist()", "__array__": "numpy.asarray", "__dlpack__": "from_dlpack",
     "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =", "register_hook": "register_hook",
 }  # fmt: skip
-_OWN = {name: vars(Tensor).get(name) for name in DOORS}
+_OWN: dict[str, Any] = {}  # what stood in their places
 _OPEN: list[Tape] = []
 
 
+@cache
 def _door(name: str, own: Any) -> Any:
     def looked(x: Tensor) -> None:
         if (tape := next((tape for tape in reversed(_OPEN) if tape.thread == get_ident()), None)) is not None:

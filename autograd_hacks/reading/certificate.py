@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
@@ -10,14 +10,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.records import Pass, Record, Segment
+from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
@@ -54,7 +53,11 @@ class Certificate:
 
     @torch.no_grad()
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
-        """Takes the rows of all uses that brought gradient to a parameter in a pass.  name, known: see `check_sum`"""
+        """Takes the rows of all uses that brought gradient to a parameter in a pass.
+
+        name: the parameter's name in messages
+        known: its name in the record
+        """
         arrived = recorded.along.get(known)
         if arrived is None or not told or recorded.is_certified or known in recorded.beside:
             return
@@ -131,32 +134,8 @@ def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
     return COARSE * unit * max(1.0, samples**0.5 / 2)
 
 
-def check_sum(name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None) -> None:
-    """Raises if the rows don't add up to the gradient that arrived, if that was kept.
-
-    name: the parameter's name in messages
-    known: its name in the record
-    form: its rows, without those of calls that were already compared
-    """
-    reaching = [p for p in segment.passes if p.calls_of.get(known)]
-    left = [p for p in reaching if known in p.arrived or not p.settled.get(known, set()).issuperset(p.calls_of[known])]
-    # The passes of one `backprop_hess` share one sum of the arrived gradients.
-    brought = {id(p.arrived): (p, p.arrived[known]) for p in left if known in p.arrived}
-    if not reaching or not all(known in p.arrived for p in left):
-        return
-    summed = record.plan.summed
-    if not form.samples or not form.shape.numel():
-        return
-    if not brought or adds_up(known, form, list(brought.values()), loss_type):
-        summed.add(known)
-        return
-    summed.discard(known)  # another micro-batch's rows may have added it
-    raise unexplained(name, record)
-
-
 def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
     """The error for a parameter whose rows don't add up to its gradient."""
-    record.plan.pending = True
     if record.comparing:
         return HigherOrderError(
             f"{name}: the rows don't add up to its gradient. A backward pass with create_graph=True made a graph that leads "
@@ -171,31 +150,6 @@ def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
         "rule is wrong. A penalty belongs to no sample: run its backward pass separately, within "
         "autograd_hacks.pause_hooks()."
     )
-
-
-def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss_type: str | None) -> bool:
-    """Whether rows add up to the gradients of passes at a parameter.
-
-    known: the parameter's name in the record
-    form: the rows, without those of calls that were already compared
-    """
-    scales: list[float] = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
-    weight = 1.0
-    if len(scales) == 1:  # the usual case: the gradient is not copied
-        weight, scales = 1 / max(1.0, scales[0]), [1.0]
-    arrived = [undivided(grad).to_dense() for _, grad in brought]
-    expected = arrived[0] if len(arrived) == 1 else reduce(torch.add, map(torch.mul, arrived, scales))
-    calls = [
-        (call, p.received[call], scale)
-        for (p, _), scale in zip(brought, scales)
-        for call in p.calls_of.get(known, ())
-        if call not in p.settled.get(known, ())
-    ]
-    # Under autocast the arrived gradient was computed in autocast's precision.
-    used = [call.precision for call, _, _ in calls if call.precision is not None]
-    with torch.no_grad():
-        weights, received = expected.new_full((form.samples,), weight), partial(received_by, [form], calls)
-        return agree(form, weights, expected, used, received, rounded_by((call for call, _, _ in calls), expected))
 
 
 def rounded_by(uses: Iterable[Use], like: Tensor) -> float:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Pass, Record, Segment
-from autograd_hacks.capture.uses import LayerCall, Use
+from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.uses import Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
-from autograd_hacks.reading.certificate import Certificate, Told, adds_up, check_sum
+from autograd_hacks.reading.certificate import Certificate, Told
 from autograd_hacks.reading.guards import (
     check_documents,
     check_hooked,
@@ -26,7 +25,6 @@ from autograd_hacks.reading.guards import (
 )
 from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.switch import LAWS
 
 
 def read(
@@ -72,30 +70,23 @@ def _read(
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
-            for name, parameter in trainable.items() if LAWS else ():
+            for name, parameter in trainable.items():
                 gate.certify(certificate, name, record.name_of(parameter))
         certificate.check()
-        return dict(_forms_of(gates, trainable, record, loss_type, scaling))
+        return dict(_forms_of(gates, trainable, record, scaling))
 
 
 def _forms_of(
     gates: Sequence[Gate],
     parameters: Mapping[str, Tensor],
     record: Record,
-    loss_type: str | None,
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
-    """(name, form) pairs.  Checks that rows add up, if that was not done before."""
-    record.plan.unread = False  # there is a reader, so keep the next pass's gradients even if this read fails
-    kept = any(recorded.arrived or recorded.settled for gate in gates for recorded in gate.segment.passes)
+    """(name, form) pairs."""
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
         known = record.name_of(parameter)
-        unsettled = [gate.unsettled(known) for gate in gates] if kept else []
         forms = [gate.form(known) for gate in gates]
-        for gate, form, left in zip(gates, forms, unsettled):
-            if form is not None:
-                check_sum(name, known, left or form, gate.segment, record, loss_type)
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -129,11 +120,10 @@ class Gate:
             own = scale(form, count) if self._is_mean[number] else form  # a mean loss was divided by N
             found = terms.setdefault(call.edges[local].name, {})
             found[call] = add([found[call], own]) if call in found else own
-            if LAWS:
-                self._read[number].setdefault(call.edges[local].name, []).append((call, grads, form))
+            self._read[number].setdefault(call.edges[local].name, []).append((call, grads, form))
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
-        """Takes what was read of a parameter since the last call into a certificate.  name, known: see `check_sum`"""
+        """Takes what was read of a parameter since the last call into a certificate.  name, known: as in `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
             certificate.add(name, known, recorded, read.pop(known, ()))
 
@@ -152,15 +142,6 @@ class Gate:
         like = next(form for table in tables for form in table.values())
         zero = Zero(self.samples, like.shape, like.like)
         return Passes.of([add(list(table.values()) or [zero]) for table in tables])
-
-    def unsettled(self, name: str) -> Form | None:
-        """The rows that were not compared with the arrived gradient yet; None if all were."""
-        tables = [(terms.get(name, {}), p.settled.get(name, ())) for terms, p in zip(self._terms, self.segment.passes)]
-        if not any(settled for _, settled in tables):
-            return None
-        left = [form for terms, settled in tables for call, form in terms.items() if call not in settled]
-        like = next(form for terms, _ in tables for form in terms.values())
-        return add(left) if left else Zero(self.samples, like.shape, like.like)
 
     def form_so_far(self, name: str) -> Form | None:
         """The rows that the only, running pass has given a parameter since the last call of this method."""
@@ -185,30 +166,3 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
     filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))
-
-
-def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
-    """Whether the rows of the running pass add up to the gradient that arrived at a parameter.  Then it need not be kept.
-
-    If they don't add up, or can't be computed, the gradient is kept, and the error is raised when the rows are read.
-
-    name: the parameter's name in the record
-    """
-    calls = current.calls_of[name]
-    # Passes of `backprop_hess` share one arrived gradient.  Recurrent layers recompute their rows only when they are read.
-    if current.is_hess or any(
-        isinstance(call, LayerCall) and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls
-    ):
-        return False
-    reader = record.reader
-    if reader is None or reader.segment.passes[0] is not current:
-        reader = record.reader = Gate(Segment([current]), None)
-    try:
-        with torch.no_grad(), without_autocast([edge.parameter for edge in calls[0].edges.values()]):
-            form = reader.form_so_far(name)
-            if form is None or not form.samples or not adds_up(name, form, [(current, grad.detach())], None):
-                return False
-    except Exception:  # the read raises the error of the rule or the gate again
-        return False
-    current.settled.setdefault(name, set()).update(calls)
-    return True

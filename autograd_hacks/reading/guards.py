@@ -16,6 +16,7 @@ from autograd_hacks.errors import (
     ON_SEGMENTS,
     BatchSizeError,
     NothingRecorded,
+    PerSampleGradientError,
     ProbeFailed,
     SamplesMixed,
     StaleRecord,
@@ -92,14 +93,9 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
-            raise SamplesMixed(record.plan.mixing or record.plan.untold)
+            raise _refusal(record.plan.mixing or record.plan.untold)
         if recorded.changed_by:
             raise SamplesMixed(recorded.changed_by)
-        if recorded.side_door:
-            raise UnseenGradient(
-                f"the loss reads {recorded.side_door}, which the model does not return, so its samples are unknown. Return "
-                "it from forward together with the other outputs."
-            )
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
         if wrong:
             for call, grads in recorded.received.items():
@@ -139,7 +135,6 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
-    record.plan.pending = True  # the next forward of this kind may show the way
     if not record.forwards:
         raise UnseenGradient(
             f"{', '.join(past)}: got gradient through a forward without hooks: it ran before add_hooks(model), or while "
@@ -148,7 +143,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     for name in past:
         reason = record.plan.refused.get(record.name_of(parameters[name]), "")
         if reason and reason == record.plan.mixing:
-            raise SamplesMixed(reason)
+            raise _refusal(reason)
         if reason:
             raise UnseenGradient(f"{name}: got gradient in a way that the library can't follow: {reason}")
     if record.plan.returns_parameters:
@@ -162,6 +157,13 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             f"{', '.join(past)}: got gradient through a forward inside torch.func (grad, vmap, jacrev, jvp). Its tensors "
             "end with the transform, so its rows would be missing. Compute derivatives by "
             "torch.autograd.grad(create_graph=True), and rows of outputs by per_sample_jacobian."
+        )
+    uses = [use for segment in record.segments for recorded in segment.passes for use in recorded.received]
+    if uses and not any(use.is_own for use in uses):
+        raise UnseenGradient(
+            f"{', '.join(past)}: used by a method that isn't forward. {uses[0].place} was called by itself, and the model "
+            "was not, so its other parameters were not seen. Put the method into a module whose forward calls it, and hook "
+            "and call that module."
         )
     raise UnseenGradient(
         f"{', '.join(past)}: got gradient that did not pass through the hooks, so the rows would be incomplete. Possible "
@@ -216,18 +218,20 @@ def check_shown(use: Use) -> None:
         raise SamplesMixed(use.plan.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
-        "add_hooks(independent=True), or a part of the model was called by itself, or no argument had samples to replace. "
-        "Call add_hooks(model, independent=True) first, then call the model itself with a batch of tensors in which "
-        "samples differ."
+        "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "
+        "backward pass, or no argument had samples to replace. Call add_hooks(model, independent=True) first, then call the "
+        "model itself with a batch of tensors in which samples differ; and checkpoints with use_reentrant=False."
     )
+
+
+def _refusal(why: str, place: str = "") -> PerSampleGradientError:
+    return UnseenGradient(place + why) if why == INSIDE_PASS else SamplesMixed(why)
 
 
 def check_seen(use: Use, grads: OutputGrads) -> None:
     """Raises if a use has no rows, or if the tensors that the hooks saw are not the ones that the layer used."""
     if use.why_refused:
-        if use.why_refused == INSIDE_PASS:
-            raise UnseenGradient(f"{use.place}: {INSIDE_PASS}")
-        raise SamplesMixed(use.why_refused)
+        raise _refusal(use.why_refused, f"{use.place}: ")
     if not use.is_first:
         raise UnseenGradient(
             f"{use.place}: another forward hook runs before the library's and may have changed the output. Register it "

@@ -21,12 +21,12 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
+from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
-from autograd_hacks.probe.routes import has_choosing
 from autograd_hacks.probe.tape import Constants, Tape
 from autograd_hacks.reading.gate import read
-from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.graph import Leaf, is_users
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
 from autograd_hacks.support.parts import is_part
@@ -135,7 +135,7 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
-    has_changed, rounds = False, has_choosing(ran.graph, samples)
+    has_changed, rounds = False, any(type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes)
     every = kept_samples(samples, draws)
     if was_shown:
         half = torch.randperm(samples, generator=draws.manual_seed(plan.forwards), device="cpu") < samples // 2
@@ -159,7 +159,7 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
             plan.mixed_outputs, plan.is_independent = slots, False
             return
     # If all samples are equal, replacing them shows nothing.
-    plan.is_independent, plan.unsure = plan.is_independent or has_changed, plan.unsure or not has_changed
+    plan.is_independent |= has_changed
     plan.replaced = max(plan.replaced, samples if has_changed else 0)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.probe.owners import Weights
 from autograd_hacks.support.graph import Graph, Leaf, Value, inputs_of, shape_of
 from autograd_hacks.support.layout import Layout, candidates
 from autograd_hacks.support.philox import random_like
@@ -14,6 +13,28 @@ from autograd_hacks.support.sweep import Grads, sweep
 
 SLACK = 1e3
 """How far second derivatives may differ from those of a sum of samples' losses, in units in the last place."""
+
+
+class Weights:
+    """Gives each sample a number.  A pass uses one digit of it, and weights the sample by a power of two for that digit.
+
+    samples: N
+    draws: assigns the numbers at random
+    dtypes: the dtypes of the gradients
+    """
+
+    def __init__(self, samples: int, draws: torch.Generator, dtypes: Collection[torch.dtype]) -> None:
+        self.base, self.passes = 8 if torch.float16 in dtypes else 32, 1  # powers that fit the dtypes, with a margin
+        while self.base**self.passes < samples:
+            self.passes += 1
+        # Widely spread numbers make small mixtures visible.
+        spread = torch.arange(samples, device="cpu") * (self.base**self.passes - 1) // max(1, samples - 1)
+        self.numbers = spread[torch.randperm(samples, generator=draws, device="cpu")]
+
+    def of_pass(self, number: int) -> Tensor:
+        """The weights of one pass, N."""
+        digits = self.numbers // self.base**number % self.base
+        return torch.pow(2.0, digits - self.base // 2)
 
 
 def frontier(roots: Iterable[Node], samples: int, ends: Collection[Node]) -> list[Value]:

@@ -80,6 +80,12 @@ def check_batch_size(losses: Announcement, why: str) -> None:
                 if any(recorded.losses is losses for recorded in segment.passes):
                     with telling_of_lists(record):
                         segment.batch_size()
-        except RuntimeError:
+        except RuntimeError as error:
             record.clear(why)
-            raise
+            counts = {shape[0] for shape, _ in record.returned if len(shape)}
+            if not isinstance(error, BatchSizeError) or losses.hess_type or counts != {losses.shape[0]}:
+                raise
+            raise BatchSizeError(
+                f"{error} The model returned an entry for each of the losses. If its arguments pack samples of other sizes "
+                "along an axis (graphs, bags, patches), no axis of theirs is the batch: add_hooks(model, batch_dim=None)."
+            ) from None

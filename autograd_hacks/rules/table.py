@@ -47,6 +47,8 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
 FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
 """{full name of another library's layer type: rule}.  The library is not imported."""
 
+_OWN = frozenset(map(id, (*RULES.values(), *FOREIGN.values())))
+
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})
 
 
@@ -66,6 +68,11 @@ def rule_for(layer: nn.Module) -> Rule | None:
         if any(name in vars(cls) for name in _COMPUTES):
             return None
     return None
+
+
+def is_given(layer: nn.Module) -> bool:
+    """Whether a user has registered the layer's rule."""
+    return (rule := rule_for(layer)) is not None and id(rule) not in _OWN
 
 
 def covered(layer: nn.Module) -> dict[str, nn.Parameter]:

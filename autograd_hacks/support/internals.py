@@ -66,6 +66,13 @@ COMPILER = "torch._dynamo"
 """The compiler's module, which takes a second to import."""
 
 
+def never_compile(function: Any) -> None:
+    """Tells torch.compile to leave a function, and what it calls, as written.  It costs a call nothing, and no import."""
+    skip = _C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = _C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    _C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs."""
     return _C._functorch.peek_interpreter_stack() is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -68,3 +69,10 @@ def sharded_as(x: Tensor, like: Tensor) -> Tensor:
     whole: Any = like
     place = sys.modules["torch.distributed.tensor"].distribute_tensor
     return place(x, whole.device_mesh, whole.placements, src_data_rank=None)
+
+
+def memory_of(x: Tensor) -> int:
+    """An address that differs for tensors in different memory; for tensors without memory, the object's id."""
+    if x.is_nested or x.layout != torch.strided or x.is_meta:
+        return id(x)
+    return part_of(x).untyped_storage().data_ptr()

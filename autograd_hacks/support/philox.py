@@ -9,6 +9,7 @@ Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b, sha256
 from itertools import accumulate
 from math import factorial, log, pi
@@ -23,13 +24,19 @@ _STEPS = 0x9E3779B9, 0xBB67AE85
 """The increments of the key's words from round to round."""
 _ROUNDS = 10
 _HALVES = struct.Struct("<2q")
-_ROOT_OF_HALF = 0x3FE6A09E667F3BCD
-"""The bits of √½ in float64."""
 _ROW = 128
 """Counters of a row.  A row belongs to one stream: its numbers are those of R cos θ, then those of R sin θ."""
-_ARTANH = [-4 / (2 * k + 1) for k in range(10, -1, -1)]
-_SINE = [(-1) ** k / factorial(2 * k + 1) for k in range(7, -1, -1)]
-"""Series: of -4 artanh(s) / s by s², for |s| ≤ .172, and of sin(t) / t by t², for |t| ≤ π/4: to 10⁻¹⁶."""
+
+# Numbers as tensors: torch makes one of each number of Python's, which takes as long as work on a thousand entries.
+_INTEGER = partial(torch.tensor, dtype=torch.int64, device="cpu")
+_REAL = partial(torch.tensor, dtype=torch.float64, device="cpu")
+_CUT, _HALF_WORD, _LOST, _SIGN, _EXPONENT, _ONE = map(_INTEGER, (_WORD, 32, 11, 63, 52, 1))
+_ROOT_OF_HALF = _INTEGER(0x3FE6A09E667F3BCD)
+"""The bits of √½ in float64."""
+_ARTANH = [_REAL(-16 / (2 * k + 1)) for k in range(10, -1, -1)]
+_SINE = [_REAL((-1) ** k / factorial(2 * k + 1)) for k in range(7, -1, -1)]
+"""Series: of -16 artanh(s) / s by s², for |s| ≤ .172, and of sin(t) / t by t², for |t| ≤ π/4: to 10⁻¹⁶."""
+_BITS, _LOG_2, _ANGLE, _QUARTER, _HALF = map(_REAL, (53, -8 * log(2), pi / 2**53, pi / 4, 0.5))
 
 BITS = 128
 """Signs that one counter gives."""
@@ -42,24 +49,35 @@ def key_of(*fields: object) -> int:
     return int.from_bytes(sha256(repr(fields).encode()).digest()[:8], "big")
 
 
-def philox(counter: Sequence[Tensor], key: int | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four random words of each counter.
+def philox_(counter: Tensor, key: int | Tensor) -> Tensor:
+    """Replaces counters by random words.
 
-    counter: four int64 tensors of one shape with numbers in [0, 2³²)
-    key: of 64 bits, its lower word first; or its two words, int64 tensors whose shape can be expanded to the counters'
-    Returns four int64 tensors with numbers in [0, 2³²).
+    counter: (4, *S), int64, numbers in [0, 2³²)
+    key: of 64 bits, its lower word first; or its two words, (2, ...) that can be expanded to (2, *S)
+    Returns ``counter``: (4, *S), numbers in [0, 2³²).
     """
-    a, b, c, d = counter
-    low, high = (key & _WORD, key >> 32) if isinstance(key, int) else key
-    for _ in range(_ROUNDS):
-        # The products' bits are right although the largest overflow int64.  The upper words of b and d are never cut off,
-        # because those of a and c are, after b and d have entered them: that saves two of twelve passes over memory.
-        p, q = a * _FACTORS[0], c * _FACTORS[1]
-        a = (q >> 32).bitwise_xor_(b).bitwise_xor_(low).bitwise_and_(_WORD)
-        c = (p >> 32).bitwise_xor_(d).bitwise_xor_(high).bitwise_and_(_WORD)
-        b, d = q, p
-        low, high = (low + _STEPS[0]) & _WORD, (high + _STEPS[1]) & _WORD
-    return a, b.bitwise_and_(_WORD), c, d.bitwise_and_(_WORD)
+    if isinstance(key, int):
+        key = torch.tensor([key & _WORD, key >> 32], device=counter.device)
+    both = (2, *[1] * (counter.ndim - 1))
+    factors, steps = torch.tensor([_FACTORS, _STEPS], device=counter.device).view(2, *both).unbind()
+    turn = torch.arange(_ROUNDS, device=counter.device).view(_ROUNDS, *[1] * counter.ndim)
+    keys = torch.addcmul(key.view(2, *key.shape[1:], *[1] * (counter.ndim - key.ndim)), turn, steps).bitwise_and_(_CUT)
+    keys[::2] = keys[::2].flip(1)
+    # Words 0 and 2 pass through each operation together.  A round gives their successors in the other order.
+    words, last = counter[::2], counter[1::2]
+    products, spare, orders = torch.empty_like(words), torch.empty_like(words), (factors, factors.flip(0))
+    (first, second), others, own, next_own = words.unbind(), last.unbind(), products.unbind(), spare.unbind()
+    for n, key in enumerate(keys.unbind()):
+        # The products' bits are right although the largest overflow int64.  Their upper words are cut off after they have
+        # entered the words, together with those of the words: that saves passes over memory.
+        torch.mul(words, orders[n % 2], out=products)
+        torch.bitwise_right_shift(products, _HALF_WORD, out=words)
+        first.bitwise_xor_(others[1])
+        second.bitwise_xor_(others[0])
+        words.bitwise_xor_(key).bitwise_and_(_CUT)
+        products, spare, others, own, next_own = spare, products, own, next_own, own
+    torch.bitwise_and(spare, _CUT, out=last)
+    return counter
 
 
 class Stream(NamedTuple):
@@ -94,8 +112,7 @@ def uniform(stream: Stream, count: int) -> Tensor:
     rows = [-(-count // (2 * _ROW))]
     found = torch.empty(rows[0], 2, _ROW, dtype=torch.float64, device="cpu")
     for piece, bits in _rows([stream], rows, found.device):
-        for own, numbers in zip(found[piece].unbind(1), bits):
-            own.copy_(numbers)
+        found[piece] = bits.transpose(0, 1)
     return found.flatten()[:count].mul_(2.0**-53)
 
 
@@ -110,53 +127,61 @@ def normal(
     rows = [-(-count // (2 * _ROW)) for count in counts]
     found = torch.empty(sum(rows), 2, _ROW, dtype=dtype, device=device)
     for piece, bits in _rows(streams, rows, device):
-        for own, numbers in zip(found[piece].unbind(1), box_muller(*bits)):
-            own.copy_(numbers.mul_(deviation))
+        found[piece] = box_muller(bits).mul_(deviation).transpose(0, 1)
     return [own.flatten()[:count] for own, count in zip(found.split(rows), counts)]
 
 
-def _rows(
-    streams: Sequence[Stream], rows: Sequence[int], device: torch.device
-) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Rows of counters, some at a time, each with two numbers of 53 random bits.  rows: how many a stream has"""
+def _rows(streams: Sequence[Stream], rows: Sequence[int], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of counters, some at a time, each with two numbers of 53 random bits, (2, rows, counters).
+
+    rows: how many a stream has
+    """
     fields = [(*stream.words(), start) for stream, start in zip(streams, accumulate(rows, initial=0))]
-    counts = torch.tensor(rows, device=device)
-    of_row = torch.tensor(fields, device=device).repeat_interleave(counts, 0, output_size=sum(rows))
+    of_row = torch.tensor(fields, device=device)
+    if len(rows) > 1:
+        of_row = of_row.repeat_interleave(torch.tensor(rows, device=device), 0, output_size=sum(rows))
     entry = torch.arange(_ROW, device=device)
     # A CPU's threads share each operation, if all of them have enough to do.
-    for piece in _pieces(len(of_row), _ROW // (torch.get_num_threads() if device.type == "cpu" else 1), device):
-        low, high, *upper, start = of_row[piece].T[..., None]
-        index = (torch.arange(piece.start, piece.stop, device=device)[:, None] - start) * _ROW + entry
-        counter = index & _WORD, index >> 32, *(word.expand_as(index) for word in upper)
-        a, b, c, d = philox(counter, (low, high))
-        yield piece, (a.mul_(2**21).add_(b >> 11), c.mul_(2**21).add_(d >> 11))
+    for piece in _pieces(sum(rows), _ROW // (torch.get_num_threads() if device.type == "cpu" else 1), device):
+        low, high, *upper, start = (of_row[piece] if len(rows) > 1 else of_row).T
+        row = torch.arange(piece.start, piece.stop, device=device) - start
+        counter = torch.empty(4, len(row), _ROW, dtype=torch.int64, device=device)
+        torch.add((row * _ROW & _WORD)[:, None], entry, out=counter[0])
+        for own, word in zip(counter[1:], (row * _ROW >> 32, *upper)):
+            own.copy_(word[:, None])
+        philox_(counter, torch.stack([low, high])[..., None])
+        yield piece, counter[::2].mul_(2**21).add_(counter[1::2].bitwise_right_shift_(_LOST))
 
 
-def box_muller(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two independent normal numbers for each pair of numbers in [0, 2⁵³), in float64: R cos θ and R sin θ with
+def box_muller(bits: Tensor) -> Tensor:
+    """Two independent normal numbers for each pair (u, v) of numbers in [0, 2⁵³), in float64: R cos θ and R sin θ with
     R = √(-2 log((u + 1) / 2⁵³)).
 
     No number is beyond 8.57.  The lowest bit of v is the sign of R, the others are θ in [-π/2, π/2).  Libraries' logarithms
     and sines differ in their last bits by device, version and place in a vector.  Here are only operations that IEEE 754
     rounds in one way, so all devices and pieces have the same bits.
 
-    u, v: int64
+    bits: u and v, (2, ...), int64.  The result has the same shape
     Source: Box and Muller 1958, "A note on the generation of random normal deviates".
     """
-    x = u.add(1).double().view(torch.int64)
-    exponent = (x - _ROOT_OF_HALF) >> 52
-    m = x.sub_(exponent << 52).view(torch.float64)  # x = m · 2^exponent with m in [√½, √2)
-    s = (m - 1).div_(m.add_(1))  # log m = 2 artanh s
-    radius = _polynomial(_ARTANH, s * s).mul_(s).add_(exponent.sub_(53).double().mul_(-2 * log(2))).sqrt_()
-    radius.view(torch.int64).bitwise_xor_(v << 63)
-    t = (v >> 1).double().mul_(pi / 2**53).sub_(pi / 4)  # θ / 2, for which cos = √(1 - sin²) loses no digits
+    found = torch.empty_like(bits, dtype=torch.float64)
+    (u, v), (one, other) = bits, found
+    x = (u + _ONE).double().view(torch.int64)
+    exponent = (x - _ROOT_OF_HALF).bitwise_right_shift_(_EXPONENT)
+    m = x.sub_(exponent << _EXPONENT).view(torch.float64)  # x = m · 2^exponent with m in [√½, √2)
+    s = (m - _ONE).div_(m.add_(_ONE))  # log m = 2 artanh s
+    twice = _polynomial(_ARTANH, s * s).mul_(s).add_(exponent.double().sub_(_BITS).mul_(_LOG_2)).sqrt_()  # 2 R
+    twice.view(torch.int64).bitwise_xor_(v << _SIGN)
+    t = (v >> _ONE).double().mul_(_ANGLE).sub_(_QUARTER)  # θ / 2, for which cos = √(1 - sin²) loses no digits
     sine = _polynomial(_SINE, t * t).mul_(t)
-    square = sine * sine
-    cosine = (1 - square).sqrt_()
-    return square.mul_(-2).add_(1).mul_(radius), sine.mul_(2).mul_(cosine).mul_(radius)
+    square = torch.mul(sine, sine, out=one)
+    cosine = (_ONE - square).sqrt_()
+    torch.sub(_HALF, square, out=one).mul_(twice)
+    torch.mul(sine, cosine, out=other).mul_(twice)
+    return found
 
 
-def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
+def _polynomial(coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
     """coefficients: the highest first"""
     found = x * coefficients[0]
     for c in coefficients[1:-1]:
@@ -169,20 +194,14 @@ def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dty
     count = torch.Size(shape).numel() * (2 if dtype.is_complex else 1)
     each = -(-count // 8)  # a word gives two numbers
     found = torch.empty(4, 2, each, dtype=torch.float32, device=device)
-    for piece, drawn in _numbered(each, key, device):
-        for rows, word in zip(found[:, :, piece], drawn):
-            rows[0], rows[1] = word & 0xFFFF, word >> 16
+    for piece in _pieces(each, 1, device):
+        counter = torch.zeros(4, piece.stop - piece.start, dtype=torch.int64, device=device)
+        counter[0] = torch.arange(piece.start, piece.stop, device=device)
+        drawn = philox_(counter, key)
+        found[:, 0, piece], found[:, 1, piece] = drawn & 0xFFFF, drawn >> 16
     found = found.flatten()[:count].sub_(32767.5).mul_(3**0.5 / 2**15)  # the difference is exact
     found = torch.view_as_complex(found.view(-1, 2)) if dtype.is_complex else found
     return found.view(shape).to(dtype)
-
-
-def _numbered(count: int, key: int, device: torch.device) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]]]:
-    """The words of the counters (i, 0, 0, 0), some i at a time."""
-    for piece in _pieces(count, 1, device):
-        index = torch.arange(piece.start, piece.stop, device=device)
-        zero = torch.zeros_like(index)
-        yield piece, philox((index, zero, zero, zero), key)
 
 
 def random_like(like: Any, draws: torch.Generator) -> Tensor:
@@ -197,8 +216,9 @@ def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Te
     numbers: integers in [0, 2³²)    block: selects other places and signs    size: below 2³¹; no place is likelier than
     another by more than size / 2³²
     """
-    zero = torch.zeros_like(numbers)
-    place, sign, *_ = philox((numbers, zero + block, zero, zero), key)
+    counter = torch.zeros(4, *numbers.shape, dtype=torch.int64, device=numbers.device)
+    counter[0], counter[1] = numbers, block
+    place, sign, *_ = philox_(counter, key)
     return (place * size) >> 32, 2 * (sign & 1) - 1
 
 
@@ -211,9 +231,9 @@ def packed_signs(key: int, lines: slice, entries: slice, device: torch.device) -
     found = torch.empty(len(line), len(block), 16, dtype=torch.uint8, device=device)
     shifts = 8 * torch.arange(4, device=device)
     for own in _pieces(len(line), len(block), device):
-        some = line[own]
-        counter = torch.broadcast_tensors(block, some, *[torch.zeros_like(some)] * 2)
-        drawn = torch.stack(philox(counter, key), -1)
+        counter = torch.zeros(4, own.stop - own.start, len(block), dtype=torch.int64, device=device)
+        counter[0], counter[1] = block, line[own]
+        drawn = philox_(counter, key).movedim(0, -1)
         found[own] = (drawn[..., None] >> shifts).bitwise_and_(255).flatten(2)  # the lowest byte first
     return found.flatten(1)
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, set_device_states
 
 from autograd_hacks.support.contexts import random_state, with_random_state
-from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.reach import Reach, refill
 from autograd_hacks.support.restored import restored
@@ -31,11 +31,6 @@ _IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackwa
 def _is_function(node: object) -> bool:
     """Whether a node belongs to a torch.autograd.Function."""
     return isinstance(node, BackwardCFunction)
-
-
-def is_repeatable(node: Any) -> bool:
-    """Whether a node may be called several times: torch's own nodes, except those that run a forward."""
-    return not is_users(node) and node.name() != CHECKPOINT
 
 
 def sweep(

@@ -1,6 +1,5 @@
 """Whether hooks record, and which backward pass runs."""
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,6 @@ from autograd_hacks.support.restored import restored
 
 NO_TASK = -1
 """torch's number for the current backward pass if none runs."""
-
-
-LAWS = os.environ.get("AUTOGRAD_HACKS_LAWS") == "1"
-"""Whether forwards are read by the laws of their nodes, which will be the only way."""
 
 
 class Switch:

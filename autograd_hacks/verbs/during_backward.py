@@ -25,7 +25,7 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import TOKENS
-from autograd_hacks.reading.certificate import Certificate, check_sum
+from autograd_hacks.reading.certificate import Certificate
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
 from autograd_hacks.reading.scale import check_no_tokens
@@ -33,7 +33,6 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.switch import LAWS
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
 from autograd_hacks.verbs.matrix import along_own, check_map, joint_norms, random_map
@@ -238,14 +237,9 @@ class _Stream:
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)
             if form is not None and name in self.names:
-                if LAWS:
-                    self._gate.certify(self._certificate, self.names[name], name)
-                    if looks_free(form.like):  # else the host would have to wait
-                        self._certificate.check()
-                elif grad is not None and (self.record.comparing or self.record.plan.keeps_arrived(name)):
-                    current.arrived = {name: grad.detach()}
-                    check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type)
-                    current.arrived = {}
+                self._gate.certify(self._certificate, self.names[name], name)
+                if looks_free(form.like):  # else the host would have to wait
+                    self._certificate.check()
                 self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:
@@ -320,7 +314,6 @@ class _Stream:
         self._certificate.check()
         check_known(self.model, self.record)
         readable_segments(dict(self._parameters), self.record)
-        self.record.plan.unread = False
         for name in self._unwritten if "grad1" in self.verbs else ():  # None or no grad1, as `compute_grad1` does
             parameter = self._parameters[name]
             write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)

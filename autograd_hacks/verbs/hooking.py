@@ -14,12 +14,9 @@ from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Segments
 from autograd_hacks.probe.tape import Tape
-from autograd_hacks.reading.by_laws import read_forward
-from autograd_hacks.reading.checkpoints import look_inside
-from autograd_hacks.reading.created import follow
-from autograd_hacks.reading.gate import settle
+from autograd_hacks.reading.derivatives import follow
+from autograd_hacks.reading.forwards import assume, read_forward
 from autograd_hacks.reading.independence import is_shown, show_independent
-from autograd_hacks.reading.proof import prove
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.describe import Description, describe
@@ -40,7 +37,7 @@ class Hooked(hooks.Hooked):
 def add_hooks(
     model: nn.Module,
     batch_dim: BatchDim = 0,
-    probe: bool | str = True,
+    probe: bool = True,
     param_grad: bool = True,
     reuse: bool = True,
     independent: bool = False,
@@ -53,9 +50,9 @@ def add_hooks(
         left_out = set(names).difference(names_matching(only, model, names))
     handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, independent, left_out, segments)
     recorder = recorder_of(model)
-    recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
-    recorder.look_inside, recorder.is_shown = look_inside, is_shown
-    recorder.read_forward, recorder.show = read_forward, show_independent
+    recorder.learn, recorder.together = begin, together
+    recorder.read_forward, recorder.assume = read_forward, assume
+    recorder.is_shown, recorder.show = is_shown, show_independent
     recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards

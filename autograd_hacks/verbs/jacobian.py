@@ -16,7 +16,7 @@ from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, S
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
 from autograd_hacks.reading.guards import check_unseen
-from autograd_hacks.reading.outside import come_apart
+from autograd_hacks.reading.losses import read_outside
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.graph import Graph
@@ -42,7 +42,7 @@ def per_sample_jacobian(
     `during_backward`.
 
     output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
-    outputs, such as tokens' losses, with the samples on axis 0; two more passes then check that samples don't mix in it
+    outputs, such as tokens' losses, with the samples on axis 0
     retain_graph: keep the graph for another backward pass
     chunk_size: write rows out after this many passes, if they then take less memory than the passes' gradients at layers'
     outputs. Never by default
@@ -121,17 +121,16 @@ def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -
 
 def _check_function(first: Tensor) -> None:
     """Raises unless a function of the model's outputs has the samples on axis 0, unmixed."""
-    returned = returned_in(first)
-    for _, mark in returned:
+    for _, mark in returned_in(first):
         if mark.samples != len(first):
             raise BatchSizeError(
                 f"{WHAT} was given a tensor of shape {tuple(first.shape)} that is not an output of the model; expected the "
                 f"model's {mark.samples} samples on axis 0. Move them to axis 0, or give an output of the model."
             )
-    if len(first) and returned and not all(come_apart(first, returned)):
+    if at := read_outside(first):
         raise SamplesMixed(
-            f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}. It is not an output of the model, and "
-            "one index of axis 0 depends on several samples. If samples are on another axis, move them to axis 0: "
+            f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}. It is not an output of the "
+            "model, and one index of axis 0 depends on several samples. If samples are on another axis, move them to axis 0: "
             "output.transpose(0, 1). A sample's loss must not depend on other samples."
         )
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded
-from autograd_hacks.reading.outside import check_losses, read_losses
+from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
+from autograd_hacks.reading.losses import read_outside
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 
@@ -16,8 +16,7 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     """Runs the backward pass of ``losses.mean()`` or ``losses.sum()``, and records which one.
 
     Row n is then the gradient of ``losses[n]``, whatever masks, weights or ignored targets the loss has, and `compute_grad1`
-    needs no ``loss_type``.  The losses may use parameters that the model returns, such as ``log_std``.  After a forward that
-    was checked, the losses are checked, too.
+    needs no ``loss_type``.  The losses may use parameters that the model returns, such as ``log_std``.
 
     losses: N losses, one for each sample
     loss_type: 'mean' or 'sum', the reduction whose gradient ``param.grad`` gets
@@ -51,8 +50,12 @@ def backward_to(
             "torch.autograd.grad(loss, parameters, create_graph=True)."
         )
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
-    check_losses(losses)
-    read_losses(losses)
+    if at := read_outside(losses):
+        raise SamplesMixed(
+            "samples mix in the losses given to backward: a sample's loss depends on the model's outputs for other "
+            "samples, as in a contrastive loss or a loss with statistics of the batch. Such losses have no per-sample "
+            f"gradients. Samples mix at {at}."
+        )
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph, inputs=inputs)

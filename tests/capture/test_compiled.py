@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from compiled_nets import Graphs, Net, Run, batch, check, ran
-from rarely import rarely
+from rarely import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,15 +28,9 @@ class Scaled(Net):
 
 
 class Checkpointed(Net):
-    reentrant = False
-
     def forward(self, tokens: Tensor) -> Tensor:
-        x = checkpoint(self.first, self.table(tokens), use_reentrant=self.reentrant)
-        return self.head(checkpoint(self.second, x, use_reentrant=self.reentrant)).mean(1)
-
-
-class CheckpointedReentrantly(Checkpointed):
-    reentrant = True
+        x = checkpoint(self.first, self.table(tokens), use_reentrant=False)
+        return self.head(checkpoint(self.second, x, use_reentrant=False)).mean(1)
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +86,7 @@ WAYS: list[Callable[[Any, Graphs], Run]] = [
 ]
 
 
-@pytest.mark.parametrize(("probe", "param_grad"), [(True, True), (False, False), *rarely((True, False), (False, True))])
-@pytest.mark.parametrize("hooks_first", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@crossed(way=WAYS, hooks_first=[False, True], probe=[True, False], param_grad=[True, False])
 def test_rows_of_a_compiled_model(
     way: Callable[[Net, Graphs], Run], hooks_first: bool, probe: bool, param_grad: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,9 +121,7 @@ def test_rows_of_a_compiled_model(
 
 @pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own, of a checkpoint in evaluation
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("way", [outside, itself, block_itself, blocks_replaced])
-@pytest.mark.parametrize("kind", [Scaled, Checkpointed, CheckpointedReentrantly])
+@crossed(kind=[Scaled, Checkpointed], way=[outside, itself, block_itself, blocks_replaced], param_grad=[True, False])
 def test_parameters_past_layers_and_checkpoints(
     kind: type[Net], way: Callable[[Net, Graphs], nn.Module], param_grad: bool
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net
+from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, Reader, by_hand, data, losses, losses_of_text, net, text
 from processes import Both
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,24 @@ from torch.utils.data import TensorDataset
 from autograd_hacks import PrivateTraining
 
 USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
+
+
+def steps_of_text() -> None:
+    """Each process has texts of a length of its own, so that its forwards run operations of other sizes."""
+    expected, model = by_hand(Reader(), *text(), STEPS, losses_of_text), Reader()
+    run, private = DistributedDataParallel(model), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(run, optimizer):
+        for x, y in private.loader(TensorDataset(*text())):
+            private.backward(losses_of_text(run, x, y))
+            private.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_texts_have_other_lengths_in_each_process(both: Both) -> None:
+    both(steps_of_text)
 
 
 def steps(way: str, secure: bool = False, groups: list[int] | None = None, **options: Any) -> None:

@@ -14,6 +14,7 @@ from private_steps import data as numbers
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
+import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.privacy.stepping import PART, NoisyGrads
 
@@ -255,6 +256,29 @@ def test_a_scaler_divides_once(way: str, scale: float, kind: str, width: torch.d
             assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
         else:
             with pytest.raises(RuntimeError, match=CHANGED):
+                train()
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("way", ["a sum", "losses"])
+def test_a_scaled_backward_pass_of_ones_own_needs_the_scale(way: str, told: bool) -> None:
+    private, model = training(loss_type="sum" if way == "a sum" else None), net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=LR), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train() -> None:
+        for x, y in private.loader(TensorDataset(*numbers()), parts=2):
+            own = losses(model, x, y)
+            scaler.scale(own.sum()).backward() if way == "a sum" else autograd_hacks.backward(scaler.scale(own), "sum")
+            if private.step(scaler.get_scale() if told else None, scaler) is not None:
+                scaler.step(optimizer)
+                scaler.update()
+
+    with private.attach(model, optimizer):
+        if told:
+            train()
+            assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict(), rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(ValueError, match="whether that loss was scaled"):
                 train()
 
 

@@ -94,13 +94,13 @@ def test_a_stream_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several parameters at once: each pair of numbers has a counter of its own, with its stream's key and upper half."""
     from autograd_hacks.support import philox
 
-    seen, own = list[tuple[int, ...]](), philox.philox
+    seen, own = list[tuple[int, ...]](), philox.philox_
 
-    def noted(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> Any:
+    def noted(counter: Tensor, key: Tensor) -> Any:
         seen.extend(zip(*(x.expand_as(counter[0]).flatten().tolist() for x in (*counter, *key))))
         return own(counter, key)
 
-    monkeypatch.setattr(philox, "philox", noted)
+    monkeypatch.setattr(philox, "philox_", noted)
     monkeypatch.setattr(philox, "_AT_ONCE", {"cpu": 256})
     streams, counts = [Stream.of(n) for n in range(3)], [1000, 1, 600]
     philox.normal(streams, counts, 1.0, torch.device("cpu"), torch.float64)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
+from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.privacy.accounting import noise_for, spent
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -210,6 +211,20 @@ def test_noise_for_an_epsilon() -> None:
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([])
+
+
+def test_losses_that_begin_to_compare_samples_are_refused_in_that_step() -> None:
+    model, private = net(), training()
+    with private.attach(model, torch.optim.SGD(model.parameters(), lr=LR)):
+        for number, (x, y) in enumerate(private.loader(data())):
+            own = losses(model, x, y)
+            if number < 2:
+                private.backward(own)
+                private.step()
+            elif len(x) > 1:
+                with pytest.raises(SamplesMixed, match="losses given to backward"):
+                    private.backward(own - own.mean())
+                return
 
 
 def test_what_would_break_the_guarantee_is_refused() -> None:

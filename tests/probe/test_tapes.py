@@ -130,6 +130,16 @@ def test_standardised_inputs_are_refused_in_the_step_in_which_they_begin() -> No
     assert accepted(Standardised(lambda own, h: h)) == BEGINS
 
 
+def test_methods_of_tensors_that_others_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(x: Tensor) -> Any:
+        return own(x)
+
+    own = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", mine)
+    assert accepted(Program(lambda _, h: h)) == 8
+    assert vars(Tensor)["tolist"] is mine
+
+
 def noisy(own: Program, h: Tensor) -> Tensor:
     return nn.functional.dropout(h, 0.1 + 0.1 * own.on) + torch.randn_like(h)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -209,8 +210,7 @@ def _steps(model: nn.Module, step: Callable[[int], None]) -> None:
             assert not old.alive(), f"step {before} holds {len(old.alive())} tensors after step {number}"
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(name=MODELS, param_grad=[True, False])
 def test_a_step_is_freed_when_the_next_has_ended(name: str, param_grad: bool, no_collection: None) -> None:
     torch.manual_seed(0)
     make, losses = MODELS[name]
@@ -270,8 +270,7 @@ def _with_door(model: nn.Module, x: Tensor) -> Tensor:
     return squares(model(x)) + sum(p.square().sum() for p in model.parameters())
 
 
-@pytest.mark.parametrize("refused", [_mixed, _with_door])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(name=MODELS, refused=[_mixed, _with_door])
 def test_a_refused_step_is_freed(name: str, refused: Callable[[nn.Module, Tensor], Tensor], no_collection: None) -> None:
     torch.manual_seed(0)
     make, losses = MODELS[name]

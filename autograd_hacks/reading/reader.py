@@ -6,9 +6,10 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,23 +22,19 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import packed_into
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import fits, frontier
+from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
-from autograd_hacks.graph.walk import Memory, walked
-from autograd_hacks.probe.owners import Weights
-from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place, Plan
-from autograd_hacks.probe.planner import Known
-from autograd_hacks.reading.independence import show_independent
-from autograd_hacks.reading.inner_losses import sums_samples
-from autograd_hacks.reading.labelling import Hypothesis, usual_layouts
-from autograd_hacks.reading.proof import batch_axes, grads_kept, hypotheses, is_known, place_by_sizes, why_mixed
+from autograd_hacks.graph.walk import Memory, Walk, walked
+from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place
+from autograd_hacks.reading.hypotheses import usual_layouts
 from autograd_hacks.rules.table import axes_for, rule_for
-from autograd_hacks.support.graph import Taker, Value, is_users
-from autograd_hacks.support.internals import sequence_number
+from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
+from autograd_hacks.support.parts import memory_of
+from autograd_hacks.support.restored import restored
 
-Where = Layout | Tensor
-"""Where samples are in a value: a layout, or the sample of each entry on axis 0."""
+Where = Layout | Tensor | Label
+"""Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
 
 
 @dataclass
@@ -68,38 +65,64 @@ class Reader:
     """
 
     def __init__(
-        self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]], memo: Memo
-    ) -> None:
+        self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]] = (),
+        memo: Memo | None = None,
+    ) -> None:  # fmt: skip
         self.ran, self.samples, self.batch = ran, samples, batch
         roots = list(
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
-        own = {id(p) for p in ran.parameters.values()}
-        self.trace = Trace(roots, own, ran.ends)
-        labels = {n: self._label(roots[n], at) for n, at in enumerate(places.values())}
-        memory = Memory(lambda: ran.fixed, {_address(x) for x, _ in batch})
+        self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
+        labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
+        self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
         asks = any(
-            kind.entry is kind.law is None and is_users(node) for kind, node in zip(self.trace.kinds, self.trace.nodes)
+            kind.entry is None and kind.law is None and is_users(node)
+            for kind, node in zip(self.trace.kinds, self.trace.nodes)
         )
-        with grads_kept(ran) if asks else nullcontext():  # a Function may run a backward pass of its own
-            self.walk = memo.walk(self.trace, labels, samples, memory)
-            settled = list[int]()
-            while self.walk.deferred:
-                settled += self.walk.deferred
-                self.walk = walked(self.trace, labels, samples, memory, settled)
-        self.number = {node: k for k, node in enumerate(self.trace.nodes)}
+        self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
+        with self._kept():
+            walk = walked if memo is None else memo.walk
+            self.walk = walk(self.trace, labels, samples, memory)
+        if self.walk.deferred:
+            self.walk = self.walked_again(labels, samples, self.walk.deferred)
+        self.number = self.trace.number
+        names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
+        ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
+        ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
+        self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at)}
+        self.key = self._key()
 
-    def _label(self, root: Value, at: Where) -> Label:
-        shape: Any = (
-            root.node.variable.shape if hasattr(root.node, "variable") else root.node._input_metadata[root.number].shape
-        )
-        if self.samples == 1:
-            return One(0)
-        if isinstance(at, Tensor):
-            return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
-        size = shape[at.axis] // self.samples
-        outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
-        return At(at.axis, outer, inner)
+    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
+        """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
+        with self._kept():
+            walk = walked(self.trace, labels, samples, self.memory, settled)
+        return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+
+    def shape_of_root(self, number: int) -> Sequence[int]:
+        k, at = self.trace.roots[number]
+        return self.trace.shapes[k][at] or ()
+
+    def _key(self) -> Hashable:
+        """What is read of the calls besides the walk; None if it is more than can be compared."""
+        key = list[Hashable]()
+        for noted in self.ran.noted:
+            call, hooks = noted.call, noted.hooks
+            rule = rule_for(call.layer)
+            if rule is None or rule.count is not None or rule.recomputes or len(hooks) != 1:
+                return None
+            ((node, hook),) = hooks
+            given, at = call.args[0] if call.args else None, None
+            if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
+                at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
+            key += (call.path, id(rule), self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
+        return tuple(key)
+
+    def known(self) -> Read | None:
+        """What was read of an equal forward before."""
+        found = self.walk.read_as.get(self.key) if self.key is not None and self.walk.read_as else None
+        if found is None or fits(self.trace, self.walk, self.given, self.samples, found.uses) is False:
+            return None
+        return found
 
     def read(self) -> Read:
         found = Read()
@@ -119,8 +142,8 @@ class Reader:
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
-        for noted, place in zip(self.ran.noted, found.places):
-            if place.kind != NOT_OF_BATCH:
+        for noted, where in zip(self.ran.noted, found.places):
+            if where.kind != NOT_OF_BATCH:
                 names = {edge.name for edge in noted.call.edges.values()}
                 own = {self.number[leaf] for leaf, name in leaves.items() if name in names and leaf in self.number}
                 for node in self.ran.inside(noted):
@@ -170,17 +193,20 @@ class Reader:
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
             return Place(NOT_OF_BATCH)
+        rule = rule_for(layer)
         if not labels:
-            return Place(AXES, usual, is_decided=False, is_unseen=samples > 1)
-        rule, layouts, packed = rule_for(layer), list(usual), packed_into(call)
+            is_loss = rule is not None and rule.by_input  # the walk begins inside
+            return Place(AXES, usual, is_decided=False, is_unseen=samples > 1 and not is_loss)
+        layouts, packed = list(usual), packed_into(call)
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return Place(NOT_OF_BATCH)
-        if samples == 1:
+        if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
             return Place(AXES, tuple(layouts))
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
-            shape, owned = known[slot][1], isinstance(label, Owned)
-            assert owned
+            shape = known[slot][1]
+            if not isinstance(label, Owned):
+                continue
             if packed is not None and not slot:  # its rule knows the sample of each row
                 if not _are(label, shape, samples, samples_of_rows(packed)):
                     return Place(NOT_OF_BATCH)
@@ -199,8 +225,8 @@ class Reader:
 
     def _place_of_node(self, k: int, found: Read) -> Place:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
-        if samples == 1:
-            return Place(AXES, tuple([likeliest(shape, 1, range(len(shape))) for shape in shapes]))
+        if samples == 1 or any(0 in shape for shape in shapes):
+            return Place(AXES, tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
@@ -231,16 +257,45 @@ class Reader:
             )
             if place.kind == NOT_OF_BATCH:
                 call.edges = {}  # its rows come from where its output meets the batch
-        for k, (values, place) in found.uses.items():
-            node = nodes[k]
-            off.found[node] = [(Value(nodes[j], output), Taker(node, at), place) for j, output, at in values]
-        off.labels = {nodes[k]: own for k, own in found.labels.items()}
+        off.found |= self.found_in_graph(found)
+        off.labels |= {nodes[k]: own for k, own in found.labels.items()}
         off.refused = refused
         off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
 
+    def found_in_graph(self, found: Read) -> dict[Node, list[tuple[Value, Taker, Place]]]:
+        """The uses at nodes, as `OffGraph.found`."""
+        nodes = self.trace.nodes
+        return {
+            nodes[k]: [(Value(nodes[j], output), Taker(nodes[k], at), place) for j, output, at in values]
+            for k, (values, place) in found.uses.items()
+        }
 
-def _address(x: Tensor) -> int:
-    return id(x) if x.layout != torch.strided or x.is_nested or x.is_meta else x.untyped_storage().data_ptr()
+
+def _has_order(x: Tensor, axis: int) -> bool:
+    """Whether strides show a tensor's samples."""
+    return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and x.stride(axis) != 0
+
+
+def ran_behind(
+    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None
+) -> Ran:
+    """A computation outside of a model's forward.  ends: nodes at which it begins"""
+    ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
+    leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
+    ran.parameters = record.asked({record.name_of(p): p for p in leaves})
+    return ran
+
+
+def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
+    if samples == 1:
+        return One(0)
+    if isinstance(at, Tensor):
+        return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
+    if not isinstance(at, Layout):
+        return at
+    size = shape[at.axis] // samples
+    outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
+    return At(at.axis, outer, inner)
 
 
 class _Below:
@@ -287,111 +342,17 @@ def _are(label: Owned, shape: Sequence[int], samples: int, rows: Tensor) -> bool
     return bool(((at == rows.view([-1, *[1] * (len(shape) - 1)])) | (at < 0)).all())
 
 
-@dataclass
-class Chosen:
-    """A hypothesis with what laws say under it."""
+@contextmanager
+def grads_kept(ran: Ran) -> Iterator[None]:
+    """A context that restores ``.grad``, because a user's function may run its own backward pass inside backward."""
+    every = [*ran.parameters.values(), *(p for module in ran.modules for p in module.parameters())]
+    grads = {p: p.grad for p in every if p.is_leaf}
 
-    hypothesis: Hypothesis
-    reader: Reader
-    out_of_order: bool  # whether the arguments have the samples elsewhere
+    def undo() -> None:
+        for p, grad in grads.items():
+            p.grad = grad
 
-    @property
-    def is_mixed(self) -> bool:
-        return self.out_of_order or bool(self.reader.walk.mixed)
-
-
-def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:
-    batch = batch_axes(ran, known, hypothesis)
-    places = {ran.value(at) if isinstance(at, int) else at: where for at, where in hypothesis.places.items()}
-    reader = Reader(ran, hypothesis.samples, places, batch, memo)
-    given = {_address(x): (x, at % x.ndim) for x, at in batch if x.ndim and x.layout == torch.strided and not x.is_nested}
-    is_counted = hypothesis.counted_at is not None or hypothesis.samples < 2
-    is_wrong = not is_counted and fits(reader.trace, reader.walk, given, hypothesis.samples) is False
-    return Chosen(hypothesis, reader, is_wrong)
-
-
-def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-    """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
-    plan, memo = known.plan, recorder.planner.memo
-    best: Chosen | None = None
-    for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not is_known(plan, own)):
-        if best is not None and not best.is_mixed:
-            break
-        chosen = _under(ran, known, hypothesis, memo)
-        best = chosen if best is None or not chosen.is_mixed else best
-    if best is None:
-        recorder.watch_hooks(None, known.samples or 2)
-        place_by_sizes(plan, ran, known.samples)
-        return known.samples, None
-    mixed_outputs: list[int] = []
-    if best.is_mixed:
-        best, mixed_outputs = _without_mixed(ran, known, best, memo)
-    found = best.reader.read()
-    if best.out_of_order:
-        found.mixed |= dict.fromkeys(
-            [n for leaf in ran.leaves if (n := best.reader.number.get(leaf)) is not None], "an argument"
-        )
-    mixed_outputs += _losses_that_mix(recorder, ran, best)
-    off = OffGraph(ran, plan, best.hypothesis.samples)
-    _fill(plan, ran, best, found, mixed_outputs)
-    best.reader.follow(found, off)
-    labels = {sequence_number(node): own for node, own in zip(best.reader.trace.nodes, best.reader.walk.labels)}
-    recorder.watch_hooks(labels, best.hypothesis.samples)
-    for slot, x in enumerate(ran.outputs):
-        if x.grad_fn is not None and slot not in best.hypothesis.places and best.reader.is_own(x.grad_fn):
-            recorder.backward.watch_penalty(x.grad_fn, off.keys.below(x.grad_fn))
-    return best.hypothesis.samples, off
-
-
-def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:
-    """Leaves out the outputs in which samples mix."""
-    places = best.hypothesis.places
-    losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
-
-    def numbers(slots: Iterable[int | Value]) -> list[int]:
-        return list(dict.fromkeys(n for at in slots for n in ([at] if isinstance(at, int) else losses)))
-
-    if len(places) == 1:
-        return best, numbers(places)
-    alone = {at: _under(ran, known, replace(best.hypothesis, places={at: where}), memo) for at, where in places.items()}
-    left = {at: places[at] for at, own in alone.items() if not own.is_mixed}
-    if not left or len(left) == len(places):
-        return best, numbers(places)
-    return _under(ran, known, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
-
-
-def _losses_that_mix(recorder: Recorder, ran: Ran, chosen: Chosen) -> list[int]:
-    """The losses that the model computes itself and that aren't sums over samples, by their numbers."""
-    places, samples, found = chosen.hypothesis.places, chosen.hypothesis.samples, list[int]()
-    for slot, x in enumerate(ran.outputs) if samples > 1 else ():
-        if x.grad_fn is None or slot in places or x.numel() != 1 or chosen.reader.is_own(x.grad_fn):
-            continue
-        behind = {
-            ran.value(at) if isinstance(at, int) else at: where for at, where in places.items() if isinstance(where, Layout)
-        }
-        added_up = frontier([ran.value(slot)])
-        if added_up is not None and all(own in behind or chosen.reader.is_own(own[0]) for own in added_up):
-            continue
-        draws = torch.Generator().manual_seed(samples)
-        weights = Weights(samples, draws, ran.dtypes)
-        with recorder.backward.silent():
-            if not behind or sums_samples(x, behind, weights, draws)[0] is False:
-                found.append(slot)
-    return found
-
-
-def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int]) -> None:
-    """Keeps what messages and the next forward's hypotheses need."""
-    hypothesis, reader = chosen.hypothesis, chosen.reader
-    outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
-    plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
-    of_model = {id(p) for p in ran.parameters.values()}
-    plan.returns_parameters = any(
-        id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
-    )
-    plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
-    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
-    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or mixed_outputs else ""
-    plan.refused = dict.fromkeys(mixed, plan.mixing)
+    with restored(undo):
+        for p in grads:
+            p.grad = None
+        yield

@@ -1,0 +1,143 @@
+"""Reads graphs that backward passes make: where parameters meet the batch there, and which sample each gradient belongs to.
+
+A pass with ``create_graph=True`` uses a parameter again at the node where it met the batch: y = x W gives ∂L/∂x = g Wᵀ.
+This computation is read like a forward.  Its inputs are g and the node's saved tensors.  Its outputs are the gradients of
+the node's inputs, whose samples the node's own law tells; and a later pass goes through its graph to W.
+"""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.off_graph import OffGraph
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
+from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
+from autograd_hacks.graph.trace import END, LEAF
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.reading.reader import Reader, label_of, ran_behind
+from autograd_hacks.support.graph import Value, made, shape_of
+from autograd_hacks.support.internals import current_node
+from autograd_hacks.support.layout import Layout, samples_of_rows
+
+_PLAIN = frozenset(
+    f"{name}Backward{n}"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Add", "Clone", "Unsqueeze", "Squeeze", "Permute")
+    for n in (0, 1)
+)
+"""Nodes that save no values."""
+
+
+class Met(NamedTuple):
+    """A node at which parameters met the batch.
+
+    forward: the number of that forward
+    inputs: by number, the shape of each input that isn't made of parameters, and the label of the gradient there
+    """
+
+    forward: int
+    samples: int
+    inputs: Mapping[int, tuple[Shape, Label]]
+
+
+def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput | None) -> None:
+    """Prepares a node of a running pass with create_graph=True, so that the graph it computes can be read later."""
+    own = recorder()
+    if own is None or own.forward.running is not None:  # then it belongs to that forward's graph
+        return
+    own.record.comparing = True
+    samples, labels = _labels(use, node, hook)
+    if not use.edges or not samples or not labels:  # without edges, other nodes give the rows
+        return
+    ends: Collection[Node] = () if hook is None else hook.inputs
+    if isinstance(use, NodeUse):
+        taken = {value.place for value in use.values}
+        ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
+    reader = Reader(ran_behind(own, (), ends, [node]), samples, labels)
+    trace, walk = reader.trace, reader.walk
+    places: dict[int, set[int]] = {}
+    for k, place, _ in walk.uses:
+        if k >= 0:
+            places.setdefault(k, set()).add(place)
+    if isinstance(use, LayerCall) and _leads_inside(reader, places):
+        # A graph made inside leads to inner values, around the output.  From now on the call's nodes give the rows.
+        _attach(own, reader, use.forward)
+        use.edges = {}
+    for k, taken in places.items():
+        at = trace.nodes[k]
+        if Met in at.metadata:
+            continue
+        at.metadata[Met] = True
+        edges = {n: edge for n, edge in enumerate(trace.edges[k]) if edge is not None and n not in taken}
+        inputs = {n: (trace.shapes[j][number] or (), walk.labels[j][number]) for n, (j, number) in edges.items()}
+        at.register_hook(partial(_computed, recorder, Met(use.forward, samples, inputs)))
+
+
+def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Value, Label]]:
+    """N, and where the samples are in a node's outputs."""
+    values = [Value(node, n) for n in range(len(made(node)))] if hook is None else [Value(node, hook.number)]
+    shape = shape_of(values[0]) if hook is None else hook.shape
+    samples, found = use.samples or (shape[0] if shape else 1), dict[Value, Label]()
+    packed = packed_into(use) if isinstance(use, LayerCall) and hook is not None and not hook.slot else None
+    for n, value in enumerate(values) if samples else ():
+        slot, sizes = (n, shape_of(value)) if hook is None else (hook.slot, hook.shape)
+        if packed is not None:
+            label = label_of(samples_of_rows(packed), sizes, samples)
+        elif use.labels is not None:
+            label = Entries(use.labels) if use.labels.ndim > 1 else label_of(use.labels, sizes, samples)
+        else:
+            at = use.layouts[slot] if slot < len(use.layouts) else Layout() if hook is not None else None
+            label = None if at is None or not at.fits_shape(sizes, samples) else label_of(at, sizes, samples)
+        if isinstance(label, Owned):
+            found[value] = label if sizes == shape_of(value) else viewed(label, sizes, shape_of(value), samples)
+        if use.labels is not None:
+            break
+    return samples, found
+
+
+def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
+    """Whether nodes that save values take what comes from the uses."""
+    trace, above = reader.trace, set(uses)
+    for k in reversed(trace.order()):
+        if trace.kinds[k] is END or trace.kinds[k] is LEAF:
+            continue
+        if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
+            if trace.kinds[k].name not in _PLAIN:
+                return True
+            above.add(k)
+    return False
+
+
+def _attach(own: Recorder, reader: Reader, forward: int) -> None:
+    off, ran = OffGraph(reader.ran, Plan(pending=False), reader.samples), reader.ran
+    reader.follow(reader.read(), off)
+    off.attach(ran.edge_of, forward, own.backward.receive)
+
+
+def _computed(
+    recorder: weakref.ref[Recorder], met: Met, computed: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> None:
+    """Called when a node has computed gradients from those that arrived."""
+    own = recorder()
+    if own is None or not own.backward.hears():
+        return
+    roots: dict[Value, Label] = {}
+    outputs: list[Tensor] = []
+    for n, (shape, label) in met.inputs.items():
+        x = computed[n]
+        if x is not None and x.grad_fn is not None and is_owned(label) and x.shape == shape:
+            roots[Value(x.grad_fn, x.output_nr)] = label
+            outputs.append(x)
+    if not roots:
+        return
+    node: Any = current_node()
+    ends = {node, *(x.grad_fn for x in grads if x is not None and x.grad_fn is not None)}
+    ends |= {node.next_functions[n][0] for n in met.inputs}
+    ran = ran_behind(own, outputs, ends)
+    if ran.parameters:
+        _attach(own, Reader(ran, met.samples, roots), met.forward)

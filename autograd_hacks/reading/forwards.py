@@ -1,0 +1,275 @@
+"""Reads a finished forward: finds the hypothesis about its samples that laws confirm, and what has no rows under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.autograd.graph import Node
+
+from autograd_hacks.capture.forward import INSIDE_PASS
+from autograd_hacks.capture.gradient_hooks import Labels
+from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.graph.label import NOBODY, Entries, Label
+from autograd_hacks.graph.memo import Memo
+from autograd_hacks.graph.roots import fits, frontier
+from autograd_hacks.probe.documents import Documents
+from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, Place, Plan
+from autograd_hacks.probe.planner import Known
+from autograd_hacks.reading.given_rules import check_rules
+from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried, usual_layouts
+from autograd_hacks.reading.inner_losses import Weights, sums_samples
+from autograd_hacks.reading.reader import Read, Reader
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.graph import CHECKPOINT, Value
+from autograd_hacks.support.internals import sequence_number
+from autograd_hacks.support.layout import Layout
+
+LEAKING = "documents mix"
+"""The beginning of messages that say so."""
+
+
+@dataclass
+class Chosen:
+    """A hypothesis with what laws say under it."""
+
+    hypothesis: Hypothesis
+    reader: Reader
+    out_of_order: bool  # whether the arguments have the samples elsewhere
+    found: Read | None = None  # what was read of an equal forward
+    untold: str = ""  # why an output's entries can't be assigned to documents
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.out_of_order or bool(self.reader.walk.mixed)
+
+
+def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:
+    batch = batch_axes(ran, known, hypothesis)
+    places = {ran.value(at) if isinstance(at, int) else at: where for at, where in hypothesis.places.items()}
+    reader = Reader(ran, hypothesis.samples, places, batch, memo)
+    found = reader.known()
+    if found is not None:
+        return Chosen(hypothesis, reader, False, found)
+    is_counted = hypothesis.counted_at is not None or hypothesis.samples < 2
+    is_wrong = not is_counted and fits(reader.trace, reader.walk, reader.given, hypothesis.samples) is False
+    return Chosen(hypothesis, reader, is_wrong)
+
+
+def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
+    """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
+    plan, memo = known.plan, recorder.planner.memo
+    best: Chosen | None = None
+    for hypothesis in tried(known, ran):
+        chosen = _under(ran, known, hypothesis, memo)
+        best = chosen if best is None or not chosen.is_mixed else best
+        if not best.is_mixed:
+            break
+    if best is None:
+        recorder.watch_hooks(None, known.samples or 2)
+        place_by_sizes(plan, ran, known.samples)
+        return known.samples, None
+    off = OffGraph(ran, plan, best.hypothesis.samples)
+    if best.found is not None and plan.read_as is best.found and ran.documents is None:
+        plan.pending = False
+        best.reader.follow(best.found, off)
+        recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
+        return best.hypothesis.samples, off
+    mixed_outputs: list[int] = []
+    if best.is_mixed:
+        best, mixed_outputs = _without_mixed(ran, known, best, memo)
+    reader = best.reader
+    found = reader.read()
+    if best.out_of_order:
+        found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
+    losses = [
+        slot
+        for slot, x in enumerate(ran.outputs)
+        if x.grad_fn is not None and slot not in best.hypothesis.places and x.numel() == 1
+    ]
+    mixed_outputs += _losses_that_mix(recorder, plan, ran, best)
+    if ran.documents is not None:
+        mixed_outputs += _note_leaks(ran, ran.documents, best)
+    _fill(plan, ran, best, found, mixed_outputs, off)
+    plan.hypothesis = None if plan.mixing else best.hypothesis
+    plan.read_as = None
+    if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
+        reader.walk.read_as[reader.key] = plan.read_as = found
+    reader.follow(found, off)
+    recorder.watch_hooks(_by_number(reader), best.hypothesis.samples)
+    plan.disproven = check_rules(ran, found.places, best.hypothesis.samples) if not plan.mixing else {}
+    for slot, x in enumerate(ran.outputs):
+        if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
+            plan.read_as = None
+            recorder.backward.watch_penalty(x.grad_fn, off.below(x.grad_fn))
+    return best.hypothesis.samples, off
+
+
+def _by_number(reader: Reader) -> Labels:
+    """Labels of the gradients at nodes, which nothing here may hold."""
+    return {sequence_number(node): own for node, own in zip(reader.trace.nodes, reader.walk.labels)}
+
+
+def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:
+    """Leaves out the outputs in which samples mix."""
+    places = best.hypothesis.places
+    losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
+
+    def numbers(slots: Iterable[int | Value]) -> list[int]:
+        return list(dict.fromkeys(n for at in slots for n in ([at] if isinstance(at, int) else losses)))
+
+    if len(places) == 1:
+        return best, numbers(places)
+    alone = {at: _under(ran, known, replace(best.hypothesis, places={at: where}), memo) for at, where in places.items()}
+    left = {at: places[at] for at, own in alone.items() if not own.is_mixed}
+    if not left or len(left) == len(places):
+        return best, numbers(places)
+    return _under(ran, known, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
+
+
+def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
+    """Notes the parameters whose gradients mix documents.  Returns the outputs whose entries no document is known for."""
+    if documents.is_of_tokens or not documents.count:
+        return []
+    reader, labels, untold = chosen.reader, dict[int, Label](), list[int]()
+    for n, at in enumerate(chosen.hypothesis.places):
+        shape = reader.shape_of_root(n)
+        numbers = torch.arange(1, documents.count + 1, device=documents.ids.device)
+        own = documents.over(numbers[0].expand(*shape), numbers)  # 0 at padding
+        if own is not None:
+            labels[n] = Entries(own + NOBODY)
+        elif isinstance(at, int):
+            untold.append(at)
+    if untold or not labels:
+        why = (
+            f"{LEAKING}: the model returned shape {tuple(ran.outputs[(untold or [0])[0]].shape)}, but the documents cover "
+            f"{tuple(documents.ids.shape)} positions, so output entries can't be assigned to documents. Compute the loss "
+            "from an output with an entry for each position."
+        )
+        chosen.untold = why
+        documents.leaks.update({} if labels else dict.fromkeys(ran.parameters, why))
+    if not labels or documents.most < 2:
+        return untold
+    walk = reader.walked_again(labels, documents.count)
+    at_node = next((reader.trace.kinds[mix.node].name for mix in walk.mixes if mix.node >= 0), "an output")
+    for k in walk.mixed:
+        name = ran.leaves.get(reader.trace.nodes[k])
+        if name is not None:
+            documents.leaks[name] = (
+                f"{LEAKING}: one document's loss depends on another document's tokens in the same sample, so {name} has "
+                f"no gradients of single documents ({at_node}). Mask attention by document: give the model position_ids, "
+                "a block mask or cu_seqlens, and use an attention that reads it."
+            )
+    return untold
+
+
+def _losses_that_mix(recorder: Recorder, plan: Plan, ran: Ran, chosen: Chosen) -> list[int]:
+    """The losses that the model computes itself and that aren't sums over samples, by their numbers."""
+    places, samples, found = chosen.hypothesis.places, chosen.hypothesis.samples, list[int]()
+    for slot, x in enumerate(ran.outputs) if samples > 1 else ():
+        if x.grad_fn is None or slot in places or x.numel() != 1 or chosen.reader.is_own(x.grad_fn):
+            continue
+        behind = {
+            ran.value(at) if isinstance(at, int) else at: where for at, where in places.items() if isinstance(where, Layout)
+        }
+        added_up = frontier([ran.value(slot)])
+        if added_up is not None and all(own in behind or chosen.reader.is_own(own[0]) for own in added_up):
+            continue
+        draws = torch.Generator().manual_seed(samples)
+        weights = Weights(samples, draws, ran.dtypes)
+        with recorder.backward.silent():
+            is_sum, is_scaled = sums_samples(x, behind, weights, draws) if behind else (False, False)
+        plan.scaled |= is_scaled
+        found += [] if is_sum is not False else [slot]
+    return found
+
+
+def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int], off: OffGraph) -> None:
+    """Keeps what messages and the next forward's hypotheses need."""
+    hypothesis, reader = chosen.hypothesis, chosen.reader
+    outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
+    plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
+    of_model = {id(p) for p in ran.parameters.values()}
+    plan.returns_parameters = any(
+        id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
+    )
+    plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
+    for noted, place in zip(ran.noted, found.places):
+        plan.set_place(noted.call.path, noted.number, place)
+    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
+    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
+    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
+    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
+        plan.mixing = INSIDE_PASS
+    if found.uses:
+        _note_nodes(plan, ran, reader, found, off)
+    plan.names = frozenset(plan.nodes)
+    plan.by_rule |= {
+        edge.name
+        for noted, place in zip(ran.noted, found.places)
+        if place.kind != NOT_OF_BATCH
+        for edge in noted.call.edges.values()
+    }
+    plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
+
+
+def _note_nodes(plan: Plan, ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+    """Keeps which nodes read parameters, for messages."""
+    behind = Behind(ran)
+    for k, (values, _) in found.uses.items():
+        node = reader.trace.nodes[k]
+        for name in {name for j, _, _ in values for name in off.below(reader.trace.nodes[j])}:
+            known = plan.nodes.setdefault(name, [])
+            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
+
+
+class Behind:
+    """Where nodes lead, as text for messages: to the next call of a layer with a rule, or to the outputs."""
+
+    def __init__(self, ran: Ran) -> None:
+        self.takers: dict[Node, Node] = {}  # by node, one that takes its output
+        for value, takers in ran.graph.takers.items():
+            self.takers.setdefault(value.node, takers[0].node)
+        self.paths = {node: noted.call.path for noted in ran.noted for node in ran.inside(noted)}
+
+    def of(self, node: Node) -> str:
+        at: Node | None = node
+        while at is not None and at not in self.paths:
+            at = self.takers.get(at)
+        return "the outputs" if at is None else f"the input of {self.paths[at]!r}"
+
+
+def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) -> str:
+    """How samples mix, as text for messages."""
+    for noted in ran.noted:
+        rule = rule_for(noted.call.layer)
+        if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
+            return f"{noted.call.place} {why}"
+    slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
+    name, node = next(iter(mixed.items()), ("a parameter", "its node"))
+    return (
+        f"{MIXING}: the gradient at one sample's entries of output number {slots} of the model reaches other samples at "
+        f"{node}, before {name}. This holds for every axis that was tried as the batch. If the batch is not axis 0 of the "
+        "model's input, name its axis: add_hooks(model, batch_dim=...), with None for an argument that all samples share: "
+        "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a loss of single samples outside the model: backward(losses)."
+    )
+
+
+def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
+    """Fills in a plan by sizes, if no output has samples."""
+    for noted in ran.noted:
+        plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
+
+
+def assume(ran: Ran, off: OffGraph) -> None:
+    """Reads a forward whose outputs are assumed to have the samples on axis 0."""
+    at = {
+        Value(x.grad_fn, x.output_nr): Layout()
+        for x in ran.outputs
+        if x.grad_fn is not None and Layout().fits(x, off.samples)
+    }
+    reader = Reader(ran, off.samples, at)
+    reader.follow(reader.read(), off)

@@ -1,0 +1,185 @@
+"""Where the samples may be in the arguments and outputs of a forward, the likeliest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.uses import packed_into
+from autograd_hacks.probe.batch import Batch
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.planner import Known, is_time_first
+from autograd_hacks.probe.routes import Routes
+from autograd_hacks.reading.inner_losses import frontier
+from autograd_hacks.rules.table import axes_for
+from autograd_hacks.support.graph import Value, shape_of
+from autograd_hacks.support.layout import Layout, candidates, likeliest
+from autograd_hacks.support.trees import is_packed
+
+Where = Layout | Tensor
+"""Where samples are in an output: a layout, or the sample of each entry on axis 0."""
+
+TRIES = 6
+"""How many hypotheses about the samples' places in the outputs are tried."""
+
+
+@dataclass
+class Hypothesis:
+    """Where samples may be.  axis: in the arguments    samples: N    places: in the outputs, by number"""
+
+    axis: int | None
+    samples: int
+    places: Mapping[int | Value, Where]  # also in the tensors from which the model's own losses are computed
+    counted_at: int | None = None  # the output whose axis 0 gives N
+    counted_leaf: int | None = None  # the argument that gives N, if not the first
+
+    @property
+    def keeps_axis(self) -> bool:
+        """Whether the outputs have the samples on the same axis as the arguments."""
+        return all(isinstance(at, Layout) and at == Layout(self.axis or 0) for at in self.places.values())
+
+
+def tried(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    """Hypotheses about a forward, first that of the last one of its kind."""
+    yield from _as_before(known, ran)
+    yield from sorted(hypotheses(known, ran), key=lambda own: not _is_known(known.plan, own))
+
+
+def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    """The hypothesis of the last forward of this kind."""
+    before: Hypothesis | None = known.plan.hypothesis
+    if before is None or known.batch is None:
+        return
+    samples = known.batch.samples(before.axis, before.counted_leaf)
+    if before.counted_at is not None:
+        samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
+    if samples and all(
+        isinstance(at, int) and at < len(ran.outputs) and ran.outputs[at].grad_fn is not None
+        and isinstance(where, Layout) and where.fits_shape(ran.outputs[at].shape, samples)
+        for at, where in before.places.items()
+    ):  # fmt: skip
+        yield replace(before, samples=samples)
+
+
+def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
+    """Whether samples are where an earlier proof found them."""
+    places = [
+        (plan.outputs[slot], at)
+        for slot, at in hypothesis.places.items()
+        if isinstance(slot, int) and slot < len(plan.outputs)
+    ]
+    return bool(places) and hypothesis.axis == plan.axis and all(before == at for before, at in places)
+
+
+def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
+    """The arguments that have samples if a hypothesis is true, with their axes."""
+    batch = known.batch
+    if batch is None or known.samples is None or hypothesis.counted_at is not None:
+        return [(x, 0) for x in ran.tensors]
+    found = zip(batch.leaves, batch.axes_of_samples(hypothesis.axis, hypothesis.samples))
+    return [(x.data if is_packed(x) else x, at) for x, at in found if at is not None]
+
+
+def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    """Possible places of the samples in the arguments and outputs, the likeliest first."""
+    batch = known.batch
+    assert batch is not None
+    outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
+    # The arguments may not show N, or show it wrongly, as for a list of samples: then use the first output's size.
+    first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
+    by_output: Hypothesis | None = None
+    if first is not None and not (batch.axes is not None and any(axis is not None for axis in batch.axes)):
+        samples = outputs[first].shape[0]
+        places: dict[int | Value, Where] = {
+            slot: Layout() for slot, x in outputs.items() if x.ndim and x.shape[0] == samples
+        }
+        by_output = Hypothesis(known.axes[0], samples, places, first)
+        if samples in batch.lists and known.samples != samples:
+            yield by_output
+    found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
+    if len(known.axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
+        declared = time_first_sizes(ran)
+        if declared or not runs_time_first(ran):
+            fits = (own for own in found if (own.samples in declared if declared else own.axis == known.axes[0]))
+            found = list(fits) or found
+        found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
+    yield from found
+    if by_output is not None and (known.samples is None or batch.lists):
+        yield by_output
+
+
+def time_first_sizes(ran: Ran) -> set[int]:
+    """The numbers of samples that layers with a rule show which ran with samples on axis 1."""
+    calls = (noted for noted in ran.noted if is_time_first(noted.call.layer))
+    return {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
+
+
+def runs_time_first(ran: Ran) -> bool:
+    """Whether a layer with samples on axis 1 ran: if it trains, one of its parameters is in the graph."""
+    reached = {id(leaf.variable) for leaf in ran.graph.leaves}
+    layers = (module for model in ran.modules for module in model.modules() if is_time_first(module))
+    trained = ([id(p) for p in layer.parameters() if p.requires_grad] for layer in layers)
+    return any(not own or not reached.isdisjoint(own) for own in trained)
+
+
+def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
+    """Possible places of the samples in the outputs, if they are on a given axis of the arguments."""
+    tried: list[Mapping[Any, Layout]] = []
+    size = next((x.shape[axis] for x in outputs.values() if axis is not None and x.ndim > axis), 1)
+    counted_leaf = batch.told_otherwise(axis, size)
+    if samples := batch.samples(axis, counted_leaf):
+        axes = dict.fromkeys([0 if axis is None else axis, *range(8)])
+        options: dict[int | Value, list[Layout]] = {
+            slot: [] if slot in ran.packed else list(dict.fromkeys(candidates(x.shape, samples, axes)))
+            for slot, x in outputs.items()
+        }
+        ends = {x.grad_fn for slot, x in outputs.items() if options[slot] and x.grad_fn is not None}
+        losses = [x.grad_fn for slot, x in outputs.items() if not options[slot] and x.numel() == 1 and x.grad_fn is not None]
+        for value in frontier(losses, samples, ends | ran.ends) if samples > 1 else ():
+            options[value] = candidates(shape_of(value), samples, axes)
+        if chosen := chosen_rows(ran, outputs, samples, options):
+            by_layout = {slot: found[0] for slot, found in options.items() if found}
+            yield Hypothesis(axis, samples, {**by_layout, **chosen}, counted_leaf=counted_leaf)
+        options = {slot: found for slot, found in options.items() if found}
+        turns = range(max(map(len, options.values()), default=0))
+        alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
+        each = product(*options.values()) if options else ()  # outputs may have them on different axes
+        for chosen_layouts in chain(alike, islice(each, TRIES)):
+            by_layout = dict(zip(options, chosen_layouts))
+            if by_layout not in tried and len(tried) < TRIES:
+                tried.append(by_layout)
+                yield Hypothesis(axis, samples, {**by_layout, **ran.packed}, counted_leaf=counted_leaf)
+
+
+def chosen_rows(
+    ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
+) -> dict[int | Value, Where]:
+    """For outputs whose rows values selected, from packed tensors or N entries on axis 0: the sample of each row."""
+    routes = Routes(ran.graph, {}, samples, by_size=True)
+    found: dict[int | Value, Where] = {**ran.packed}
+    for slot, x in outputs.items():
+        if slot in ran.packed:
+            continue
+        rows = routes.rows(x.grad_fn) if x.grad_fn is not None and x.ndim and x.shape[0] != samples else None
+        axes = [at for at in options[slot] if not at.axis]
+        if rows is not None and not any(torch.equal(at.rows(len(rows), samples, rows.device), rows) for at in axes):
+            found[slot] = rows
+    return found
+
+
+def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
+    """Where samples are in a call's outputs, judging by sizes."""
+    is_packed_call, layer = packed_into(noted.call) is not None, noted.call.layer
+    # No layout gives the samples of packed rows.
+    shapes = {hook.slot: hook.shape for _, hook in noted.hooks if hook.slot or not is_packed_call}
+    return tuple(
+        likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
+        for slot in range(noted.call.slots)
+    )

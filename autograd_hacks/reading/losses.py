@@ -1,0 +1,79 @@
+"""Computations on a model's outputs outside of the model, such as losses: whether samples stay separate there, and where
+parameters meet the batch that the model returns, for example ``log_std``."""
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from autograd_hacks.capture.arrivals import AtNode, Returned, on_node, returned_in
+from autograd_hacks.capture.off_graph import OffGraph
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.graph.label import Owned, entries
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.reading.reader import Reader, label_of, ran_behind
+from autograd_hacks.support.graph import Value, inputs_of
+from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.switch import Switch
+
+
+def read_outside(x: Tensor) -> str:
+    """Prepares the next backward pass from x to read uses of parameters that no forward has seen.
+
+    x: N ..., computed from outputs of models
+    Returns the node at which samples mix, so that x[n] depends on outputs for other samples; "" if none does
+    """
+    marks = returned_in(x) if len(x) and Switch.on() else []
+    recorders = {id(own): own for _, mark in marks if isinstance(own := mark.recorder(), Recorder)}
+    mixed = [_read(own, x, [pair for pair in marks if pair[1].recorder() is own]) for own in recorders.values()]
+    return next(filter(None, mixed), "")
+
+
+def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returned]]) -> str:
+    assert x.grad_fn is not None  # else it would come from no output
+    ran, samples = ran_behind(recorder, [x], [edge.node for edge, _ in marks]), len(x)
+    reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.planner.memo)
+    found = reader.read()
+    hooked = _hooked(recorder, reader)
+    found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
+    off = OffGraph(ran, Plan(pending=False), samples)
+    reader.follow(found, off)
+    off.attach(ran.edge_of, max(mark.forward for _, mark in marks), recorder.backward.receive)
+    if recorder.record.documents is not None:
+        return ""
+    is_apart = all(_is_in_order(reader, edge, mark) for edge, mark in marks if mark.samples == samples)
+    if is_apart and not found.mixed:
+        return ""
+    mix = next((own for own in reader.walk.mixes if own.node >= 0), None)
+    return "the order of the samples" if mix is None else reader.trace.kinds[mix.node].name
+
+
+def _is_in_order(reader: Reader, edge: GradientEdge, mark: Returned) -> bool:
+    """Whether what arrives at an output is of the samples whose entries these are."""
+    k = reader.number[edge.node]
+    label, shape = reader.walk.labels[k][edge.output_nr], reader.trace.shapes[k][edge.output_nr] or ()
+    expected = label_of(mark.layout, shape, reader.samples)
+    if label is None or label == expected:
+        return True
+    if not isinstance(label, Owned) or not isinstance(expected, Owned):
+        return False
+    at = entries(label, shape, reader.samples)
+    return bool(((at == entries(expected, shape, reader.samples, at.device)) | (at < 0)).all())
+
+
+def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
+    """The nodes at which hooks see all uses of parameters already: of forwards, of layers and of graphs that passes made."""
+    found = set[Node]()
+    for node in reader.trace.nodes:
+        for hook in on_node(node):
+            if hook.receive != recorder.backward.receive:
+                continue
+            if isinstance(hook, AtNode):
+                found.add(node)
+            elif hook.call is not None and hook.call.edges:
+                inside = dict.fromkeys([node])
+                waiting = [node]
+                while waiting:
+                    new = {value.node for value in inputs_of(waiting.pop())} - hook.inputs - inside.keys()
+                    inside |= dict.fromkeys(new)
+                    waiting += new
+                found.update(inside)
+    return found

@@ -1,0 +1,82 @@
+"""Functions that are given parameters, run modules and passes in their backward, and return the parameters' gradients:
+solvers with an adjoint, reversible blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import check_batches, check_losses
+from torch import Tensor
+
+import autograd_hacks
+
+STEPS = 3
+
+
+class Solve(torch.autograd.Function):
+    """Euler's steps along a field, taken back one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, field: nn.Module, fails: list[bool], *parameters: Tensor) -> Tensor:
+        path = [z]
+        with torch.no_grad():
+            for _ in range(STEPS):
+                path.append(path[-1] + field(path[-1]) / STEPS)
+        ctx.field, ctx.fails = field, fails
+        ctx.save_for_backward(*path)
+        return path[-1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if any(ctx.fails):
+            raise ArithmeticError("underflow in dt")
+        parameters = list(ctx.field.parameters())
+        total = [torch.zeros_like(p) for p in parameters]
+        for z in reversed(ctx.saved_tensors[:-1]):
+            with torch.enable_grad():
+                at = z.detach().requires_grad_()
+                g, *own = torch.autograd.grad(at + ctx.field(at) / STEPS, [at, *parameters], g)
+            total = [a + b for a, b in zip(total, own)]
+        return g, None, None, *total
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.field = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.first, self.last, self.fails = nn.Linear(3, 3), nn.Linear(3, 2), [False]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Solve.apply(self.first(x), self.field, self.fails, *self.field.parameters()))
+
+
+def _batch(n: int = 4) -> Tensor:
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_rows_are_those_of_each_sample(param_grad: bool) -> None:
+    check_batches(Flow().double(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
+
+
+def test_the_field_is_called_by_itself_too() -> None:
+    model = Flow().double()
+    with autograd_hacks.add_hooks(model):
+        for n in (4, 3, 1):
+            x = _batch(n)
+            check_losses(model, lambda x=x: squares(model(x)))
+
+
+def test_after_a_backward_that_failed() -> None:
+    model, x = Flow().double(), _batch()
+    with autograd_hacks.add_hooks(model):
+        for fails in (False, True, False):
+            model.fails[0] = fails
+            if fails:
+                with pytest.raises(ArithmeticError):
+                    autograd_hacks.backward(squares(model(x)))
+            else:
+                check_losses(model, lambda: squares(model(x)))
