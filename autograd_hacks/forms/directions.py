@@ -16,10 +16,12 @@ Directions = tuple[Tensor, Tensor]
 
 @lru_cache(maxsize=16)
 def _numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Fixed random numbers, (2 K, size), from a generator of their own, so that no user's numbers change."""
+    """Fixed random numbers, (2 K, size), from a generator of their own, so that no user's numbers change.
+
+    Their magnitudes lie in [1/2, 3/2], so that none hides an entry and products of them have no long tails."""
     draws = torch.Generator("cpu").manual_seed(size)
-    found = torch.randn(2 * PAIRS, size, generator=draws, device="cpu")
-    return found.bfloat16().to(device, dtype)  # the same numbers in each dtype
+    found = torch.rand(2 * PAIRS, size, generator=draws, device="cpu").mul_(2).sub_(1)
+    return (found + found.sign() / 2).bfloat16().to(device, dtype)  # the same numbers in each dtype
 
 
 @lru_cache(maxsize=2**14)

@@ -147,7 +147,7 @@ def test_hooks_of_modules(how: str) -> None:
             model.change = MOVE["flip"]
             squares(model(x)).mean().backward()
             assert model.seen
-            with pytest.raises(SamplesMixed, match="the backward hook .*of a Tanh"):
+            with pytest.raises(SamplesMixed, match=r"the backward hook .*of a Tanh"):
                 autograd_hacks.compute_grad1(model)
             model.change = lambda g: None  # type: ignore[assignment,return-value]
             for _ in range(3):
@@ -179,7 +179,7 @@ def test_a_hook_that_is_registered_after_the_forward() -> None:
             model.hidden.register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
             squares(out).mean().backward()
             if flips:
-                with pytest.raises(SamplesMixed, match="the backward hook .*lambda"):
+                with pytest.raises(SamplesMixed, match=r"the backward hook .*lambda"):
                     autograd_hacks.compute_grad1(model)
             else:
                 autograd_hacks.compute_grad1(model)

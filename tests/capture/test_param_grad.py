@@ -58,7 +58,8 @@ def test_autograd_computes_none() -> None:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     loss.backward()
             counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
-    assert counts[1] == counts[0] - 2
+    assert counts[1] == 1  # the gradient at the second layer's input
+    assert counts[0] >= 3
 
 
 def test_a_gradient_that_was_there_stays() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
-from rarely import crossed
-from steps import assert_right
+from steps import assert_right, check_losses
 from torch import Tensor
 
 import autograd_hacks
@@ -33,65 +32,57 @@ def mixing(h: Tensor) -> Tensor:
     return (h.mean(0) ** 2).sum()
 
 
-DOORS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
-    "aux": lambda model, store: model.aux,
-    r"kept\['features'\]\[0\]": lambda model, store: model.kept["features"][0],
-    "what a hook, a global or a function keeps": lambda model, store: store["h"],
+DOORS: dict[str, Callable[[Any], Tensor]] = {
+    "an attribute": lambda model: model.aux,
+    "of a list in a dictionary": lambda model: model.kept["features"][0],
+    "a global": lambda model: SEEN[-1],
 }
-
-
-@crossed(door=DOORS, param_grad=[True, False])
-def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool) -> None:
-    model, x = Keeping().double(), torch.randn(5, 3).double()
-    store: dict[str, Tensor] = {}
-    model.first.register_forward_hook(lambda layer, args, out: store.update(h=out))
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for read in (False, True, True, False):
-            model.zero_grad()
-            loss = squares(model(x)).mean()
-            if read:
-                (loss + mixing(DOORS[door](model, store))).backward()
-                with pytest.raises(UnseenGradient, match=f"the loss reads {door}, .* Return it from forward"):
-                    autograd_hacks.compute_grad1(model)
-            else:
-                loss.backward()
-                assert_right(model, x)
-
-
 SEEN: list[Tensor] = []
 
 
-class Global(Keeping):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        SEEN.append(h)
-        return self.last(h)
+@pytest.mark.parametrize("begins", [0, 1, 3])
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool, begins: int) -> None:
+    """The graph of the outputs shows whose the values inside are."""
+    model = Keeping().double()
+    model.first.register_forward_hook(lambda layer, args, out: SEEN.append(out))
 
+    def losses(x: Tensor, read: bool) -> Tensor:
+        out = model(x)
+        return squares(out) + DOORS[door](model).pow(3).sum(1) if read else squares(out)
 
-class Closing(Keeping):
-    """Returns a function that knows its features."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:  # type: ignore[override]
-        h = self.first(x).tanh()
-        return self.last(h), lambda: mixing(h)
-
-
-def test_what_forwards_keep_in_globals_and_in_functions() -> None:
-    x = torch.randn(5, 3).double()
-    model = Global().double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            (squares(model(x)).mean() + mixing(SEEN[-1])).backward()
-            with pytest.raises(UnseenGradient, match="the loss reads what a hook, a global or a function keeps"):
-                autograd_hacks.compute_grad1(model)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for n in range(5):
+            x = torch.randn(5, 3).double()
+            check_losses(model, lambda x=x, n=n: losses(x, n >= begins and n != 4))
     SEEN.clear()
-    closing = Closing().double()
-    with autograd_hacks.add_hooks(closing):
-        for _ in range(3):
-            out, regularise = closing(x)
-            (squares(out).mean() + regularise()).backward()
-            with pytest.raises(UnseenGradient, match="the loss reads what a hook, a global or a function keeps"):
-                autograd_hacks.compute_grad1(closing)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_loss_that_reads_a_layer_whose_output_is_not_returned(param_grad: bool) -> None:
+    class Side(Keeping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side, self.scale = nn.Linear(4, 1), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            self.scored, self.scaled = self.side(self.aux), self.aux * self.scale
+            return out
+
+    model = Side().double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for what in ("", "scored", "scaled", "", "scaled", "scored"):
+            model.zero_grad()
+            loss = squares(model(torch.randn(5, 3).double())).mean()
+            if not what:
+                loss.backward()
+                autograd_hacks.compute_grad1(model)
+                continue
+            (loss + getattr(model, what).square().mean()).backward()
+            with pytest.raises(UnseenGradient, match="does not return" if what == "scored" else "scale"):
+                autograd_hacks.compute_grad1(model)
 
 
 def test_what_is_kept_may_be_read_without_a_gradient_and_inside() -> None:
