@@ -322,7 +322,7 @@ class Backward:
         if running is not None and uses and grad is not None and name not in running.beside:
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
-        if record.on_arrival is not None and not (LAWS and is_around and self.inner is None):
+        if record.on_arrival is not None and not (is_around and self.inner is None):
             self.reached(name, grad)
         is_left, own = left is not None and left[0] == name, False
         if running is not None and (is_left or not self.wants_grad):
