@@ -57,4 +57,6 @@ def along(grad: Tensor, at: Directions) -> Tensor:
     if grad.layout != torch.strided:
         grad = grad.coalesce()
         grad, u = (grad.values(), u[:, grad.indices()[0]]) if grad.sparse_dim() == 1 else (grad.to_dense(), u)
+    if grad.element_size() < 4:  # half precision
+        u, grad = u.float(), grad.float()
     return u @ (grad if grad.ndim == 2 else grad.reshape(u.shape[1], v.shape[1]))

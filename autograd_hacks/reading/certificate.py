@@ -80,7 +80,7 @@ class Certificate:
         found, self._found = self._found, {}
         alike, numbers = [each for group in found.values() for each in group], list[Tensor]()
         for group in found.values():
-            terms, totals, v = (torch.stack([each[n] for each in group]) for n in (2, 3, 4))
+            terms, totals, v = (torch.stack(own) for own in zip(*((each.terms, each.total, each.v) for each in group)))
             along = totals * v
             apart = (along.sum(2).to(terms.dtype) - terms.sum(2)).abs()
             sizes = torch.linalg.vector_norm(totals, dim=(1, 2))[:, None] / PAIRS**0.5  # about the gradient's norm
@@ -95,8 +95,8 @@ class Certificate:
             ):
                 wrong = [(own, size) for own, size in zip(apart_k, length_k) if own > each.unit * (size + 2 * rest)]
                 if wrong and callable(each.received):
-                    rest = float(each.received())
-                    wrong = [(own, size) for own, size in wrong if own > each.unit * (size + 2 * rest)]
+                    more = rest + float(each.received())
+                    wrong = [(own, size) for own, size in wrong if own > each.unit * (size + 2 * more)]
                 if wrong:
                     raise unexplained(each.name, self._record)
         for recorded in self._record.passes:
@@ -116,8 +116,9 @@ class _Compared(NamedTuple):
 
 def _as_used(use: Use, form: Form) -> Form:
     """The form with its factors rounded as autocast rounded them for the product."""
-    is_rounded = use.precision is not None and use.precision != form.like.dtype and isinstance(form, Factored)
-    return form.to(use.precision).to(form.like.dtype) if is_rounded else form
+    if use.precision is None or use.precision == form.like.dtype or not isinstance(form, Factored):
+        return form
+    return form.to(use.precision).to(form.like.dtype)
 
 
 def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
