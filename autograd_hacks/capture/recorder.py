@@ -276,7 +276,7 @@ class Recorder:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
         off = found or OffGraph(ran, plan, samples or 0)
         off.documents = ran.documents
-        if is_assumed and samples:
+        if is_assumed and samples is not None:
             self.assume(ran, off)
         return off
 

@@ -377,7 +377,7 @@ class Dense(Form):
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:
-            return (u @ self.matrix().mT).to(self.sum_dtype)
+            return (u * v @ self.matrix().mT).to(self.sum_dtype)
         return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1).mT
 
     def norms(self, budget: int = BUDGET) -> Tensor:

@@ -288,11 +288,14 @@ def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
 
 
 def assume(ran: Ran, off: OffGraph) -> None:
-    """Reads a forward whose outputs are assumed to have the samples on axis 0."""
+    """Reads a forward whose outputs are assumed to have the samples on axis 0.
+
+    Without samples, the graph is read as if it had one."""
     at = {
         Value(x.grad_fn, x.output_nr): Layout()
         for x in ran.outputs
         if x.grad_fn is not None and Layout().fits(x, off.samples)
     }
-    reader = Reader(ran, off.samples, at)
-    reader.follow(reader.read(), off)
+    reader = Reader(ran, off.samples or 1, at)
+    found, reader.samples = reader.read(), off.samples
+    reader.follow(found, off)
