@@ -14,8 +14,8 @@ import autograd_hacks
 __all__ = ["both", "four"]  # fixtures, each once for all files
 
 # In CI the same examples in every run, so that a red run is the change's doing; elsewhere new ones each time.
-settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
-settings.register_profile("local", deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("local", deadline=None, max_examples=30, print_blob=True)
 # By tox -e full.
 settings.register_profile("hunt", settings.get_profile("ci" if os.environ.get("CI") else "local"), max_examples=600)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

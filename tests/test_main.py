@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rarely import crossed
 
 import autograd_hacks
 from autograd_hacks.__main__ import main
@@ -212,8 +213,7 @@ def test_the_doctor_names_what_it_was_not_given(
     assert expected in error
 
 
-@pytest.mark.parametrize("model", [None, "good", "two", "keywords", "dictionary", "with_loss"])
-@pytest.mark.parametrize("engine", ["right", "norms"])
+@crossed(engine=["right", "norms"], model=[None, "good", "two", "keywords", "dictionary", "with_loss"])
 def test_the_doctor_checks_another_engine(
     models: str, engine: str, model: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,11 +1,13 @@
-"""How a layer may be called: by keyword, at two paths, among the user's hooks, scripted or traced."""
+"""How a layer may be called: by keyword, at two paths, among the user's hooks, scripted or traced, in a wrapper."""
 
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, mlp, step
-from torch import Tensor
+from torch.nn.parallel import DataParallel
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -25,15 +27,8 @@ def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequent
 
 
 def test_keyword_calls() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2).double()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(input=x)
-
-    model = Keyword()
+    model = Bare(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 2).double())
     with autograd_hacks.add_hooks(model):
         step(model, *batch())
         assert_right(model, *batch())
@@ -70,3 +65,22 @@ def test_a_scripted_child() -> None:
 def test_tracing_a_hooked_model(model: nn.Module) -> None:
     traced = torch.jit.trace(model, batch()[0])
     assert torch.equal(traced(batch()[0]), model(batch()[0]))
+
+
+def test_data_parallel_is_refused_by_name() -> None:
+    """But for one that runs the model itself, as it does without a GPU."""
+    net, (x, y) = mlp(), batch()
+    alone = DataParallel(net, device_ids=[])
+    autograd_hacks.add_hooks(alone)
+    squares(alone(x), y).mean().backward()
+    autograd_hacks.compute_grad1(alone)
+    assert_rows(net, one_backward_per_sample(net, squares, x, y))
+    autograd_hacks.remove_hooks(alone)
+    alone.device_ids = [0, 1]
+    for way in (alone, nn.Sequential(alone)):
+        with pytest.raises(TypeError, match=r"DataParallel.*DistributedDataParallel"):
+            autograd_hacks.add_hooks(way)
+    autograd_hacks.add_hooks(net)
+    replica = net._replicate_for_data_parallel()  # what DataParallel runs, on each device
+    with pytest.raises(TypeError, match=r"DataParallel.*DistributedDataParallel"):
+        replica(x)

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from nets import Between
 from oracle import squares, targets
+from rarely import crossed
 from steps import assert_right, batch, check, mlp, step
 
 import autograd_hacks
@@ -158,8 +159,7 @@ def untie_later(model: nn.Module) -> None:
     model.last.weight = nn.Parameter(torch.randn(3, 3))
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("change", [wrap, insert, delete, swap, untie, untie_later])
+@crossed(change=[wrap, insert, delete, swap, untie, untie_later], param_grad=[True, False])
 def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[nn.Module], None], param_grad: bool) -> None:
     """Streamed norms take no layer for another one, nor miss a part of a parameter's gradient."""
     model = Turned()

@@ -7,10 +7,12 @@ import torch
 import torch.nn as nn
 from nets import MODELS, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
+from rarely import crossed
 from steps import assert_right, batch, check, mlp, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -83,15 +85,13 @@ def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
 
 
 def test_checkpoints_of_several_forwards_behind_other_layers() -> None:
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
-
-    model = Between().double()
+    model = Bare(
+        lambda m, x: m.last(checkpoint(m.middle, m.first(x), use_reentrant=True)),
+        first=nn.Linear(3, 3),
+        middle=nn.Linear(3, 3),
+        last=nn.Linear(3, 2),
+    ).double()
     with autograd_hacks.add_hooks(model):
         for x, y in (batch(4), batch(4, 1)):
             step(model, x, y)
@@ -195,9 +195,9 @@ def test_reentrant_checkpointing_of_any_sizes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["mlp", "lstm", "reentrant", "checkpointed", "replayed"])
+@crossed(
+    name=["mlp", "lstm", "reentrant", "checkpointed", "replayed"], use_reentrant=[True, False], param_grad=[True, False]
+)
 def test_a_whole_model_in_a_checkpoint_and_checkpoints_inside(name: str, use_reentrant: bool, param_grad: bool) -> None:
     build, made = MODELS[name]
     model = build().double()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from compiled_nets import Graphs, Net, Run, batch, check, ran
-from rarely import rarely
+from rarely import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -92,9 +92,7 @@ WAYS: list[Callable[[Any, Graphs], Run]] = [
 ]
 
 
-@pytest.mark.parametrize(("probe", "param_grad"), [(True, True), (False, False), *rarely((True, False), (False, True))])
-@pytest.mark.parametrize("hooks_first", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@crossed(way=WAYS, hooks_first=[False, True], probe=[True, False], param_grad=[True, False])
 def test_rows_of_a_compiled_model(
     way: Callable[[Net, Graphs], Run], hooks_first: bool, probe: bool, param_grad: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,9 +127,11 @@ def test_rows_of_a_compiled_model(
 
 @pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own, of a checkpoint in evaluation
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("way", [outside, itself, block_itself, blocks_replaced])
-@pytest.mark.parametrize("kind", [Scaled, Checkpointed, CheckpointedReentrantly])
+@crossed(
+    kind=[Scaled, Checkpointed, CheckpointedReentrantly],
+    way=[outside, itself, block_itself, blocks_replaced],
+    param_grad=[True, False],
+)
 def test_parameters_past_layers_and_checkpoints(
     kind: type[Net], way: Callable[[Net, Graphs], nn.Module], param_grad: bool
 ) -> None:

@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from derivatives import LOSSES, Loss, gradient_penalty, laplacian, rows_of, score_matching, step, third
+from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
 from nets import Choosy, Scale
 from oracle import assert_same, one_loss_at_a_time
 from quantities import assert_quantities
-from rarely import rarely
+from rarely import crossed, rarely
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 
@@ -47,15 +48,6 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.two(self.one(self.one(x).tanh()).tanh()).sigmoid()
         return self.out(h) + F.linear(h, self.out.weight.t())
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recur, self.out = nn.LSTM(3, 4, batch_first=True, bidirectional=True), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.recur(x)[0][:, -1])
 
 
 class Routed(nn.Module):
@@ -92,15 +84,6 @@ class Normed(nn.Module):
         return self.bilinear(self.mix(h).tanh(), g).transpose(0, 1)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.inner, self.out = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(checkpoint(self.inner, self.into(x).sigmoid(), use_reentrant=False))
-
-
 def _conv() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Softplus(), nn.Conv2d(4, 4, 3, stride=2, groups=2),
@@ -129,10 +112,25 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norms by channel": (_by_channel, (4, 2, 6)),
     "attention": (Block, (4, 3, 4)),
     "tied": (Tied, (4, 3)),
-    "recurrent": (Recurrent, (3, 4, 3)),
+    "recurrent": (
+        lambda: Bare(
+            lambda m, x: m.out(m.recur(x)[0][:, -1]),
+            recur=nn.LSTM(3, 4, batch_first=True, bidirectional=True),
+            out=nn.Linear(8, 2),
+        ),
+        (3, 4, 3),
+    ),
     "routed": (Routed, (4, 3, 4)),
     "normed": (Normed, (4, 3, 4)),
-    "checkpointed": (Checkpointed, (4, 3)),
+    "checkpointed": (
+        lambda: Bare(
+            lambda m, x: m.out(checkpoint(m.inner, m.into(x).sigmoid(), use_reentrant=False)),
+            into=nn.Linear(3, 4),
+            inner=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            out=nn.Linear(4, 2),
+        ),
+        (4, 3),
+    ),
     "choosy": (Choosy, (4, 3)),
     "scale": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scale(3)), (4, 3)),
 }
@@ -157,35 +155,32 @@ def check_step(model: nn.Module, losses: Callable[[], Tensor]) -> None:
         assert_same(found(model), one_loss_at_a_time(model, losses))
 
 
-SLOW = "recurrent", "attention", "routed", "norms by channel", "normed"
-"""Models of which the usual tests take the first loss and the last."""
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [
-        *((name, loss) for name in MODELS for loss in LOSSES if name not in SLOW),
-        *((name, loss) for name in SLOW for loss in (gradient_penalty, third)),
-        *rarely(*((name, loss) for name in SLOW for loss in (laplacian, score_matching))),
-    ],
-)
+@crossed(name=MODELS, loss=LOSSES)
 def test_rows_are_those_of_each_loss_alone(name: str, loss: Loss) -> None:
     check(name, loss, param_grad=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = "recurrent", "attention", "routed", "norms by channel", "normed"
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in SLOW), *rarely(*SLOW)])
 def test_rows_without_ordinary_gradients(name: str) -> None:
     check(name, third, param_grad=False)
+
+
+def check_loss(model: nn.Module, loss: Loss, x: Tensor) -> None:
+    """As `check_step`, of a loss of `derivatives`."""
+    step(model, loss, x)
+    autograd_hacks.compute_grad1(model, "sum")
+    with autograd_hacks.pause_hooks():
+        assert_same(found(model), rows_of(model, loss, x))
 
 
 def check(name: str, loss: Loss, param_grad: bool) -> None:
     model, x = made(name)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for batch in (x, x[:2], x + 0.1)[: 2 if param_grad else 3]:  # the first step of a kind is compared
-            step(model, loss, batch)
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), rows_of(model, loss, batch))
+            check_loss(model, loss, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

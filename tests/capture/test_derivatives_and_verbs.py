@@ -5,7 +5,8 @@ import torch
 import torch.nn as nn
 from derivatives import gradient_penalty, laplacian, rows_of, step
 from oracle import assert_same
-from test_derivatives import found, made
+from rarely import crossed
+from test_derivatives import check_loss, found, made
 from test_reads import BODIES, Body, Net
 from torch import Tensor
 
@@ -31,10 +32,7 @@ def test_functions_of_torch_itself_and_complex_numbers() -> None:
     model, x = Direct().double(), torch.randn(3, 4).double()
     with autograd_hacks.add_hooks(model):
         for loss in (gradient_penalty, laplacian):
-            step(model, loss, x)
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), rows_of(model, loss, x))
+            check_loss(model, loss, x)
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "attention"])
@@ -81,8 +79,7 @@ def test_describe_says_how_parameters_are_read() -> None:
     assert told["out.weight"].startswith("rule linear")
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("body", BODIES)
+@crossed(body=BODIES, param_grad=[True, False])
 def test_every_way_to_meet_the_batch(body: Body, param_grad: bool) -> None:
     torch.manual_seed(0)
     model = Net(body).double()

@@ -14,11 +14,11 @@ from hypothesis import given
 from oracle import assert_same, one_loss_at_a_time, squares
 from steps import batch
 from strategies import Case, layers
-from test_derivatives import check_step, found, made
+from test_derivatives import check_loss, check_step, found, made
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import HigherOrderError, UnseenGradient
+from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
 from autograd_hacks.rules import RULES, Call, Rule
 
 
@@ -28,10 +28,7 @@ def test_second_derivatives_of_every_layer(case: Case) -> None:
     if not case.x.is_floating_point() or not len(case.x):
         return
     with autograd_hacks.add_hooks(case.layer):
-        step(case.layer, gradient_penalty, case.x)
-        autograd_hacks.compute_grad1(case.layer, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_same(found(case.layer), rows_of(case.layer, gradient_penalty, case.x))
+        check_loss(case.layer, gradient_penalty, case.x)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -174,10 +171,7 @@ def test_plain_steps_first_and_a_penalty_later() -> None:
     with autograd_hacks.add_hooks(model, param_grad=False):
         for number in range(24):
             loss = gradient_penalty if number > 20 else _squares_of
-            step(model, loss, x)
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), rows_of(model, loss, x))
+            check_loss(model, loss, x)
 
 
 def _squares_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -207,10 +201,7 @@ def test_a_layer_with_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Non
     model, x = nn.Sequential(nn.Linear(3, 3), Square(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
     with autograd_hacks.add_hooks(model):
         for loss in LOSSES:
-            step(model, loss, x)
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), rows_of(model, loss, x))
+            check_loss(model, loss, x)
 
 
 def test_nothing_is_left_of_a_step() -> None:
@@ -227,3 +218,29 @@ def test_nothing_is_left_of_a_step() -> None:
             autograd_hacks.clear_backprops(model)
             del h, y
             assert alive() is None or (gc.collect() and alive() is None)
+
+
+# Derivatives without a probe, and those that are refused
+
+
+def test_without_a_probe() -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, probe=False):
+        check_loss(model, gradient_penalty, x)
+
+
+def test_samples_that_mix_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    with autograd_hacks.add_hooks(model):
+        step(model, gradient_penalty, batch()[0])
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_context_gives_hooks_their_settings_back() -> None:
+    model, x = made("mlp")
+    autograd_hacks.add_hooks(model)
+    with autograd_hacks.add_hooks(model, param_grad=False, batch_dim=(0,)):
+        step(model, gradient_penalty, x)
+        autograd_hacks.compute_grad1(model, "sum")
+    assert "batch_dim=0, param_grad=True" in repr(autograd_hacks.add_hooks(model))

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import MODELS
 from oracle import assert_rows, one_backward_per_sample, squares
+from rarely import crossed
 from steps import check
 from torch import Tensor
 from torch.optim import optimizer
@@ -19,8 +20,7 @@ from autograd_hacks.errors import ParamGradSkipped
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(name=MODELS, training=[True, False])
 def test_rows_and_no_gradients(name: str, training: bool) -> None:
     build, batch = MODELS[name]
     model = build().double().train(training)

@@ -5,8 +5,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from steps import check
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
@@ -30,20 +32,16 @@ class Scaled(nn.Module):
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
-        self.scale, self.layer, self.inner, self.mixes = nn.Parameter(torch.randn(4)), nn.Linear(3, 4), Shift(), mixes
+        self.scale, self.layer, self.inner, self.mixes = (
+            nn.Parameter(torch.randn(4)),
+            nn.Linear(3, 4),
+            Bare(lambda m, x: (m.layer(x) + m.shift).tanh(), shift=torch.randn(4), layer=nn.Linear(4, 4)),
+            mixes,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(self.layer(x) * self.scale).mean(1)
         return h - h.mean(0) if self.mixes else h
-
-
-class Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.layer = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) + self.shift).tanh()
 
 
 class Whole(nn.Module):
@@ -55,9 +53,7 @@ class Whole(nn.Module):
         return self.head(self.encoder(x))
 
 
-@pytest.mark.parametrize("encoder", [Tokens, Scaled])
-@pytest.mark.parametrize("param_grad", [False, True])
-@pytest.mark.parametrize("probe", [False, True])
+@crossed(probe=[False, True], param_grad=[False, True], encoder=[Tokens, Scaled])
 def test_a_part_with_a_bare_parameter(encoder: type[nn.Module], param_grad: bool, probe: bool) -> None:
     """Alone, with another part, beside the whole, and again after it."""
     model = Whole(encoder()).double()
@@ -111,15 +107,8 @@ def test_a_part_with_time_first() -> None:
 
 
 def test_a_part_that_reads_a_weight_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.layer(x), self.layer.weight)
-
-    model = Whole(Twice()).double()
+    model = Whole(Bare(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(3, 3))).double()
     with autograd_hacks.add_hooks(model):
         squares(model.encoder(torch.randn(4, 3).double())).mean().backward()
         with pytest.raises(UnseenGradient):

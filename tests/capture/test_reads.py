@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from steps import check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
@@ -143,8 +144,7 @@ AGAIN = {checkpointed}
 """Those in which something must be run again."""
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("body", BODIES)
+@crossed(body=BODIES, param_grad=[True, False])
 def test_rows(body: Body, param_grad: bool) -> None:
     model = Net(body).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -288,3 +288,38 @@ def test_one_position_first_and_as_many_as_samples_later() -> None:
             for samples, length in ((4, 1), (4, 4), (4, 2), (2, 4), (8, 4)):
                 x = torch.randn(samples, length, 3).double()
                 check_losses(model, lambda model=model, x=x: squares(model(x)))
+
+
+# Values that follow from parameters alone, and the way back from their rows
+
+
+class Conjugated(nn.Module):
+    """A view of its weight whose numbers are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x * self.weight.conj() + x * x * self.weight).flatten(1)
+
+
+class Counted(nn.Module):
+    """A lookup without a batch whose gradient is no sum over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.embedding(torch.tensor([0, 1, 1, 0, 1]), self.table, scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [(Conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (Counted(), torch.randn(4, 5, 4).double())],
+)
+def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check_losses(model, lambda: squares(model(x)))

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from rarely import crossed
 from steps import check
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
@@ -105,8 +107,7 @@ def whole(kind: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@crossed(kind=KINDS, param_grad=[True, False])
 def test_rows(kind: type[nn.Module], param_grad: bool) -> None:
     model = whole(kind)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -187,15 +188,11 @@ def test_rows_are_those_of_the_forward_whatever_has_changed_since(kind: type[nn.
 
 @pytest.mark.parametrize("changed", ["the input", "a weight"])
 def test_what_rows_depend_on_has_changed(changed: str) -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a @ self.b)
-
-    model, x = Product().double(), torch.randn(4, 3).double()
+    model, x = (
+        Bare(lambda m, x: x @ (m.a @ m.b), a=torch.randn(3, 4), b=torch.randn(4, 3)).double(),
+        torch.randn(4, 3).double(),
+    )
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             squares(model(x)).mean().backward()
@@ -234,9 +231,7 @@ class Last(Scaled):
         return super().forward(x + x[-1:].detach().clamp(min=0.1))
 
 
-@pytest.mark.parametrize("kind", [Mean, Detached, Inside, Last])
-@pytest.mark.parametrize("probe", [True, False])
-@pytest.mark.parametrize("alone", [True, False])
+@crossed(alone=[True, False], probe=[True, False], kind=[Mean, Detached, Inside, Last])
 def test_samples_that_mix_inside(kind: type[nn.Module], probe: bool, alone: bool) -> None:
     model, x = whole(kind), 2 * torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     with autograd_hacks.add_hooks(model, probe=probe, independent=True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
+from rarely import crossed
 from steps import assert_right
 from torch import Tensor
 
@@ -39,8 +40,7 @@ DOORS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("door", DOORS)
+@crossed(door=DOORS, param_grad=[True, False])
 def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool) -> None:
     model, x = Keeping().double(), torch.randn(5, 3).double()
     store: dict[str, Tensor] = {}

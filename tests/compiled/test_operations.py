@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -175,9 +176,17 @@ def rows_alone(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(rows) for (name, _), rows in zip(model.named_parameters(), zip(*found))}
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_rows_are_those_of_samples_run_alone(name: str) -> None:
-    model, x = Around(_Plain(RIGHT[name])).double(), torch.randn(N, N, N).double()
+def all_of_them(model: Around, h: Tensor) -> Tensor:
+    """What `Around` makes of what each function returns, added up.  N 1"""
+    made = [function(h) for function in RIGHT.values()]
+    ends = [model.last(y) if y.shape[-1] == N else y for y in made]
+    return sum(y.reshape(N, -1).tanh().sum(1, keepdim=True) for y in ends)
+
+
+@pytest.mark.parametrize("inner", [all_of_them, *rarely(*(_Plain(function) for function in RIGHT.values()))])
+def test_rows_are_those_of_samples_run_alone(inner: Inner) -> None:
+    """Of all functions in one graph, which is compiled as fast as few, and of each by itself."""
+    model, x = Around(inner).double(), torch.randn(N, N, N).double()
     step = autograd_hacks.compile(model, "rows", backend=None)
     step(x).sum().backward()
     for key, rows in rows_alone(model, x).items():
@@ -186,7 +195,10 @@ def test_rows_are_those_of_samples_run_alone(name: str) -> None:
         assert_close(rows.sum(0), rows.sum(0) if found is None else model.get_parameter(key).grad)
 
 
-@pytest.mark.parametrize("name", MIXED)
+OFTEN = "a millionth of the mean", "detached mean", "sorted", "permuted", "products of samples", "batch norm", "looked up"
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *rarely(*(name for name in MIXED if name not in OFTEN))])
 def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
     model, x = Around(_Plain(MIXED[name])).double(), torch.randn(N, N, N).double()
     with pytest.raises((SamplesMixed, UnsupportedOperation)) as error:

@@ -1,6 +1,7 @@
 """What a curvature is of, and what is said of the rest."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from parts_of_models import Turned, hooked
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import Metric
@@ -28,21 +30,15 @@ class Labelled(nn.Module):
         return F.embedding(words, self.weight)
 
 
-class Tied(nn.Module):
-    """A table that is read again at the end, with a bias, and a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.turned = Labelled(6, 4), Turned(4, 4)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return F.linear(self.turned(torch.tanh(self.table(words))), self.table.weight, self.table.bias)
-
-
 @pytest.mark.parametrize("kind", ["kfac", "ekfac"])
 def test_what_is_skipped_is_said(kind: str) -> None:
     """What has no factors, here a table with a bias that is to be one of its inputs."""
-    model = Tied()
+    # A table that is read again at the end, with a bias, and a matrix.
+    model = Bare(
+        lambda m, words: F.linear(m.turned(torch.tanh(m.table(words))), m.table.weight, m.table.bias),
+        table=Labelled(6, 4),
+        turned=Turned(4, 4),
+    )
     autograd_hacks.add_hooks(model)
     words = torch.tensor([[0, 1, 2], [3, 4, 5]])
     said = r"table\.weight of layer 'table' \(Labelled\): its gradients \(Lookup \+ Outer\) are not sums"
@@ -99,18 +95,12 @@ def test_blocks_beyond_the_limit_are_skipped() -> None:
 
 
 def test_a_parameter_that_is_read_otherwise_later_is_left_out() -> None:
-    class Sometimes(nn.Module):
+    def sometimes(m: Any, words: Tensor) -> Tensor:
         """Reads its matrix twice where a word is 0."""
+        y = m.turned(m.table(words))
+        return y @ m.turned.weight if bool((words == 0).any()) else y
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.turned = nn.Embedding(3, 3), Turned(3, 3)
-
-        def forward(self, words: Tensor) -> Tensor:
-            y = self.turned(self.table(words))
-            return y @ self.turned.weight if bool((words == 0).any()) else y
-
-    model = Sometimes()
+    model = Bare(sometimes, table=nn.Embedding(3, 3), turned=Turned(3, 3))
     autograd_hacks.add_hooks(model)
     batches = [torch.tensor([[1, 2], [2, 2]]), torch.tensor([[0, 1], [1, 1]])]
     table = autograd_hacks.compute_hess_over(model, batches, "kfac", skip=True)

@@ -1,13 +1,17 @@
 """Processes that hold parts of one model run it as often as each other, and fail together."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
+from rarely import crossed
 from spread import BOUND, batch, clipped, made, own, sharded, squares, train, train_step, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
@@ -102,23 +106,17 @@ def test_models_that_were_hooked_differently(both: Both) -> None:
     both(hooked_differently)
 
 
-class Fails(nn.Module):
+def fails(m: Any, x: Tensor) -> Tensor:
     """Runs its own batch, and no other, on one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if dist.get_rank() == 1 and not (x.diff(dim=0)[:, 0] >= 0).all():
-            raise ValueError("not in order")
-        out: Tensor = self.layer(x)
-        return out
+    if dist.get_rank() == 1 and not (x.diff(dim=0)[:, 0] >= 0).all():
+        raise ValueError("not in order")
+    out: Tensor = m.layer(x)
+    return out
 
 
 def one_cannot_probe() -> None:
     torch.manual_seed(1)
-    model = sharded(Fails().double())
+    model = sharded(Bare(fails, layer=nn.Linear(3, 2)).double())
     autograd_hacks.add_hooks(model, independent=True)
     x = torch.arange(12).view(4, 3).double()
     with pytest.raises(PerSampleGradientError, match="not in order"):
@@ -132,19 +130,14 @@ def test_where_one_process_can_not_make_a_plan_all_raise(both: Both) -> None:
     both(one_cannot_probe)
 
 
-class Mixes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out - out.mean(0) if dist.get_rank() == 1 else out
+def mixes(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.layer(x)
+    return out - out.mean(0) if dist.get_rank() == 1 else out
 
 
 def one_mixes() -> None:
     torch.manual_seed(1)
-    model, (x, y) = sharded(Mixes().double()), batch(0, 8)
+    model, (x, y) = sharded(Bare(mixes, layer=nn.Linear(3, 2)).double()), batch(0, 8)
     autograd_hacks.add_hooks(model)
     for _ in range(3):
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
@@ -232,8 +225,7 @@ def two_passes(way: str, param_grad: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(param_grad=[True, False], way=["replicas", "shards", "shards of layers"])
 def test_a_pass_that_nobody_has_read_is_not_lost(both: Both, way: str, param_grad: bool) -> None:
     both(two_passes, way, param_grad)
 

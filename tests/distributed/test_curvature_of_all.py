@@ -1,6 +1,7 @@
 """Products of rows, and curvature, where processes share a batch."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BlockTooLarge, NotReduced
@@ -105,33 +107,22 @@ def test_curvature(both: Both, way: str) -> None:
     both(curvature, way)
 
 
-class Switches(nn.Module):
+def switches(m: Any, x: Tensor) -> Tensor:
     """Reads a weight by its layer in training, and else in a way that needs its value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, b = self.inner.weight, self.inner.bias
-        out: Tensor = self.inner(x) if self.training else nn.functional.linear(x, w * w, b)
-        return out
+    w, b = m.inner.weight, m.inner.bias
+    out: Tensor = m.inner(x) if m.training else nn.functional.linear(x, w * w, b)
+    return out
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.middle, self.head = nn.GRUCell(3, 4), Switches(), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.middle(self.cell(x)).tanh())
-        return out
+def two(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.head(m.middle(m.cell(x)).tanh())
+    return out
 
 
 def two_batches() -> None:
     """The rows of one batch need other weights than those of the other."""
     torch.manual_seed(0)
-    plain = Two().double()
+    plain = Bare(two, cell=nn.GRUCell(3, 4), middle=Bare(switches, inner=nn.Linear(4, 4)), head=nn.Linear(4, 2)).double()
     model, found = copy.deepcopy(plain), list[Tensor]()
     for part in (model.cell, model.middle, model):
         fully_shard(part)
@@ -152,27 +143,26 @@ def test_batches_whose_rows_need_other_weights(both: Both) -> None:
     both(two_batches)
 
 
-class Routed(nn.Module):
+def by_words(m: Any, words: Tensor) -> Tensor:
     """A table, and experts of which a process may see some, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(6, 3), nn.Linear(3, 2)
-        self.stack, self.turned = nn.Parameter(torch.randn(3, 4, 3)), nn.Parameter(torch.randn(3, 4, 3))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.table(words)
-        out = x
-        for expert in range(3):
-            where = torch.where((words == 5).long() + (words == 4).long() * 2 == 1 + expert)
-            if len(where[0]):
-                out = out.index_put(where, (x[where] @ self.stack[expert].mT).tanh() @ self.turned[expert])
-        return self.last(out)
+    x = m.table(words)
+    out = x
+    for expert in range(3):
+        where = torch.where((words == 5).long() + (words == 4).long() * 2 == 1 + expert)
+        if len(where[0]):
+            out = out.index_put(where, (x[where] @ m.stack[expert].mT).tanh() @ m.turned[expert])
+    return m.last(out)
 
 
 def routed(kind: str, words: list[list[int]]) -> None:
     torch.manual_seed(0)
-    plain = Routed().double()
+    plain = Bare(
+        by_words,
+        table=nn.Embedding(6, 3),
+        last=nn.Linear(3, 2),
+        stack=torch.randn(3, 4, 3),
+        turned=torch.randn(3, 4, 3),
+    ).double()
     net, given, found = copy.deepcopy(plain), torch.tensor(words), []
     cut = wrapped(net, "inner", find_unused_parameters=True)[2]
     for model, part in ((plain, slice(None)), (cut, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))):

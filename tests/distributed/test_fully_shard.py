@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Both
+from rarely import crossed
 from spread import BOUND, MODELS, Gains, batch, made, own, sharded, train, whole
 from torch.testing import assert_close
 
@@ -19,9 +20,7 @@ def steps(name: str, sizes: tuple[int, ...], param_grad: bool, probe: bool, each
     train(model, name, sizes)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("each", [False, True])
+@crossed(each=[False, True], param_grad=[True, False], name=MODELS)
 def test_steps(both: Both, name: str, param_grad: bool, each: bool) -> None:
     both(steps, name, (5, 3), param_grad, True, each)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
+from rarely import crossed
 from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
 
@@ -24,8 +25,7 @@ def steps(name: str, where: str, param_grad: bool, probe: bool, sizes: tuple[int
     train(hooked, name, sizes, run=run)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(param_grad=[True, False], name=MODELS)
 def test_steps(both: Both, name: str, param_grad: bool) -> None:
     both(uneven, name, param_grad)
 
@@ -34,8 +34,7 @@ def uneven(name: str, param_grad: bool) -> None:
     steps(name, "inner", param_grad, True, (5, 3), find_unused_parameters=name == "Tied")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(param_grad=[True, False], option=OPTIONS)
 def test_ways_to_wrap(both: Both, param_grad: bool, option: str) -> None:
     both(each_way, param_grad, option)
 
@@ -162,3 +161,29 @@ def groups() -> None:
 
 def test_groups(both: Both) -> None:
     both(groups)
+
+
+# A compiled step within DistributedDataParallel: clipped sums of all samples, with no word more
+
+
+@pytest.mark.parametrize("verb", ["clip", "norms"])
+def test_sums_over_processes(both: Both, verb: str) -> None:
+    both(a_few_steps, verb)
+
+
+def a_few_steps(verb: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    step = autograd_hacks.compile(model, verb, backend=None, **({"max_norm": 0.5} if verb == "clip" else {}))  # type: ignore[arg-type]
+    replica, x = nn.parallel.DistributedDataParallel(step), torch.randn(12, 4).double()
+    mine = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    for _ in range(2):
+        model.zero_grad()
+        replica(x[mine]).square().sum().backward()
+    found = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), list(model.parameters())) for n in range(12)]
+    rows = [torch.stack(each) for each in zip(*found)]
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
+    assert_close(step.norms, norms[mine])
+    weights = (0.5 / norms).clamp(max=1) if verb == "clip" else torch.ones(12).double()
+    for p, each in zip(model.parameters(), rows):
+        assert_close(2 * p.grad, torch.tensordot(weights, each, 1))  # DDP takes the mean over processes

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import WORLD, Both
+from rarely import crossed
 from spread import BOUND, batch, clipped, made, squares, wrapped
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -86,8 +87,7 @@ def two_passes(where: str, options: dict[str, bool]) -> None:
     each.backward()
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("option", ["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+@crossed(option=["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"], where=WHERE)
 def test_a_second_backward_pass_is_refused_where_the_first_was_reduced(both: Both, where: str, option: str) -> None:
     both(two_passes, where, {option: True} if option else {})
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
 from processes import Both
+from rarely import crossed
 from spread import BOUND, batch, clipped, made, own, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
@@ -79,8 +80,7 @@ def verbs(way: str, name: str) -> None:
     autograd_hacks.describe(model)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("name", ["mlp", "Attends", "Recurs"])
+@crossed(name=["mlp", "Attends", "Recurs"], way=["replicas", "shards", "shards of layers"])
 def test_verbs(both: Both, way: str, name: str) -> None:
     both(verbs, way, name)
 
@@ -118,8 +118,7 @@ def streams(way: str, name: str) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("name", ["mlp", "Saves", "Attends", "Recurs"])
+@crossed(name=["mlp", "Saves", "Attends", "Recurs"], way=["replicas", "shards", "shards of layers"])
 def test_streaming_is_the_first_of_two_passes(both: Both, way: str, name: str) -> None:
     both(streams, way, name)
 
@@ -167,8 +166,7 @@ def verifies(way: str, name: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("name", ["mlp", "Attends"])
+@crossed(name=["mlp", "Attends"], way=["replicas", "shards", "shards of layers"])
 def test_verify(both: Both, way: str, name: str) -> None:
     both(verifies, way, name)
 
@@ -191,8 +189,7 @@ def jacobians(way: str, name: str) -> None:
         autograd_hacks.compute_grad1(model)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("name", ["mlp", "Attends"])
+@crossed(name=["mlp", "Attends"], way=["replicas", "shards", "shards of layers"])
 def test_rows_of_outputs(both: Both, way: str, name: str) -> None:
     both(jacobians, way, name)
 

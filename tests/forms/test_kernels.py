@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from rarely import rarely
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -60,8 +60,7 @@ def outer(n: int, t: int, o: int, i: int, dtype: torch.dtype = torch.float32) ->
     return Outer(torch.randn(n, t, o).to(dtype), torch.randn(n, t, i).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES[:2])
+@crossed(sizes=SIZES[:2], dtype=DTYPES)
 def test_norms_of_outer_products(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     form = outer(*sizes, dtype)
     assert_close(form.norms().double(), written(form).norm(dim=1), rtol=1e-5, atol=0)
@@ -80,8 +79,7 @@ def test_norms_whose_squares_leave_the_range_and_norms_of_no_number() -> None:
     assert found[2].isnan()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@crossed(sizes=SIZES, dtype=DTYPES)
 def test_sum_and_dot(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     form, rows = outer(*sizes, dtype), written(outer(*sizes, dtype))
     v, w = torch.randn(form.shape), torch.rand(form.samples)
@@ -107,8 +105,7 @@ def test_norms_of_experts() -> None:
     assert_close(form.norms().double(), written(form).norm(dim=1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", [nn.LayerNorm(33), nn.LayerNorm((3, 11), bias=False), nn.RMSNorm(33, eps=1e-2)])
+@crossed(layer=[nn.LayerNorm(33), nn.LayerNorm((3, 11), bias=False), nn.RMSNorm(33, eps=1e-2)], dtype=DTYPES)
 def test_rows_of_normalisations(layer: nn.Module, dtype: torch.dtype) -> None:
     """Against one backward pass for each sample, in double precision."""
     torch.manual_seed(0)
@@ -189,7 +186,8 @@ for kind in ("*fp32", "*bf16"):
 """
 
 
-@pytest.mark.parametrize("capability", [80, *rarely(90)])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_cards(capability: int, kernels: list[str], tmp_path: Path) -> None:
     """Which the interpreter doesn't show: it knows neither types nor shared memory.  The compiler needs no card."""
     kernels.append("none: they are compiled")

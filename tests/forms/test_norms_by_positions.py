@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rarely import crossed
 from strategies import forms
 from test_form_laws import shapes
 from torch import Tensor
@@ -71,9 +72,7 @@ def test_any_form_has_its_norms_by_positions(data: st.DataObject, samples: int, 
             assert_close(form.norms(budget), written(form))
 
 
-@pytest.mark.parametrize("looks", [True, False])
-@pytest.mark.parametrize("positions", [2, 3, 16, 200, 1000])
-@pytest.mark.parametrize("decades", [0, 1, 2, 3, 4, 6])
+@crossed(decades=[0, 1, 2, 3, 4, 6], positions=[2, 3, 16, 200, 1000], looks=[True, False])
 @pytest.mark.parametrize("pattern", ["alternating", "last", "shared", "windows", "two calls"])
 def test_positions_that_cancel_keep_their_digits(
     monkeypatch: pytest.MonkeyPatch, positions: int, decades: int, pattern: str, looks: bool

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from rarely import crossed
 from torch.utils.data import DataLoader, TensorDataset
 from trained import LR, MAX_NORM, N, check, data, net, same
 
@@ -57,9 +58,7 @@ def trained(
     return steps
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
-@pytest.mark.parametrize("scales", [None, "scaled", "clipped"])
+@crossed(scales=[None, "scaled", "clipped"], max_norm=[MAX_NORM, None], parts=[4, 1])
 def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float | None, parts: int) -> None:
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scales else None

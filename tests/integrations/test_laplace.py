@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from needed import needed
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,9 +55,7 @@ class Jacobians(GGNInterface):
     """laplace-torch's own torch.func, for what its default has no word for."""
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
-@pytest.mark.parametrize("part", ["all", "last_layer"])
+@crossed(part=["all", "last_layer"], structure=["full", "diag", "kron"], likelihood=["classification", "regression"])
 def test_posteriors_are_those_of_the_default_backend(part: str, structure: str, likelihood: str) -> None:
     model, data, found = conv(), loader(likelihood), []
     for backend in (CurvlinopsGGN, AutogradHacksGGN):

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from trained import LR, MAX_NORM, N, check, data, net, same
@@ -61,10 +62,7 @@ def trained(model: nn.Module, callback: GradsCallback, parts: int = 1, **options
     return trainer
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
-@pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
+@crossed(whole=[False, True], scales=[False, True], max_norm=[MAX_NORM, None], parts=[4, 1])
 def test_steps_are_those_of_single_samples(whole: bool, scales: bool, max_norm: float | None, parts: int) -> None:
     model, callback = net(), GradsCallback("" if whole else "own", max_norm=max_norm)
     after, options = copy.deepcopy(model), {}

@@ -3,14 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import Both, both
+from processes import Both
 from torch.nn.parallel import DistributedDataParallel
 from trained import data, net
 
 import autograd_hacks
 from autograd_hacks.integrations.steps import Steps
-
-__all__ = ["both"]  # a fixture
 
 
 @pytest.mark.slow

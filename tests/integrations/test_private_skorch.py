@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from needed import needed
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net
+from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
@@ -105,8 +106,7 @@ def test_accelerate_trains_as_a_loop_by_hand_and_goes_on(scales: bool, tmp_path:
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("way", ["clips", "clips and divides", "skips"])
+@crossed(way=["clips", "clips and divides", "skips"], scales=[False, True])
 def test_what_accelerate_would_do_to_the_noisy_gradient_is_refused(way: str, scales: bool) -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from needed import needed
+from rarely import crossed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, N, check, data, net, same
 
@@ -72,9 +73,7 @@ def trained(model: nn.Module, callback: GradsCallback, parts: int = 1, **options
     return wrapped.fit(x.numpy(), y.numpy())
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
-@pytest.mark.parametrize("scales", [False, True])
+@crossed(scales=[False, True], max_norm=[MAX_NORM, None], parts=[4, 1])
 def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None, parts: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scales else None
     model, callback = net(), GradsCallback(max_norm, scaler=scaler)

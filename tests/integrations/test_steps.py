@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from rarely import crossed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, N, check, data, expected, net, same
 
@@ -47,8 +48,7 @@ def trained(
     return model
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+@crossed(max_norm=[MAX_NORM, None], parts=[4, 1])
 @pytest.mark.parametrize("scales", [None, "scaled", "unscaled"])
 def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float | None, parts: int) -> None:
     model, steps = net(), Steps(max_norm)

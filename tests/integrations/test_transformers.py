@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from rarely import crossed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same
 
@@ -65,9 +66,7 @@ def trained(
     return trainer
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
-@pytest.mark.parametrize("scales", [False, True])
+@crossed(scales=[False, True], max_norm=[MAX_NORM, None], parts=[4, 1])
 def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None, parts: int, tmp_path: Path) -> None:
     model, callback = net(), GradsCallback(max_norm)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scales else None

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
-from twin import check_right
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -62,17 +62,12 @@ class Recomputed(torch.autograd.Function):
 
 @pytest.mark.parametrize("gives", [True, False])
 def test_a_function_that_runs_a_layer_in_its_backward(gives: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    def recomputed(m: Any, x: Tensor) -> Tensor:
+        given = list(m.inner.parameters()) if gives else []
+        y: Tensor = m.last(Recomputed.apply(m.first(x), m.inner, *given).tanh())
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            given = list(self.inner.parameters()) if gives else []
-            y: Tensor = self.last(Recomputed.apply(self.first(x), self.inner, *given).tanh())
-            return y
-
-    model = Model()
+    model = Bare(recomputed, first=nn.Linear(3, 4), inner=nn.Linear(4, 4), last=nn.Linear(4, 2))
     with autograd_hacks.add_hooks(model):
         for _ in range(4):
             x = torch.randn(5, 3)
@@ -93,17 +88,12 @@ def test_a_function_that_runs_a_layer_in_its_backward(gives: bool) -> None:
 
 
 def test_independence_of_samples_in_an_order_of_their_values() -> None:
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
+    def in_order(m: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        y: Tensor = m.layer(x[order])[order.argsort()]
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            order = x[:, 0].argsort()
-            y: Tensor = self.layer(x[order])[order.argsort()]
-            return y
-
-    model = Sorted()
+    model = Bare(in_order, layer=nn.Linear(3, 2))
     with autograd_hacks.add_hooks(model, independent=True):
         for _ in range(4):
             x = torch.randn(5, 3)
@@ -119,19 +109,21 @@ def test_independence_of_samples_in_an_order_of_their_values() -> None:
 def test_a_model_whose_output_it_is_given_again(param_grad: bool) -> None:
     """Five times a step, so that forward 16 of its kind, which is proven, has others before and behind it."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.of_input, self.of_state = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.scale = nn.Parameter(torch.randn(6))
-
-        def forward(self, x: Tensor, state: Tensor) -> Tensor:
-            return (self.of_input(x) + self.of_state(state)).tanh() * self.scale
-
     def run(model: nn.Module, x: Tensor) -> Tensor:
         state = torch.zeros_like(x)
         for _ in range(5):
             state = model(x, state)
         return squares(state)
 
-    check_right(Cell(), *[(torch.randn(5, 6),) for _ in range(6)], run=run, total="each", param_grad=param_grad)
+    check_right(
+        Bare(
+            lambda m, x, state: (m.of_input(x) + m.of_state(state)).tanh() * m.scale,
+            of_input=nn.Linear(6, 6),
+            of_state=nn.Linear(6, 6),
+            scale=torch.randn(6),
+        ),
+        *[(torch.randn(5, 6),) for _ in range(6)],
+        run=run,
+        total="each",
+        param_grad=param_grad,
+    )

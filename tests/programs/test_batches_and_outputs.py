@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from one_graph import check, data
 from oracle import assert_rows, one_backward_per_sample, squares
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -260,9 +261,7 @@ LEARNT: dict[str, Callable[[], Learnt]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 3, 1)], ids=["first", "later"])
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("what", LEARNT)
+@crossed(what=LEARNT, param_grad=[True, False], sizes=[(1, 1, 1), (3, 1, 3, 1)])
 def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple[int, ...]) -> None:
     model = LEARNT[what]().double()
     plain = copy.deepcopy(model)

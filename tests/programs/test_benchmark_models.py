@@ -1,28 +1,35 @@
 """The benchmark's architectures in a small size, over three steps of an optimizer: rows and every verb against one backward
 pass per sample, each alone unless random numbers are drawn."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from architectures import ARCHITECTURES
 from families import TINY
 from measuring import batch_of
-from oracle import assert_rows
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from quantities import assert_quantities
-from rarely import rarely
+from rarely import crossed, rarely
 from systems import each_loss, loop, trainable
-from workloads import Workload
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from workloads import Batch, Workload
 
 import autograd_hacks
 
 COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "rwkv", "t5")
 """Of names of models that compute in part in single precision, whatever they are given."""
 
-TOO = (
-    *("vit", "vit, dropout", "swin", "convnext", "bert", "bert, dropout", "deberta-v2", "gpt2", "gpt2, dropout"),
-    *("llama", "opt", "mixtral", "t5", "t5, dropout", "mamba", "wav2vec2", "wav2vec2, dropout", "whisper"),
+USUAL = (
+    *("deit, layer scale", "cait", "mixer", "resnet18, BatchNorm in eval", "llama, LoRA", "qwen3", "rwkv", "dlrm", "gat"),
+    *("mixtral, one expert after the other", "UNet, noise drawn inside", "hubert, CTC", "yolos, matched boxes"),
 )
-"""Families that `test_architectures` has as well, with dropout and without."""
+"""What every run has; of the others `test_architectures` has some as well, or they are like these."""
 
 
 def model_of(workload: Workload) -> nn.Module:
@@ -35,7 +42,7 @@ def model_of(workload: Workload) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("param_grad", [True, *rarely(False)], ids=["default", "param_grad=False"])
-@pytest.mark.parametrize("name", [*(name for name in ARCHITECTURES if name not in TOO), *rarely(*TOO)])
+@pytest.mark.parametrize("name", [*USUAL, *rarely(*(name for name in ARCHITECTURES if name not in USUAL))])
 def test_three_steps(name: str, param_grad: bool) -> None:
     workload = ARCHITECTURES[name](TINY)
     model = model_of(workload)
@@ -59,3 +66,136 @@ def test_three_steps(name: str, param_grad: bool) -> None:
                     p.grad = found[key].mean(0) if key in found else None
             optimizer.step()
             autograd_hacks.clear_backprops(model)
+
+
+# The benchmark's architectures in a small size: a penalty on the slope of each sample's loss by what its first layer
+# returns
+
+
+QUICK = ["dlrm", "gat", "gpt2, dropout", "mixtral", "mamba", "convnext"]
+
+
+@contextmanager
+def first_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What layers return, as they run, which a gradient can come to."""
+    found: list[Tensor] = []
+
+    def keep(layer: nn.Module, args: object, out: object) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            found.append(out)
+
+    handles = [m.register_forward_hook(keep) for m in model.modules() if not list(m.children())]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def penalised(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
+    """N losses, each with the squared slope by what came out of the first layers."""
+    # Fused attention has no second derivatives.
+    with sdpa_kernel(SDPBackend.MATH), first_outputs(model) as outputs:
+        losses = workload.losses(model, batch)
+    for h in outputs:
+        if len(h) == len(losses) and h.ndim > 1:
+            (slope,) = torch.autograd.grad(losses.sum(), h, create_graph=True, allow_unused=True)
+            if slope is not None and slope.any():
+                return losses + slope.flatten(1).square().sum(1)
+    raise AssertionError("nothing that a layer has returned leads to the losses")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*QUICK, *rarely(*(name for name in ARCHITECTURES if name not in QUICK))])
+def test_a_penalty(name: str) -> None:
+    workload = ARCHITECTURES[name](TINY)
+    model = model_of(workload)
+    with torch.no_grad():  # zeros, at the beginning, would hide what is behind them
+        for p in trainable(model).values():
+            if not p.any():
+                p.normal_(0, 0.1)
+    with autograd_hacks.add_hooks(model):
+        for step in range(2):
+            batch = batch_of(workload, step, torch.device("cpu"), workload.dtype)
+            state = torch.get_rng_state()
+            model.zero_grad()
+            try:
+                penalised(workload, model, batch).sum().backward()
+            except RuntimeError as error:
+                if "is not implemented" in str(error):  # torch's own: of hardsigmoid, say
+                    return
+                raise
+            autograd_hacks.compute_grad1(model, "sum")
+            torch.set_rng_state(state)
+            with autograd_hacks.pause_hooks():
+                found = one_loss_at_a_time(model, lambda batch=batch: penalised(workload, model, batch))
+            expected = {key: found[key] for key in trainable(model)}
+            assert_rows(model, expected, inside=torch.float32 if name.startswith(COARSE) else None)
+            autograd_hacks.clear_backprops(model)
+
+
+# Whole networks, rows against one backward pass for each sample
+
+
+class Reused(nn.Module):
+    """An MLP that goes through its middle layer twice, once with positions and once without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(784, 12), nn.Linear(12, 12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.middle(self.first(x.flatten(1))))
+        positions = self.middle(torch.stack([h, h.flip(1), -h], 1))
+        return F.log_softmax(self.last(self.middle(positions.mean(1))), 1)
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is the encoder's weight, and a convolution that shares its kernel too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.again = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1, dilation=1, bias=False)
+        self.again.weight = self.conv.weight
+        self.embed, self.unembed, self.out = nn.Linear(784, 5), nn.Linear(784, 5, bias=False), nn.Linear(5, 10)
+        self.unembed.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.conv(x))).flatten(1)
+        return F.log_softmax(self.out(self.embed(x) + torch.tanh(self.unembed(x.flip(1)))), 1)
+
+
+class Strange(nn.Module):
+    """Every kind of convolution there is, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(4, 8, 3, groups=4, padding="same", padding_mode="reflect")
+        self.strided = nn.Conv2d(8, 4, (3, 2), stride=(2, 3), dilation=(1, 2), padding=(1, 0), groups=2)
+        self.lines, self.volume = nn.Conv1d(4, 3, 4, padding="same"), nn.Conv3d(1, 2, 2, padding_mode="circular")
+        self.out, self.unused = nn.LazyLinear(10), nn.Conv2d(1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.strided(torch.tanh(self.depthwise(x.unflatten(3, (4, 7)).transpose(1, 3).flatten(3))))
+        x = self.volume(self.lines(x.flatten(2)).unsqueeze(1).unsqueeze(1).expand(-1, -1, 2, -1, -1))
+        return F.log_softmax(self.out(x.flatten(1)), 1)
+
+
+@crossed(build=[Reused, Tied, Strange], loss_type=["mean", "sum"])
+def test_network(build: type[nn.Module], loss_type: str) -> None:
+    model, x, y = build(), torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
+    model(x)
+    model, x = model.double(), x.double()
+
+    def losses(out: Tensor, y: Tensor) -> Tensor:
+        return F.nll_loss(out, y, reduction="none")
+
+    with autograd_hacks.add_hooks(model):
+        F.nll_loss(model(x), y, reduction=loss_type).backward()
+        autograd_hacks.compute_grad1(model, loss_type)
+        with autograd_hacks.pause_hooks():
+            rows = one_backward_per_sample(model, losses, x, y)
+        assert_rows(model, rows)
+        assert_quantities(model, rows, loss_type)
+        assert_quantities(model, rows, loss_type, budget=2000)
+        for p in model.parameters():
+            if p.grad is not None:
+                assert_close(p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0), p.grad)

@@ -3,13 +3,15 @@ none are left of."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time, squares
+from rarely import crossed
 from torch import Tensor
-from twin import check_right
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed
@@ -51,8 +53,7 @@ class Gated(nn.Module):
         return self.base(x) + self.gate * self.branch(self, x)
 
 
-@pytest.mark.parametrize("opens", [2, 3, 5])
-@pytest.mark.parametrize("branch", [by_token, time_first, sorted_samples, at_a_node])
+@crossed(branch=[by_token, time_first, sorted_samples, at_a_node], opens=[2, 3, 5])
 def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) -> None:
     model = Gated(branch)
     twin, refused = copy.deepcopy(model), list[int]()
@@ -72,27 +73,21 @@ def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) ->
     assert refused in ([], [opens])
 
 
-class Weighted(nn.Module):
+def weighted(m: Any, x: Tensor) -> Tensor:
     """A mean of values, weighted step by step by exp(u + key), as in RWKV: at the first step there is nothing to weigh u
     against, so that its gradient there is what rounding leaves of a zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value, self.u = nn.Linear(6, 4), nn.Linear(6, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total, weights = torch.zeros(len(x), 4), torch.zeros(len(x), 4)
-        out = []
-        for at in x.unbind(1):
-            key, value = self.key(at), self.value(at)
-            own = (self.u + key).exp()
-            out.append((total + own * value) / (weights + own))
-            total, weights = total + key.exp() * value, weights + key.exp()
-        return torch.stack(out, 1).flatten(1)
+    total, weights = torch.zeros(len(x), 4), torch.zeros(len(x), 4)
+    out = []
+    for at in x.unbind(1):
+        key, value = m.key(at), m.value(at)
+        own = (m.u + key).exp()
+        out.append((total + own * value) / (weights + own))
+        total, weights = total + key.exp() * value, weights + key.exp()
+    return torch.stack(out, 1).flatten(1)
 
 
 def test_what_rounding_leaves_of_a_zero_opens_no_branch() -> None:
-    model = Weighted()
+    model = Bare(weighted, key=nn.Linear(6, 4), value=nn.Linear(6, 4), u=torch.randn(4))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model.value.weight[:, 0], model.value.bias[:] = 0, 0
@@ -165,16 +160,16 @@ def test_exits_at_which_nobody_leaves(sure: float) -> None:
 def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> None:
     """Its bias has rows by the layer's rule, and its weight by the node, and both hooks are on the same one."""
 
-    class Replaced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.gain = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 1))
+    def replaced(m: Any, x: Tensor) -> Tensor:
+        own = {"weight": m.layer.weight * m.gain, "bias": m.layer.bias}
+        return torch.func.functional_call(m.layer, own, (x,))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            own = {"weight": self.layer.weight * self.gain, "bias": self.layer.bias}
-            return torch.func.functional_call(self.layer, own, (x,))  # type: ignore[no-any-return]
-
-    check_right(Replaced(), *[(torch.randn(5, 6),) for _ in range(4)], total="each", param_grad=False)
+    check_right(
+        Bare(replaced, layer=nn.Linear(6, 3), gain=torch.randn(3, 1)),
+        *[(torch.randn(5, 6),) for _ in range(4)],
+        total="each",
+        param_grad=False,
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 5, 1), (5, 1, 3)])
@@ -192,15 +187,8 @@ def test_weights_that_a_layer_makes_of_parameters_meet_one_sample(sizes: tuple[i
 
 @pytest.mark.parametrize("how", ["overwritten", "by a hook"])
 def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
-    class Shifts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.sub_(0.5) if how == "overwritten" else x)
-
-    model = Shifts()
+    model = Bare(lambda m, x: m.layer(x.sub_(0.5) if how == "overwritten" else x), layer=nn.Linear(6, 3))
     if how == "by a hook":
         model.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
     with autograd_hacks.add_hooks(model, independent=True):

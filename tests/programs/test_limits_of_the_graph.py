@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare, check_refused, check_right, of_squares
@@ -40,14 +41,12 @@ def sorted_inside(m: Bare, x: Tensor) -> Tensor:
 # So many samples that one digit doesn't tell them apart
 
 
-@pytest.mark.parametrize("samples", [16, 17, 20, 33, 64, 256])
-@pytest.mark.parametrize("how", [plain, merged, sorted_inside])
+@crossed(how=[plain, merged, sorted_inside], samples=[16, 17, 20, 33, 64, 256])
 def test_more_samples_than_digits(how: Callable[..., Tensor], samples: int) -> None:
     check_right(Bare(how, **weights()), *[(torch.randn(samples, 3),) for _ in range(2)])
 
 
-@pytest.mark.parametrize("apart", [1, 8, 16, 32, 64])
-@pytest.mark.parametrize("layers", [False, True])
+@crossed(layers=[False, True], apart=[1, 8, 16, 32, 64])
 def test_mixing_of_two_samples_with_the_same_digit(apart: int, layers: bool) -> None:
     def how(m: Bare, x: Tensor) -> Tensor:
         h = m.first(x) if layers else x @ m.a
@@ -77,8 +76,7 @@ def test_two_living_entries_fit_two_layouts(first: bool, head: bool) -> None:
     check_right(model, *batches, batch_dim=1 if first else 0)
 
 
-@pytest.mark.parametrize("living", [0, 1, 2])
-@pytest.mark.parametrize("where", ["relu", "mask", "hinge"])
+@crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
 def test_few_samples_alive_at_first(where: str, living: int) -> None:
     """Then all of a sum over samples is somebody's, too."""
 
@@ -102,8 +100,7 @@ def test_few_samples_alive_at_first(where: str, living: int) -> None:
     check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
 
 
-@pytest.mark.parametrize("sizes", [[1, 5, 1, 3], [2, 4, 2], [1, 2, 3, 4, 5], [5, 1, 5]])
-@pytest.mark.parametrize("how", [plain, merged, sorted_inside])
+@crossed(how=[plain, merged, sorted_inside], sizes=[[1, 5, 1, 3], [2, 4, 2], [1, 2, 3, 4, 5], [5, 1, 5]])
 def test_one_sample_at_first(how: Callable[..., Tensor], sizes: list[int]) -> None:
     check_right(Bare(how, **weights()), *[(torch.randn(n, 3),) for n in sizes])
 
@@ -179,8 +176,7 @@ def test_a_grid_of_as_many_points_as_samples(given: bool) -> None:
     check_right(model, *[(torch.randn(n, 3),) for n in (4, 4, 3, 4, 1, 8)])
 
 
-@pytest.mark.parametrize("samples", [3, 4, 6])
-@pytest.mark.parametrize("made", ["buffer", "here", "of ones"])
+@crossed(made=["buffer", "here", "of ones"], samples=[3, 4, 6])
 def test_a_mask_on_a_weight(made: str, samples: int) -> None:
     """As many rows as samples or a divisor of them, and no data."""
 
@@ -219,8 +215,7 @@ def _no_grad(m: Bare, x: Tensor) -> Tensor:
         return m.layer(x)
 
 
-@pytest.mark.parametrize("what", DATA)
-@pytest.mark.parametrize("samples", [1, 4, 5])
+@crossed(samples=[1, 4, 5], what=DATA)
 def test_data_without_a_gradient(what: str, samples: int) -> None:
     """Five rows of a table, and five samples."""
     how, own = DATA[what]

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from twin import Bare, check_refused, check_right
@@ -38,8 +39,7 @@ def of_shrinking(factor: float = 1.0) -> Bare:
     return Bare(shrinking, **{name: torch.randn(shape) for name, shape in shapes.items()}, factor=factor)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.1, 0.01, 0.001])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@crossed(dtype=[torch.float16, torch.bfloat16, torch.float32], factor=[1.0, 0.1, 0.01, 0.001])
 def test_outputs_that_shrink(dtype: torch.dtype, factor: float) -> None:
     model = of_shrinking(factor).to(dtype)
     batches = [(torch.randn(5, 3).to(dtype),) for _ in range(3)]
@@ -249,8 +249,7 @@ class Checking(Function):
         return g * w, (g * x).sum(0)
 
 
-@pytest.mark.parametrize("function", [Deleting, Counting, Checking])
-@pytest.mark.parametrize("reads", ["its own", "behind it", "above it"])
+@crossed(reads=["its own", "behind it", "above it"], function=[Deleting, Counting, Checking])
 def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> None:
     """The forward and the backward pass come to their end.  Rows that can't be had are refused."""
 

@@ -314,18 +314,13 @@ def test_a_loss_inside_under_autocast_with_ignored_labels(dtype: torch.dtype) ->
 
 
 def test_a_loss_inside_with_two_denominators() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(4, 2)
+    def two(m: Any, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.body(x).tanh()
+        first = F.cross_entropy(m.one(h), y, ignore_index=-100)
+        second = F.cross_entropy(m.two(h), z, ignore_index=-100)
+        return first + second, h
 
-        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.body(x).tanh()
-            first = F.cross_entropy(self.one(h), y, ignore_index=-100)
-            second = F.cross_entropy(self.two(h), z, ignore_index=-100)
-            return first + second, h
-
-    model, x = Two().double(), data(4, 3)
+    model, x = Bare(two, body=nn.Linear(3, 4), one=nn.Linear(4, 5), two=nn.Linear(4, 2)).double(), data(4, 3)
     y, z = torch.tensor([1, -100, 2, 0]), torch.tensor([1, -100, -100, 0])
     with autograd_hacks.add_hooks(model):
         for _ in range(3):

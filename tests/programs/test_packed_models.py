@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from flexible import Flexible, quiet
+from rarely import crossed
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.testing import assert_close
@@ -67,9 +68,7 @@ def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+@crossed(make=[llama, qwen3, gpt2], attention=["eager", "sdpa"], samples=[1, 2])
 @pytest.mark.usefixtures("exact_softmax")
 def test_position_ids_tell_documents(make: Callable[[str], nn.Module], attention: str, samples: int) -> None:
     torch.manual_seed(0)

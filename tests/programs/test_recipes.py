@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from test_demos import EXAMPLES, number, printed
-from test_gallery_a import table
+from test_gallery import table
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close

@@ -9,6 +9,7 @@ from oracle import squares
 from steps import check, check_losses
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -120,15 +121,12 @@ def test_attention_whose_parameters_are_parts_of_one_vector() -> None:
 
 
 def test_an_appended_key_without_ordinary_gradients() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), nn.Linear(4, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.inner(x, x, x, need_weights=False)[0])
-
-    model = Model().double()
+    model = Bare(
+        lambda m, x: m.out(m.inner(x, x, x, need_weights=False)[0]),
+        inner=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
+        out=nn.Linear(4, 2),
+    ).double()
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
             check(model, torch.randn(4, 5, 4).double())

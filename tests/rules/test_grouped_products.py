@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_loss_at_a_time, squares
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -36,8 +37,7 @@ class Routed(nn.Module):
         return (y[back] * score[:, None]).unflatten(0, x.shape[:2])
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("transposed", [False, True])
+@crossed(transposed=[False, True], param_grad=[True, False])
 @pytest.mark.parametrize(("samples", "tokens"), [(5, 3), (4, 4), (1, 6), (6, 1)])
 def test_rows_of_a_stack(samples: int, tokens: int, transposed: bool, param_grad: bool) -> None:
     model = Routed(transposed)

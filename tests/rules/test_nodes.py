@@ -186,7 +186,13 @@ def all_cases() -> list[Any]:
     torch.manual_seed(0)
     given = [(n, dtype) for n in (1, 3) for dtype in (REAL, COMPLEX)]
     found = [(n, dtype, case) for n, dtype in given for case in cases(n, dtype) if n > 1 or case.batch]
-    return [pytest.param(case, id=f"{case.name}-{n}-{dtype}"[:40]) for n, dtype, case in found]
+    return [
+        pytest.param(
+            case, by_way, id=f"{case.name}-{n}-{dtype}-{by_way}", marks=() if by_way == number % 2 else pytest.mark.slow
+        )
+        for number, (n, dtype, case) in enumerate(found)
+        for by_way in (False, True)
+    ]
 
 
 def rows_of(case: Case, by_way: bool) -> dict[str, Tensor]:
@@ -197,8 +203,7 @@ def rows_of(case: Case, by_way: bool) -> dict[str, Tensor]:
         return {name: p.grad1 for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("by_way", [False, True])
-@pytest.mark.parametrize("case", all_cases())
+@pytest.mark.parametrize(("case", "by_way"), all_cases())
 def test_rows_are_those_of_one_backward_per_sample(case: Case, by_way: bool) -> None:
     expected = case.rows()
     for wanted in [case.wanted, *[(w,) for w in case.wanted if len(case.wanted) > 1]]:

@@ -10,6 +10,7 @@ from steps import check_losses
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -90,16 +91,13 @@ def test_a_relu_cell() -> None:
 
 
 def test_a_sequence_classifier_in_a_training_loop() -> None:
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.lstm = nn.Embedding(7, 3), nn.LSTM(3, 4, 2, batch_first=True, dropout=0.3)
-            self.out = nn.Linear(4, 2)
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.out(self.lstm(self.embed(tokens))[0][:, -1])
-
-    model = Classifier().double()
+    model = Bare(
+        lambda m, tokens: m.out(m.lstm(m.embed(tokens))[0][:, -1]),
+        embed=nn.Embedding(7, 3),
+        lstm=nn.LSTM(3, 4, 2, batch_first=True, dropout=0.3),
+        out=nn.Linear(4, 2),
+    ).double()
     for length in (3, 5):
         tokens = torch.randint(7, (4, length))
         with autograd_hacks.add_hooks(model):

@@ -1,14 +1,18 @@
 """Values by tensor, the modules of a model, and the leaves of a tree."""
 
 import gc
-from collections import OrderedDict, deque
+from collections import OrderedDict, deque, namedtuple
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.row_files import digest_of
 from autograd_hacks.support.trees import leaves_of, modules_of
 
 
@@ -49,3 +53,63 @@ def test_leaves_are_those_that_torch_finds() -> None:
         packed,
     ]
     assert all(a is b for a, b in zip(leaves_of((trees, {"k": trees})), tree_leaves((trees, {"k": trees})), strict=True))
+
+
+# What tells batches from others: their numbers, and not where they lie
+
+
+class Batch:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Circular:
+    def __init__(self, x: Any) -> None:
+        self.x, self.all = x, [self]
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+LONG = np.arange(3000)
+KINDS = {
+    "tensors": lambda k: torch.arange(5) + k,
+    "sparse": lambda k: torch.eye(3).mul(k + 1).to_sparse(),
+    "sparse rows": lambda k: torch.eye(3).mul(k + 1).to_sparse_csr(),
+    "nested": lambda k: torch.nested.nested_tensor([torch.ones(2), torch.ones(3) + k], layout=torch.jagged),
+    "conjugates": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj(),
+    "negatives": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj().imag,
+    "long arrays": lambda k: np.concatenate([LONG[:1000], LONG[1000:2000][:: -1 if k else 1], LONG[2000:]]),
+    "arrays of objects": lambda k: np.array([Batch(1), Batch(k)], dtype=object),
+    "lists": lambda k: [1, 12] if k else [11, 2],
+    "dictionaries": lambda k: {"a": Batch(1), "b": [k, torch.ones(1)]},
+    "named tuples": lambda k: Pair(k, torch.ones(2)),
+    "objects": lambda k: Batch(torch.ones(2) * k),
+    "objects with slots": lambda k: Slotted(torch.ones(2) * k),
+    "circles": lambda k: Circular(torch.ones(2) * k),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # sparse and nested tensors are young
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_and_others(kind: str) -> None:
+    make = KINDS[kind]
+    kept = [make(0), make(0), make(1)]  # each at an address of its own
+    one, same, other = map(digest_of, kept)
+    assert one == same != other
+    assert digest_of(kept[0], before=one) != one
+
+
+def test_things_that_come_again() -> None:
+    first, second = [1], [2]
+    assert digest_of([first, second, first]) != digest_of([first, second, second])
+    assert digest_of([first, first]) == digest_of([[1], [1]]), "by what they are, and not by which"
+
+
+def test_functions_are_told_by_name_and_not_by_address() -> None:
+    assert digest_of([lambda: 1]) == digest_of([lambda: 1])

@@ -1,15 +1,20 @@
 """The memory that the verbs of a whole model take."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from measuring import Held
 from nets import Language
 from rarely import rarely
 from steps import at_most, stepped
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.forms import RandomMap, SparseMap
@@ -43,7 +48,7 @@ def test_groups_of_many_samples_keep_to_the_budget() -> None:
 
 
 def wide() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 100)), torch.randn(128, 20, 200)
+    return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 100)), torch.randn(64, 20, 200)
 
 
 def images() -> tuple[nn.Module, Tensor]:
@@ -160,3 +165,66 @@ def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkey
             with at_most(2 * budget, what):
                 verb(budget=budget)
     assert_close(rows.flatten(1).norm(dim=1), form.norms())
+
+
+# Activation checkpointing: what a step of each way to norms and clipped gradients holds at the most
+
+
+BLOCKS = 8
+
+
+class Deep(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def losses(out: Tensor) -> Tensor:
+    return out.square().flatten(1).mean(1)
+
+
+def most(step: Callable[[], object]) -> tuple[float, float]:
+    """MiB at the most in a third step, and what is left of it but gradients and what is returned."""
+    for _ in range(2):
+        step()
+    with Held() as held:
+        kept = step()
+    assert kept is not None
+    return held.most / 2**20, held.now / 2**20
+
+
+def ways(reentrant: bool) -> dict[str, tuple[float, float]]:
+    """{way: MiB at the most, MiB left}"""
+    torch.manual_seed(0)
+    base, x = Deep(reentrant), torch.randn(16, 32, 64, requires_grad=True)
+    models = {way: copy.deepcopy(base) for way in ("plain", "hooks", "streaming")}
+    for way in ("hooks", "streaming"):
+        autograd_hacks.add_hooks(models[way])
+
+    def step(way: str) -> object:
+        model = models[way]
+        model.zero_grad()
+        around: Any = autograd_hacks.during_backward(model, "norms") if way == "streaming" else nullcontext()
+        with around as streamed:
+            losses(model(x)).mean().backward()
+        if way == "hooks":
+            return autograd_hacks.per_sample_grads(model).norms()
+        return streamed.norms if way == "streaming" else True
+
+    return {way: most(lambda way=way: step(way)) for way in models}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_has_freed_stays_freed_where_norms_are_taken_on_the_way(reentrant: bool) -> None:
+    peaks = {way: peak for way, (peak, _) in ways(reentrant).items()}
+    assert peaks["hooks"] > 4 * peaks["plain"]
+    # Without reentrance the first forward runs with gradients, and the hooks keep the layers' inputs from there on.
+    assert peaks["streaming"] < (1.2 * peaks["plain"] if reentrant else 0.6 * peaks["hooks"])

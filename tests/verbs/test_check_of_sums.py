@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from test_check_rows import N, Rows, losses_of, rows_of
 from torch import Tensor
+from twin import Bare
 
 from autograd_hacks import check_rows
 from autograd_hacks.errors import VerificationFailed
@@ -29,15 +30,12 @@ def case(dtype: torch.dtype, by: float) -> tuple[nn.Module, tuple[Tensor, Tensor
     """Two heads that are added up, of which one has small gradients.  by: how small"""
     torch.manual_seed(0)
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.large, self.small, self.smaller = nn.Linear(5, 3), Scaled(by, 5, 3), Scaled(by / 2, 5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.large(x) + self.small(x) + self.smaller(x)
-
-    model = Both().to(dtype)
+    model = Bare(
+        lambda m, x: m.large(x) + m.small(x) + m.smaller(x),
+        large=nn.Linear(5, 3),
+        small=Scaled(by, 5, 3),
+        smaller=Scaled(by / 2, 5, 3),
+    ).to(dtype)
     batch = torch.randn(N, 5, dtype=dtype), torch.arange(N) % 3
     return model, batch, rows_of(model, batch)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import one_loss_at_a_time
+from rarely import crossed
 from torch import Tensor
 
 import autograd_hacks
@@ -74,8 +75,7 @@ def test_right_numbers_pass_in_every_form(dtype: torch.dtype) -> None:
     assert [line.name for line in check_rows(model, batch, losses_of, rows).parameters] == list(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+@crossed(name=["0.weight", "2.bias"], dtype=[torch.float64, torch.float32])
 def test_an_error_of_a_thousandth_in_one_sample_is_found(dtype: torch.dtype, name: str) -> None:
     model, batch, rows = case(dtype)
     for n in range(N):
@@ -266,8 +266,7 @@ def test_a_gradient_that_cancels_may_have_other_rounding(dtype: torch.dtype) -> 
         check_rows(model, (ids, y), Keyed.forward, {name: torch.cat([own[name] for own in alone]) for name in alone[0]})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("small", [1.0, 1e-2, 1e-4])
+@crossed(small=[1.0, 1e-2, 1e-4], dtype=[torch.float32, torch.float64])
 def test_an_error_does_not_hide_behind_a_larger_gradient(small: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).to(dtype), torch.randn(N, 4, dtype=dtype)

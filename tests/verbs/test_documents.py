@@ -9,6 +9,7 @@ import torch.nn as nn
 from packed import Packed, batch, hooked, losses
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedLayer
@@ -315,16 +316,10 @@ def test_layers_without_positions_have_no_tokens() -> None:
 
 @pytest.mark.parametrize("segments", [None, "tokens"])
 def test_two_axes_as_long_as_the_tokens_are_refused(segments: str | None) -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.each = nn.Linear(2, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            """x: B T 8, as many heads as positions"""
-            return self.each(x.unflatten(2, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2)
-
-    model = Heads()
+    model = Bare(
+        lambda m, x: m.each(x.unflatten(2, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2), each=nn.Linear(2, 2)
+    )
     autograd_hacks.add_hooks(model, segments=segments)
     model(torch.randn(3, 4, 8)).square().sum().backward()
     with pytest.raises(BatchSizeError, match="be assigned to documents"):

@@ -3,19 +3,21 @@
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS
-from oracle import assert_rows, one_loss_at_a_time, squares
-from steps import at_most
+from nets import MODELS, Tied
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from rarely import crossed
+from steps import alive, at_most
+from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.capture.uses import LayerCall
+from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, SamplesMixed, UnseenGradient
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("loss_type", ["mean", "sum"])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(name=MODELS, loss_type=["mean", "sum"], param_grad=[True, False])
 def test_rows_are_those_of_each_loss(name: str, loss_type: str, param_grad: bool) -> None:
     build, batch = MODELS[name]
     model = build().double()
@@ -114,3 +116,246 @@ def test_a_pass_that_fails_leaves_no_rows() -> None:
         with pytest.raises(SamplesMixed), autograd_hacks.during_backward(model, "grad1"):
             squares(model(x)).mean().backward()
         assert not any(hasattr(p, "grad1") for p in model.parameters())
+
+
+# Quantities taken while a backward pass runs
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@crossed(name=MODELS, loss_type=["mean", "sum"], param_grad=[True, False])
+def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> None:
+    build, batch = MODELS[name]
+    model = build().double()
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def loss(x: Tensor) -> Tensor:
+        each = squares(model(x))
+        return each.mean() if loss_type == "mean" else each.sum()
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            x = batch()
+            loss(x).backward()
+            grads = autograd_hacks.per_sample_grads(model, loss_type)
+            norms, along, gram, projection = grads.norms(), grads.dot(v), grads.gram(), grads.project(5, 2)
+            kept = [p.grad for p in model.parameters()]
+            model.zero_grad()
+            with autograd_hacks.during_backward(
+                model, "norms", "gram", dot=v, project=5, seed=2, loss_type=loss_type
+            ) as streamed:
+                loss(x).backward()
+            assert_close(streamed.norms, norms)
+            assert_close(streamed.dot, along)
+            assert_close(streamed.gram, gram)
+            assert_close(streamed.projection, projection)
+            for p, g in zip(model.parameters(), kept):
+                assert_close(p.grad, g)
+            with pytest.raises(NothingRecorded, match="read during the backward pass"):
+                autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+
+
+def test_clipping_by_a_second_backward_pass() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model):
+        losses = squares(model(x))
+        with autograd_hacks.during_backward(model, "norms") as streamed:
+            autograd_hacks.backward(losses, retain_graph=True)
+        model.zero_grad()
+        with autograd_hacks.pause_hooks():
+            (losses * (0.5 / streamed.norms).clamp(max=1)).mean().backward()
+        clipped = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        squares(model(x)).mean().backward()
+        autograd_hacks.clip_grad1_norm_(model, 0.5)
+        for p, g in zip(model.parameters(), clipped):
+            assert_close(p.grad, g)
+
+
+def test_records_are_freed_as_the_pass_goes_on() -> None:
+    layers, others = 20, alive(LayerCall)
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers))), torch.randn(256, 256)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            squares(model(x)).sum().backward()
+        one = 256 * 256 * 4
+        loss = squares(model(x)).sum()
+        with at_most(6 * one), autograd_hacks.during_backward(model, "norms", loss_type="sum", budget=one):
+            loss.backward()
+            assert alive(LayerCall) <= others  # nor are the layers' inputs kept
+        loss = squares(model(x)).sum()
+        with pytest.raises(AssertionError, match="held"), at_most(layers * one // 2):
+            loss.backward()
+
+
+def test_what_it_refuses() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms"):
+        pass
+    with autograd_hacks.add_hooks(model):
+        with (
+            pytest.raises(ValueError, match=r"no entry for '0\.weight'"),
+            autograd_hacks.during_backward(model, "norms", dot={}),
+        ):
+            pass
+        with pytest.raises(ValueError, match="project=0"), autograd_hacks.during_backward(model, "norms", project=0):
+            pass
+        inside = autograd_hacks.accumulate(model), autograd_hacks.during_backward(model, "norms")
+        with pytest.raises(RuntimeError, match="accumulating"), inside[0], inside[1]:
+            pass
+        with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms") as streamed:
+            pass
+        with pytest.raises(NothingRecorded, match=r"no .norms"):
+            _ = streamed.norms
+        with autograd_hacks.during_backward(model, "norms") as streamed:
+            squares(model(x)).sum().backward()
+        with pytest.raises(NothingRecorded, match=r"no .gram"):
+            _ = streamed.gram
+
+        def twice() -> None:
+            with autograd_hacks.during_backward(model, "norms"):
+                for _ in range(2):
+                    squares(model(x)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="second backward"):
+            twice()
+        with pytest.raises(HigherOrderError), autograd_hacks.during_backward(model, "norms"):
+            squares(model(x)).sum().backward(create_graph=True)
+        model.zero_grad()
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model[0].weight.grad1.mean(0), model[0].weight.grad)
+
+
+def test_a_penalty_in_the_loss() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model), pytest.raises(UnseenGradient), autograd_hacks.during_backward(model, "norms"):
+        (squares(model(x)).sum() + model[0].weight.square().sum()).backward()
+
+
+def test_samples_that_mix_or_disagree() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.into(x)
+            return self.out(h - h.mean(0))
+
+    model = Mixes()
+    with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.during_backward(model, "norms"):
+        squares(model(torch.randn(5, 4))).sum().backward()
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+    with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
+        (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
+
+
+def test_a_parameter_of_several_calls_waits_for_all() -> None:
+    model, x = Tied().double(), torch.randint(7, (4, 5))
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.during_backward(model, "norms") as streamed:
+            squares(model(x)).mean().backward()
+        squares(model(x)).mean().backward()
+        assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
+
+
+def test_a_layer_in_two_checkpoints_that_run_inside_of_the_pass() -> None:
+    """The pass comes to the second of its calls before the first is run again."""
+    inner, out, x = nn.Linear(4, 4).double(), nn.Linear(4, 2).double(), torch.randn(5, 4).double()
+    model = nn.ModuleList([inner, out])
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        for _ in range(2):
+            h = checkpoint(lambda h: inner(h).tanh(), h, use_reentrant=True)
+        return squares(out(h))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            loss = losses().mean()
+            with pytest.raises(RuntimeError, match="checkpoints share"), autograd_hacks.during_backward(model, "norms"):
+                loss.backward()
+
+
+def test_reading_inside() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model), autograd_hacks.during_backward(model, "norms"):
+        squares(model(x)).sum().backward()
+        for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+            with pytest.raises(NothingRecorded, match="Read after that context"):
+                read(model)
+        with pytest.raises(RuntimeError, match="already open"), autograd_hacks.during_backward(model, "norms"):
+            pass
+
+
+# Directions that are made of the pass's own samples, and sums of rows in ``.grad``, while a backward pass runs
+
+
+def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    with autograd_hacks.pause_hooks():
+        found = one_backward_per_sample(model, squares, x)
+    return {name: own for name, own in found.items() if own is not None}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@crossed(name=MODELS, param_grad=[True, False])
+def test_held_out_samples_of_the_same_pass(name: str, param_grad: bool) -> None:
+    build, batch = MODELS[name]
+    model, x = build().double(), batch()
+    flat = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
+    is_held = torch.arange(len(x)) >= len(x) - 2
+    h, w = is_held.double() / 2, (~is_held).double() * torch.rand(len(x)).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for loss_type in ("mean", "sum"):
+            model.zero_grad()
+            with autograd_hacks.during_backward(model, "norms", dot=h, weights=w, loss_type=loss_type) as found:
+                getattr(squares(model(x)), loss_type)().backward()
+            assert_close(found.dot, flat @ (h @ flat))
+            assert_close(found.norms, flat.norm(dim=1))
+            for name, own in rows_of(model, x).items():
+                assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_direction_that_is_given_and_weights(name: str) -> None:
+    """Sums and inner products come from one call of each form."""
+    build, batch = MODELS[name]
+    model, x = build().double(), batch()
+    rows = rows_of(model, x)
+    v, w = {n: torch.randn_like(p) for n, p in model.named_parameters()}, torch.rand(len(x)).double()
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.during_backward(model, dot=v, weights=w, loss_type="sum") as found:
+            squares(model(x)).sum().backward()
+        assert_close(found.dot, sum(own.flatten(1) @ v[n].flatten() for n, own in rows.items()))
+        for name, own in rows.items():
+            assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
+
+
+@pytest.mark.parametrize(("positions", "width"), [(1, 40), (1, 2), (3, 60), (3, 2)])
+def test_both_ways_to_a_direction_are_the_same(positions: int, width: int) -> None:
+    """By products with the samples, and by the direction, whichever is cheaper."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(width, width).double(), torch.randn(6, positions, width).double()
+    flat = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
+    h = torch.tensor([0, 0, 0.5, 0, 0, -2]).double()
+    with autograd_hacks.add_hooks(model), autograd_hacks.during_backward(model, dot=h, loss_type="sum") as found:
+        squares(model(x)).sum().backward()
+    assert_close(found.dot, flat @ (h @ flat))
+
+
+def test_an_optimizer_steps_by_the_training_samples_alone() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.randn(6, 4).double()
+    model.register_parameter("spare", nn.Parameter(torch.ones(2).double()))
+    model.spare.grad = torch.ones(2).double()
+    expected = {n: model.get_parameter(n).detach() - 0.1 * own[:4].sum(0) for n, own in rows_of(model, x).items()}
+    optimizer, w = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([1.0, 1, 1, 1, 0, 0])
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        with autograd_hacks.during_backward(model, weights=w):
+            autograd_hacks.backward(squares(model(x)), "sum")
+        optimizer.step()
+    assert model.spare.grad is None
+    for name, after in expected.items():
+        assert_close(model.get_parameter(name).detach(), after)

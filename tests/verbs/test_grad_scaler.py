@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import one_backward_per_sample
+from rarely import crossed
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.testing import assert_close
@@ -39,9 +40,7 @@ def clipped(model: nn.Module, x: Tensor, y: Tensor) -> tuple[list[Tensor], Tenso
     return [torch.tensordot(weights, r, 1) for r in rows], norms
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@crossed(optimizer=OPTIMIZERS, unscales=[False, True], param_grad=[True, False])
 @pytest.mark.parametrize("options", [{"init_scale": 2.0**10}, {"init_scale": 2.0**127}, {"enabled": False}])
 def test_steps_are_those_without_a_scale(
     options: dict[str, float], optimizer: str, unscales: bool, param_grad: bool
@@ -76,8 +75,7 @@ def test_steps_are_those_without_a_scale(
     assert 0 < skipped < 9 if options.get("init_scale") == 2.0**127 else not skipped
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@crossed(optimizer=OPTIMIZERS, param_grad=[True, False])
 def test_a_loop_in_which_samples_overflow(optimizer: str, param_grad: bool) -> None:
     """Against one without a scale that leaves these steps out; the scale falls and grows as GradScaler's page says."""
     model, overflows, growth, since, expected = small(), {2, 3, 7, 12}, 2, 0, 2.0**4

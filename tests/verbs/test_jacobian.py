@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, TimeFirst, perceptron
 from oracle import Rows, one_backward_per_sample
-from rarely import rarely
+from rarely import crossed, rarely
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -87,8 +87,7 @@ def check(rows: autograd_hacks.PerSampleGrads, expected: Rows) -> None:
     assert_close(users, {name: torch.stack([own[0] + own[2], own[1]]) for name, own in expected.items()})
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("name", SMALL)
+@crossed(name=SMALL, param_grad=[True, False])
 def test_every_verb_for_every_entry(name: str, param_grad: bool) -> None:
     model, x = made(name)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):

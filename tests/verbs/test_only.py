@@ -1,6 +1,7 @@
 """Per-sample gradients of some parameters alone; the others train as ever."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import MODELS
 from oracle import one_loss_at_a_time, squares
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import Hook
@@ -22,8 +25,7 @@ def tower() -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(name=MODELS, every=[1, 2, 3])
 def test_rows_of_some_are_those_of_each_loss(name: str, every: int) -> None:
     build, batch = MODELS[name]
     model = build().double()
@@ -64,24 +66,19 @@ def test_norm_layers_and_biases() -> None:
     assert len(autograd_hacks.per_sample_grads(model)) == 8
 
 
-class Stem(nn.Module):
+def stem(m: Any, x: Tensor) -> Tensor:
     """Norm layers behind a convolution of what has no graph, and in front of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm, self.last = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4).eval(), nn.Conv2d(4, 3, 3)
-        self.gain = nn.RMSNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(F.pad(x, (1, 1, 1, 1))))
-        return self.last(self.gain(F.relu6(x).transpose(1, -1)).transpose(1, -1)).mean((2, 3))
+    x = m.norm(m.stem(F.pad(x, (1, 1, 1, 1))))
+    return m.last(m.gain(F.relu6(x).transpose(1, -1)).transpose(1, -1)).mean((2, 3))
 
 
 @pytest.mark.parametrize(
     "only", ["norms", "norm.*", ["norm.weight", "gain.*"], "gain.weight", "last.bias", ["stem.bias", "last.*"]]
 )
 def test_what_lies_before_is_of_the_batch(only: str | list[str]) -> None:
-    model = Stem().double()
+    model = Bare(
+        stem, stem=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4).eval(), last=nn.Conv2d(4, 3, 3), gain=nn.RMSNorm(4)
+    ).double()
     model.norm.running_mean.normal_()
     with autograd_hacks.add_hooks(model, only=only):
         for size in (3, 6, 1, 3):

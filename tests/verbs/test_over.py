@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from nets import perceptron
 from oracle import squares
+from rarely import crossed
 from steps import alive
 from steps import rows_joined as rows
 from torch import Tensor
@@ -144,8 +145,7 @@ class Read(nn.Module):
         return own * self.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("budget", [0, 500, 2**28])
-@pytest.mark.parametrize("make", [perceptron, Read])
+@crossed(make=[perceptron, Read], budget=[0, 500, 2**28])
 def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
     model, twin, seen = make().double(), make().double(), list[int]()
     autograd_hacks.add_hooks(model)

@@ -14,6 +14,7 @@ from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
@@ -126,16 +127,11 @@ def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
 
 
 def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 64).requires_grad_(False), nn.Linear(64, 2)
+    def last(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.head(m.body(x[:, None].expand(-1, 100, -1))[:, 0])
+        return out
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.body(x[:, None].expand(-1, 100, -1))[:, 0])
-            return out
-
-    model, held = Last(), list[int]()
+    model, held = Bare(last, body=nn.Linear(4, 64).requires_grad_(False), head=nn.Linear(64, 2)), list[int]()
     autograd_hacks.add_hooks(model)
 
     def remember(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from nets import perceptron
 from oracle import one_backward_per_sample, squares
+from rarely import crossed
 from steps import stepped
 from torch import Tensor
 from torch.testing import assert_close
@@ -42,8 +43,7 @@ def looped(model: nn.Module, x: Tensor, f: Function, ids: Tensor | None = None) 
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("what", FUNCTIONS)
-@pytest.mark.parametrize("budget", [1, 2**26])
+@crossed(budget=[1, 2**26], what=FUNCTIONS)
 def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
     model, x, f = convolutions(), torch.randn(7, 2, 5), FUNCTIONS[what]
     expected = looped(model, x, f)
@@ -159,8 +159,7 @@ MIXING: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("what", MIXING)
-@pytest.mark.parametrize("budget", [1, 2**26])
+@crossed(budget=[1, 2**26], what=MIXING)
 def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"changes with the other numbers .* elementwise function"):

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Between, Noisy
 from oracle import squares
-from rarely import rarely
+from rarely import crossed, rarely
 from steps import batch, step
 from torch import Tensor
 
@@ -130,8 +130,7 @@ def test_verify_keeps_no_batch_and_takes_another(model: nn.Sequential) -> None:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("under_autocast", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@crossed(dtype=DTYPES, under_autocast=[False, True])
 def test_verify_passes_what_is_right_in_every_precision(dtype: torch.dtype, under_autocast: bool) -> None:
     for samples in (3, 17):
         model = nn.Sequential(
@@ -169,9 +168,11 @@ def test_verify_refuses_what_mixes_in_every_precision(what: str, dtype: torch.dt
                     autograd_hacks.verify(model, independent="detached" in what)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("gate", [1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("how", [lambda h: h.mean(0), lambda h: h.roll(1, 0), lambda h: h.roll(1, 0).detach()])
+@crossed(
+    how=[lambda h: h.mean(0), lambda h: h.roll(1, 0), lambda h: h.roll(1, 0).detach()],
+    gate=[1e-2, 1e-4, 1e-6],
+    dtype=DTYPES[:2],
+)
 def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tensor], gate: float, dtype: torch.dtype) -> None:
     for samples in (3, 17):
         model, x = Between(lambda h: h + gate * how(h)).to(dtype), torch.randn(samples, 3).to(dtype)
