@@ -228,8 +228,8 @@ def test_settings_are_what_it_was_told() -> None:
     model = mlp()
     default = {"batch_dim": 0, "probe": True, "param_grad": True, "reuse": True, "independent": False, "segments": None}
     assert autograd_hacks.add_hooks(model).settings == {**default, "left_out": []}
-    told = autograd_hacks.add_hooks(model, batch_dim=1, probe="once", reuse=False, independent=True, only="0.*")
-    own = {"batch_dim": 1, "probe": "once", "reuse": False, "independent": True, "left_out": ["2.bias", "2.weight"]}
+    told = autograd_hacks.add_hooks(model, batch_dim=1, probe=False, reuse=False, independent=True, only="0.*")
+    own = {"batch_dim": 1, "probe": False, "reuse": False, "independent": True, "left_out": ["2.bias", "2.weight"]}
     assert told.settings == {**default, **own}
     told.off()
     assert told.settings == {**default, **own}

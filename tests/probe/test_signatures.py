@@ -1,4 +1,4 @@
-"""What is one kind of forward to the probe, and when it is proven again."""
+"""What is one kind of forward."""
 
 from typing import Any
 
@@ -7,49 +7,13 @@ import torch
 import torch.nn as nn
 from nets import Between
 from oracle import squares
-from steps import check, check_batches, count_forwards
+from steps import check, check_batches
 from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.probe.planner import MOST
-
-
-def count_proofs(model: nn.Module) -> list[int]:
-    """Gets an entry for each proof of a hooked model from now on."""
-    recorder, proofs = recorder_of(model), list[int]()
-    prove = recorder.prove
-    assert prove is not None
-
-    def counted(*given: Any) -> int | None:
-        proofs.append(1)
-        return prove(*given)
-
-    recorder.prove = counted
-    return proofs
-
-
-def test_proofs_at_first_and_ever_more_rarely() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
-    calls = count_forwards(model)
-    with autograd_hacks.add_hooks(model):
-        proofs = count_proofs(model)
-
-        def proven(*shape: int) -> bool:
-            proofs.clear()
-            squares(model(torch.randn(*shape))).mean().backward()
-            return bool(proofs)
-
-        assert [n + 1 for n in range(130) if proven(5, 3)] == [1, 2, 16, 128]
-        assert not proven(6, 3)
-        assert proven(10, 3)  # twice as many samples as were ever proven
-        assert not proven(2, 3)
-        assert proven(4, 7, 3)  # another rank
-        assert proven(1, 3)  # in a batch of one nothing is apart
-        model.eval()
-        assert proven(4, 3)
-        assert len(calls) == 136  # the user's own
 
 
 class Skipping(nn.Module):
@@ -79,39 +43,13 @@ def test_layers_that_are_skipped_at_first() -> None:
             check(model, x)
 
 
-def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:
-    class Drop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for number in self.chosen:
-                x = torch.tanh(self.layers[number](x))
-            return x
-
-    model, x = Drop(), torch.randn(4, 3)
-    with autograd_hacks.add_hooks(model):
-        proofs, found = count_proofs(model), []
-        for model.chosen in ([0], [0], [1], [1], [2], [2], [0, 1, 2], [2], [1]):
-            proofs.clear()
-            squares(model(x)).mean().backward()
-            found.append(bool(proofs))
-    assert found == [True, True, True, False, True, False, False, False, False]
-
-
 def test_a_number_that_changes_each_step_has_few_plans() -> None:
     model, x = Between(lambda h, step, heat: h * (1 + step) / heat).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
-        proofs = count_proofs(model)
         for step in range(40):
             squares(model(x, step, 1 / (1 + step))).mean().backward()
         check(model, x, None, lambda x: model(x, 99, 0.5))
         assert len(recorder_of(model).planner.plans) <= 5
-        proofs.clear()
-        for step in range(80, 120):
-            squares(model(x, step, 1 / (1 + step))).mean().backward()
-        assert not proofs
 
 
 def test_a_number_that_was_told_apart_by_its_few_values_has_its_own_plan() -> None:
@@ -209,11 +147,6 @@ def test_the_number_of_plans_is_bounded() -> None:
         assert len(plans) <= MOST
         x = torch.randn(4, 3).double()
         check(model, x)
-        proofs = count_proofs(model)
-        for n in range(5):  # the plans that are used stay
-            check(model, x)
-            model(x, {f"another {n}": n})
-        assert len(proofs) == 1 + 5  # the second forward of its kind, and the others
 
 
 def test_a_model_whose_dtype_changes_and_changes_back() -> None:
