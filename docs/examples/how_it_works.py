@@ -342,7 +342,7 @@ def form_of(use: Use, g: Tensor) -> Form:
 # ----------------------------
 # A hook at each use computes the form as soon as g arrives, because the pass frees what nodes keep.  The table is used
 # twice, and its rows are the sums of both uses.  At the end a check that costs no row: along random directions u and v, the
-# rows must add up to the gradient that arrived.  Gradient that came by another way, such as a penalty, would fail here.
+# rows must add up to the gradient that arrived.  Gradient from elsewhere, such as a penalty, would fail here.
 
 forms = dict[str, Form]()
 
