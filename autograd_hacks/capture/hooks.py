@@ -60,8 +60,8 @@ def add_hooks(
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, as in
     ``h - h.mean(0).detach()``. This is needed for private training. The graph is analysed first; if that is not enough, the
-    model runs again with other samples replaced, at the first forward of each kind and then ever more rarely. Reading
-    raises if independence was not shown
+    model runs again with other samples replaced, in each forward whose operations are new. Reading raises if independence
+    was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
     argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all arguments
     that returns such integers. An argument whose name contains "position" holds each token's position in its document;

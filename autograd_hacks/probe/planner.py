@@ -1,4 +1,4 @@
-"""The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
+"""The plans of one hooked model, by kind of forward, and the number of samples in a forward's arguments."""
 
 import inspect
 from dataclasses import replace
@@ -32,13 +32,13 @@ class Known(NamedTuple):
 
     plan: Plan
     samples: int | None  # N, if the arguments show it
-    batch: Batch | None = None  # the arguments; None if nothing is to be proven
+    batch: Batch | None = None  # the arguments; None if no graph is to be read
     axes: tuple[int | None, ...] = ()  # possible axes of the samples in the arguments, the likeliest first
     aside: Aside | None = None  # everything the forward can reach, if it is to be run again
 
 
 class Planner:
-    """The plans of one hooked model, by signature.
+    """The plans of one hooked model, by kind of forward.
 
     batch_dim, independent: see `add_hooks`
     probes: whether forwards are read by their graphs
@@ -47,7 +47,7 @@ class Planner:
     def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False) -> None:
         self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
-        self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
+        self.static = Plan(pending=False)  # for layers called by themselves, and if no graph is read
         self.plans: dict[tuple[object, tuple[int | float, ...]], Plan] = {}
         self.memo: Any = None  # of the laws' walks; set by `plan_by`
         self._is_whole = False  # whether lazy layers have their parameters
