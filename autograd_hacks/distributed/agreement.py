@@ -88,10 +88,12 @@ def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], c
         if is_due():
             check()
         return
-    own, (others,) = agreed(is_due, lambda due: [due], 1, mesh, what)
+    own, (others, unsettled) = agreed(is_due, lambda due: [due, not record.is_settled], 2, mesh, what)
+    if others or unsettled:
+        _check_settings(from_all(_settings(model, recorder), mesh))
+        record.is_settled = True
     if not others:
         return
-    _check_settings(from_all(_settings(model, recorder), mesh))
     with alone(model):
         agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
     record.read_past = record.read_past.union(*from_all(record.plan.names, mesh))
