@@ -48,8 +48,8 @@ def add_hooks(
     like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by name, with None for an
     argument without samples. Give None alone if no argument has a batch axis
     probe: whether each forward's graph is read. The law of each node says where the samples are, so layers' batch axes, uses
-    of parameters and samples that mix are known in every step. A forward like an earlier one costs 2 to 4 µs a node. With
-    False, axis 0 of every layer's input is assumed to be the batch, and only parameters without a rule are looked up
+    of parameters and samples that mix are known in every step. With False, axis 0 of every layer's input is assumed to be
+    the batch, if every parameter has a layer's rule
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,

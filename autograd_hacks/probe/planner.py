@@ -62,8 +62,8 @@ class Planner:
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Known(Plan(pending=False, refused={n: NESTED for n, _ in model.named_parameters()}), None)
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
-        proves = self.probes or self.independent
-        if (self.is_covered and not proves) or (rule_for(model) and self.batch_dim == 0):
+        reads = self.probes or self.independent
+        if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
             return Known(self.static, None)
         names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
