@@ -294,11 +294,11 @@ class PrivateTraining:
                 "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
-        factor = scale_of(self._scale if scale is None else scale, scaler)
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
         check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
+        factor = scale_of(self._scale if scale is None else scale, scaler)
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
         self._noisy.forget()

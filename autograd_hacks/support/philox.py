@@ -30,7 +30,7 @@ _ROW = 128
 # Numbers as tensors: torch makes one of each number of Python's, which takes as long as work on a thousand entries.
 _INTEGER = partial(torch.tensor, dtype=torch.int64, device="cpu")
 _REAL = partial(torch.tensor, dtype=torch.float64, device="cpu")
-_CUT, _HALF_WORD, _LOST, _SIGN, _EXPONENT, _ONE = map(_INTEGER, (_WORD, 32, 11, 63, 52, 1))
+_LOST, _SIGN, _EXPONENT, _ONE = map(_INTEGER, (11, 63, 52, 1))
 _ROOT_OF_HALF = _INTEGER(0x3FE6A09E667F3BCD)
 """The bits of √½ in float64."""
 _ARTANH = [_REAL(-16 / (2 * k + 1)) for k in range(10, -1, -1)]
@@ -49,6 +49,11 @@ def key_of(*fields: object) -> int:
     return int.from_bytes(sha256(repr(fields).encode()).digest()[:8], "big")
 
 
+def _pair(first: int, second: int, device: torch.device) -> Tensor:
+    """Two numbers, made on the device: nothing is copied to it."""
+    return torch.arange(2, device=device).mul_(second - first).add_(first)
+
+
 def philox_(counter: Tensor, key: int | Tensor) -> Tensor:
     """Replaces counters by random words.
 
@@ -57,11 +62,11 @@ def philox_(counter: Tensor, key: int | Tensor) -> Tensor:
     Returns ``counter``: (4, *S), numbers in [0, 2³²).
     """
     if isinstance(key, int):
-        key = torch.tensor([key & _WORD, key >> 32], device=counter.device)
+        key = _pair(key & _WORD, key >> 32, counter.device)
     both = (2, *[1] * (counter.ndim - 1))
-    factors, steps = torch.tensor([_FACTORS, _STEPS], device=counter.device).view(2, *both).unbind()
+    factors, steps = (_pair(*own, counter.device).view(both) for own in (_FACTORS, _STEPS))
     turn = torch.arange(_ROUNDS, device=counter.device).view(_ROUNDS, *[1] * counter.ndim)
-    keys = torch.addcmul(key.view(2, *key.shape[1:], *[1] * (counter.ndim - key.ndim)), turn, steps).bitwise_and_(_CUT)
+    keys = torch.addcmul(key.view(2, *key.shape[1:], *[1] * (counter.ndim - key.ndim)), turn, steps).bitwise_and_(_WORD)
     keys[::2] = keys[::2].flip(1)
     # Words 0 and 2 pass through each operation together.  A round gives their successors in the other order.
     words, last = counter[::2], counter[1::2]
@@ -71,12 +76,12 @@ def philox_(counter: Tensor, key: int | Tensor) -> Tensor:
         # The products' bits are right although the largest overflow int64.  Their upper words are cut off after they have
         # entered the words, together with those of the words: that saves passes over memory.
         torch.mul(words, orders[n % 2], out=products)
-        torch.bitwise_right_shift(products, _HALF_WORD, out=words)
+        torch.bitwise_right_shift(products, 32, out=words)
         first.bitwise_xor_(others[1])
         second.bitwise_xor_(others[0])
-        words.bitwise_xor_(key).bitwise_and_(_CUT)
+        words.bitwise_xor_(key).bitwise_and_(_WORD)
         products, spare, others, own, next_own = spare, products, own, next_own, own
-    torch.bitwise_and(spare, _CUT, out=last)
+    torch.bitwise_and(spare, _WORD, out=last)
     return counter
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from derivatives import step
 from oracle import assert_same, one_loss_at_a_time, squares
+from rarely import rarely
 from test_derivatives import found, made
 from torch import Tensor
 from torch.func import functional_call
@@ -14,7 +15,8 @@ from torch.func import functional_call
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, SamplesMixed
 
-NAMES = ("mlp", "convolutions", "norms", "norms by channel", "attention", "tied", "recurrent", "routed", "normed", "scale")
+SLOW = ("norms", "norms by channel", "attention", "tied", "recurrent")
+"""What only tox -e full differentiates."""
 
 Rows = dict[str, Tensor]
 
@@ -33,7 +35,7 @@ def penalty_of(rows: list[Rows]) -> Tensor:
     return (norms.sqrt() - 1).square()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "routed", "normed", "scale", *rarely(*SLOW)])
 def test_a_penalty_on_the_norms(name: str) -> None:
     """Its gradients, and its own rows."""
     model, x = made(name)

@@ -194,6 +194,7 @@ def test_what_is_free_of_samples_may_be_kept() -> None:
     assert model.kept[0] == 3
 
 
+@pytest.mark.slow  # a language model is compiled, to see that it runs
 def test_a_cache_that_is_returned_is_none_that_is_kept() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(

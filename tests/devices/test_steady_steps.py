@@ -58,7 +58,7 @@ MODELS = FAMILIES | {
     "padded bag": Family(padded_bag("sum"), words),
     "largest of a bag": Family(padded_bag("max"), words),
 }
-SIBLINGS = ("lstm", "gru", "causal language model", "untied embedding", "largest of a bag")
+SIBLINGS = ("mlp", "lstm", "gru", "causal language model", "embedding bag", "untied embedding", "wide", "largest of a bag")
 """Models that another is like: the usual tests leave them out."""
 DRAWS = {"padded text"}
 """Models with dropout, whose rows are another step's."""

@@ -17,6 +17,7 @@ from packed import Packed
 from packed import batch as packed_batch
 from packed import losses as losses_of_documents
 from pretend import Far, near, placed, pretending
+from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._device import _device_constructors
@@ -311,7 +312,7 @@ OF_TEXT = (
 """The verbs with passes of their own, also of a language model: `test_families_by_device` has the others of all families."""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*(place for place in PLACES if place != DEFAULT), *rarely(DEFAULT)])
 @pytest.mark.parametrize(
     ("name", "family"), [*((name, "") for name in VERBS), *((name, "causal language model") for name in OF_TEXT)]
 )

@@ -197,6 +197,7 @@ def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) 
     assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, at import
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_compiled_step_of_an_optimizer(clips: bool) -> None:
     private, model = training(), net()

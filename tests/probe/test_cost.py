@@ -20,15 +20,16 @@ from autograd_hacks.capture.hooks import recorder_of
 FIRST_STEP = """
 import sys, torch, autograd_hacks
 model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
-autograd_hacks.add_hooks(model)
+autograd_hacks.add_hooks(model, independent=len(sys.argv) > 1)
 model(torch.randn(4, 3)).square().mean().backward()
 autograd_hacks.compute_grad1(model)
 sys.exit("torch._dynamo" in sys.modules)
 """
 
 
-def test_a_first_step_imports_no_compiler() -> None:
-    subprocess.run([sys.executable, "-c", FIRST_STEP], check=True)
+@pytest.mark.parametrize("options", [[], ["independent"]])
+def test_a_first_step_imports_no_compiler(options: list[str]) -> None:
+    subprocess.run([sys.executable, "-c", FIRST_STEP, *options], check=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
