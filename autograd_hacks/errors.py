@@ -139,15 +139,14 @@ class UnseenGradient(PerSampleGradientError, section="Gradient by another way"):
 
 
 class ProbeFailed(PerSampleGradientError, section="A model that can't be probed"):
-    """The check of the model was inconclusive.
+    """Independence of samples could not be checked.
 
-    Either the model can't run with some samples replaced by others, as the check of independence needs; or rows are
-    requested behind a branch that carried no gradient during the check.
+    The model can't run with some samples replaced by others, or does something that the check can't follow.
     """
 
 
 class VerificationFailed(PerSampleGradientError, section="Rows that are wrong"):
-    """`verify` or `check_rows` found per-sample gradients that differ from autograd's."""
+    """`verify`, `check_rows` or the check of a registered rule found per-sample gradients that differ from autograd's."""
 
 
 class HigherOrderError(PerSampleGradientError, section="What is refused", page="derivatives.rst"):

@@ -31,7 +31,7 @@ class Given:
     checkpoints: list[tuple[dict[str, Tensor], float]]
     net: nn.Sequential
     batch: int
-    probe: bool = True  # whether models are proven, by this library
+    probe: bool = True  # whether forwards are read by their graphs, by this library
 
     def model(self) -> nn.Sequential:
         return copy.deepcopy(self.net)

@@ -27,7 +27,7 @@ from workloads import Batch, Model, Workload
 
 WORLD, BLOCKS, WIDTH, HIDDEN, SAMPLES, POSITIONS = 2, 6, 128, 512, 16, 64
 WARM = 3
-"""Steps that don't count: the first are proven."""
+"""Steps that don't count: the first read graphs and fill caches."""
 TITLE = f"{WORLD} processes, {BLOCKS} blocks of {WIDTH}-{HIDDEN}, {SAMPLES} × {POSITIONS} a process"
 ONE, REPLICAS, SHARDS = ENGINES = "one process", "DistributedDataParallel", "fully_shard"
 CLIPS = "clip: ours", "clip: ours, param_grad=False"

@@ -47,7 +47,7 @@ def products_apart(own: Tensor, other: Tensor) -> float:
 class Use:
     """what: for people, of what and how many    theirs: {peer: its way}, of one package
     apart: how far numbers are from another way's    limit: how far they may be
-    hooks: whether it is ours to hook the model, so that it may be left unproven"""
+    hooks: whether it is ours to hook the model, so that its graphs may be left unread"""
 
     what: str
     ours: given.Use

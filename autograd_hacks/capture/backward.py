@@ -122,7 +122,7 @@ class Backward:
                 node.register_prehook(self._note_mixed)
 
     def watch_penalty(self, node: Node, names: Collection[str]) -> None:
-        """Notes gradients that come by an output of parameters alone, which belongs to no sample.  names: theirs"""
+        """Notes gradients that come through an output of parameters alone, which belongs to no sample.  names: theirs"""
 
         def note(grads: tuple[Tensor | None, ...]) -> None:
             if self.hears() and any(grad is not None for grad in grads):

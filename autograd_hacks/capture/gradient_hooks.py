@@ -62,7 +62,7 @@ def watch(
 
 
 class _Watched:
-    """A hook in the place of the user's, which it calls."""
+    """A hook that replaces the user's and calls it."""
 
     def __init__(
         self, backward: weakref.ref[Backward], hook: Callable[..., Any], labels: Labels | None, samples: int

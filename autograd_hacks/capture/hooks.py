@@ -48,8 +48,8 @@ def add_hooks(
     like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by name, with None for an
     argument without samples. Give None alone if no argument has a batch axis
     probe: whether each forward's graph is read. The law of each node says where the samples are, so layers' batch axes, uses
-    of parameters and samples that mix are known in every step. A forward like an earlier one costs 2 to 4 µs a node. With
-    False, axis 0 of every layer's input is assumed to be the batch, and only parameters without a rule are looked up
+    of parameters and samples that mix are known in every step. With False, axis 0 of every layer's input is assumed to be
+    the batch, if every parameter has a layer's rule
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
@@ -60,8 +60,8 @@ def add_hooks(
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, as in
     ``h - h.mean(0).detach()``. This is needed for private training. The graph is analysed first; if that is not enough, the
-    model runs again with other samples replaced, at the first forward of each kind and then ever more rarely. Reading
-    raises if independence was not shown
+    model runs again with other samples replaced, in each forward whose operations are new. Reading raises if independence
+    was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
     argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all arguments
     that returns such integers. An argument whose name contains "position" holds each token's position in its document;

@@ -49,7 +49,7 @@ class Recorder:
     planner: Planner  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
-    # ``together(model, recorder, is_due, prove)`` runs the proof if it is due, at the end of each forward with gradients.
+    # ``together(model, recorder, is_due, show)`` shows independence if that is due, at the end of forwards with gradients.
     # Other processes may have to take part.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
@@ -144,7 +144,7 @@ class Recorder:
 
     @contextmanager
     def proving(self, independent: bool) -> Iterator[None]:
-        """A context in which each kind of forward is proven once more.  independent: see `add_hooks`"""
+        """A context in which each kind of forward is checked for independence once more.  independent: see `add_hooks`"""
         with kept(self.planner, "independent"):
             self.planner.independent |= independent
             self.planner.doubt()

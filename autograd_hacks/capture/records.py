@@ -201,6 +201,7 @@ class Record:
     gathered: dict[str, Tensor] = field(default_factory=dict)  # by name, what replaces shards while layers run
     cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and the parameters that are whole
     mesh: Any = None  # of the processes that hold the shards
+    is_settled: bool = False  # whether processes that share the model were found to have hooked it alike
     read_past: frozenset[str] = frozenset()  # parameters in shards that some process reads from the graph
     shards: dict[str, int] = field(default_factory=dict)  # how often the shards had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs.  Gets the pass, the name, and the gradient if it is computed.

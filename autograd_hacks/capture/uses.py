@@ -77,7 +77,7 @@ class Use(ABC):
     is_own: bool = True  # False if the layer was called by itself or by another model
     samples: int | None = None  # N, if the model's own arguments or outputs show it
     layouts: Layouts = ()  # where the samples are in each tensor; set with N
-    is_unseen: bool = False  # whether it had no gradient when the plan was proven
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it
     labels: Tensor | None = None  # the sample of each row, if axis 0 has samples in no fixed order
     recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
     versions: Versions = field(default_factory=list)  # of its arguments

@@ -1,7 +1,8 @@
-"""Joint actions of processes that hold shards of one model: proving its forwards, and failing.
+"""Joint actions of processes that hold shards of one model: checking its forwards, and failing.
 
 A process that gathered weights on its own would wait for the others forever.  So at the end of a forward with gradients all
-add up one flag: does any process have to prove its forward?  If so, all gather their weights, and those processes prove it.
+add up one flag: does any process have to check that its samples are independent?  If so, all gather their weights, and those
+processes check it.
 """
 
 from __future__ import annotations
@@ -79,20 +80,22 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
         recorder.record.shards = versions_of_shards(dict(model.named_parameters()))
 
 
-def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], prove: Callable[[], None]) -> None:
-    """Proves a finished forward if that is due.  Processes that hold shards decide and gather together."""
-    record, what = recorder.record, "could not prove its forward"
+def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Checks a finished forward if that is due.  Processes that hold shards decide and gather together."""
+    record, what = recorder.record, "could not check its forward"
     mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
     if mesh is None:
         if is_due():
-            prove()
+            check()
         return
-    own, (others,) = agreed(is_due, lambda due: [due], 1, mesh, what)
+    own, (others, unsettled) = agreed(is_due, lambda due: [due, not record.is_settled], 2, mesh, what)
+    if others or unsettled:
+        _check_settings(from_all(_settings(model, recorder), mesh))
+        record.is_settled = True
     if not others:
         return
-    _check_settings(from_all(_settings(model, recorder), mesh))
     with alone(model):
-        agreed(prove if own else lambda: None, lambda _: (), 0, mesh, what)
+        agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
     record.read_past = record.read_past.union(*from_all(record.plan.names, mesh))
 
 

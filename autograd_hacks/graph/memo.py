@@ -1,6 +1,6 @@
 """Walks of earlier forwards: labels are a function of a key and of some values, so a forward with equal ones needs no walk.
 
-This is a cache, not a proof that is to hold for other forwards: the key is the graph itself, with all that laws read of it
+This is a cache: the key is the graph itself, with all that laws read of it
 (`trace.py`), the roots' labels and N.  What laws by value read is compared; nodes without a law are asked again, and the
 answers compared; which operands are the model's or the batch's is looked up again.  Whatever differs means a walk.
 

@@ -56,10 +56,10 @@ class Documents:
         """
         samples, positions = self.ids.shape
         if at == Layout() and tuple(shape[:2]) == (samples, positions) and len(shape) - features >= 2:
-            # If two axes have the same size, no proof shows which one has the positions of tokens.
+            # If two axes have the same size, nothing shows which one has the positions of tokens.
             is_doubtful = self.is_of_tokens and positions > 1 and positions in shape[2 : len(shape) - features]
             return None if is_doubtful else Layout(0, POSITIONS)
-        # Rows may have been reordered.  A proof of documents shows it, but nothing shows it for tokens.
+        # Rows may have been reordered.  Labels of documents show it, but nothing shows it for tokens.
         is_merged = at is not None and at.axis == 0 and (at.fold == "N·T" or 1 in (samples, positions))
         is_merged &= not self.is_of_tokens
         return Layout() if is_merged and len(shape) > features and shape[0] == samples * positions else None
@@ -112,7 +112,7 @@ class Documents:
 
     @cached_property
     def most(self) -> int:
-        """The largest number of documents in a sample; 0 for rows of tokens, which aren't proven."""
+        """The largest number of documents in a sample; 0 for rows of tokens, which aren't checked."""
         if self.is_of_tokens or not self.ids.numel():
             return 0
         first = self.ids.masked_fill(self.ids < 0, self.count).amin(1)

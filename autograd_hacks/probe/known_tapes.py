@@ -1,4 +1,4 @@
-"""The tapes of forwards that were proven, and whether another tape is one of them."""
+"""The tapes of forwards whose samples were shown to be independent, and whether another tape is one of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST = 32
 
 
 class Tapes:
-    """The tapes that were proven, the last ones of them.  Copies leave them out."""
+    """The last tapes that were shown to be independent.  Copies leave them out."""
 
     def __init__(self) -> None:
-        self.sites: set[Hashable] = set()  # those of forwards that were proven as a whole
+        self.sites: set[Hashable] = set()  # those of forwards that were checked as a whole
         self.constants = Constants()
         self.mixing: Any = None  # what ran in the last forward in which samples mixed
-        self._known: OrderedDict[int, _Proven] = OrderedDict()
+        self._known: OrderedDict[int, _Shown] = OrderedDict()
         self._next = 0
 
     def __contains__(self, tape: Tape) -> bool:
@@ -39,14 +39,14 @@ class Tapes:
         return next(reversed(self._known.values())).entries if self._known else ()
 
     def has_alike(self, tape: Tape) -> bool:
-        """Whether a tape differs from a proven one only in sizes, each by the factor of sizes of the arguments."""
+        """Whether a tape differs from a known one only in sizes, each by the factor of sizes of the arguments."""
         return any(_is_alike(known, tape) and (not known.values or _equal(known, tape)) for known in self._known.values())
 
     def add(self, tape: Tape, for_all_values: bool) -> None:
-        """for_all_values: whether the proof holds whatever the values are"""
+        """for_all_values: whether the samples are independent whatever the values are"""
         sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
         values = () if for_all_values else tuple([x.detach().clone() for x in tape.values])
-        self._known[self._next] = _Proven(tape.entries, sources, frozenset(tape.sites), values)
+        self._known[self._next] = _Shown(tape.entries, sources, frozenset(tape.sites), values)
         self._next += 1
         while len(self._known) > MOST:
             self._known.popitem(last=False)
@@ -55,7 +55,7 @@ class Tapes:
         return Tapes, ()
 
 
-class _Proven(NamedTuple):
+class _Shown(NamedTuple):
     """What is kept of a tape.  values: see `Tape`; empty if they don't matter"""
 
     entries: list[Entry]
@@ -64,16 +64,16 @@ class _Proven(NamedTuple):
     values: Sequence[Tensor]
 
 
-def _is_same(known: _Proven, tape: Tape) -> bool:
+def _is_same(known: _Shown, tape: Tape) -> bool:
     return known.sources == tape.sources and known.sites == tape.sites
 
 
-def _equal(known: _Proven, tape: Tape) -> bool:
+def _equal(known: _Shown, tape: Tape) -> bool:
     pairs = list(zip(known.values, tape.values))
     return len(known.values) == len(tape.values) and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
-def _is_alike(known: _Proven, tape: Tape) -> bool:
+def _is_alike(known: _Shown, tape: Tape) -> bool:
     if len(known.entries) != len(tape.entries) or known.sites != tape.sites or known.sources.keys() != tape.sources.keys():
         return False
     factors, sources = {(1, 1)}, list(zip(known.sources.values(), tape.sources.values()))

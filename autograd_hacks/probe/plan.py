@@ -41,7 +41,7 @@ class Steady(dict[Any, Any]):
 
 @dataclass
 class Plan:
-    """Everything that holds for all forwards of a signature.  Parameters are known by their first name in the model."""
+    """What is kept of the forwards of a kind.  Parameters are known by their first name in the model."""
 
     AGAIN: ClassVar[int] = -1
     """The number of a call that a backward pass repeats, so that it is unknown which call it was."""
@@ -71,9 +71,9 @@ class Plan:
     shared: frozenset[int] = frozenset()  # the numbers of the arguments without samples: see `Batch`
 
     # State since then.
-    forwards: int = 0  # of its signature, so far
+    forwards: int = 0  # of its kind, so far
     replaced: int = 0  # the largest N for which every sample was replaced while every other one was kept
-    pending: bool = True  # whether the running forward must be proven
+    pending: bool = True  # whether the running forward must be shown to be independent
     derives: bool | None = None  # whether passes made graphs; None before the first pass
     # By path and number, what the next forward is expected to repeat in layer calls: see `capture/forward.py`.
     steady: Steady = field(default_factory=Steady)

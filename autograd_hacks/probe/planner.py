@@ -1,4 +1,4 @@
-"""The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
+"""The plans of one hooked model, by kind of forward, and the number of samples in a forward's arguments."""
 
 import inspect
 from dataclasses import replace
@@ -32,13 +32,13 @@ class Known(NamedTuple):
 
     plan: Plan
     samples: int | None  # N, if the arguments show it
-    batch: Batch | None = None  # the arguments; None if nothing is to be proven
+    batch: Batch | None = None  # the arguments; None if no graph is to be read
     axes: tuple[int | None, ...] = ()  # possible axes of the samples in the arguments, the likeliest first
     aside: Aside | None = None  # everything the forward can reach, if it is to be run again
 
 
 class Planner:
-    """The plans of one hooked model, by signature.
+    """The plans of one hooked model, by kind of forward.
 
     batch_dim, independent: see `add_hooks`
     probes: whether forwards are read by their graphs
@@ -47,7 +47,7 @@ class Planner:
     def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False) -> None:
         self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
-        self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
+        self.static = Plan(pending=False)  # for layers called by themselves, and if no graph is read
         self.plans: dict[tuple[object, tuple[int | float, ...]], Plan] = {}
         self.memo: Any = None  # of the laws' walks; set by `plan_by`
         self._is_whole = False  # whether lazy layers have their parameters
@@ -62,8 +62,8 @@ class Planner:
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Known(Plan(pending=False, refused={n: NESTED for n, _ in model.named_parameters()}), None)
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
-        proves = self.probes or self.independent
-        if (self.is_covered and not proves) or (rule_for(model) and self.batch_dim == 0):
+        reads = self.probes or self.independent
+        if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
             return Known(self.static, None)
         names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)

@@ -1,4 +1,4 @@
-"""The tape of a forward: which operations ran on what.  It tells whether the forward is one that was proven.
+"""The tape of a forward: which operations ran on what.  It tells whether the forward is known to be independent.
 
 A path without a gradient leaves no node in autograd's graph, but its operations are on the tape.
 """

@@ -37,7 +37,7 @@ many digits as K has."""
 
 
 Told = tuple[Use, OutputGrads, Form]
-"""A use, the gradients that a pass brought to it, and the rows that follow for a parameter."""
+"""A use, the gradients that a pass gave to it, and the rows that follow for a parameter."""
 
 
 class Certificate:

@@ -69,7 +69,7 @@ def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
 
 
 def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
-    """Whether samples are where an earlier proof found them."""
+    """Whether samples are where an earlier forward of this kind had them."""
     places = [
         (plan.outputs[slot], at)
         for slot, at in hypothesis.places.items()

@@ -1,8 +1,8 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
-The operations of each forward are compared with those of forwards that were proven.  Of others, labels show it, or a trace
-of the model.  If that is not possible, the model is run again with other samples replaced.  If the model computes a loss
-itself, the rows are compared too."""
+The operations of each forward are compared with those of forwards whose samples were shown to be independent.  For other
+operations labels show it, or a trace of the model.  If that is not possible, the model is run again with other samples
+replaced.  If the model computes a loss itself, the rows are compared too."""
 
 import copy
 import sys
@@ -51,7 +51,7 @@ class _Seen(NamedTuple):
 def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> bool:
     """Whether samples of a finished forward are known to be independent, from its tape.
 
-    Another tape than those that were proven needs a proof, before the forward's gradients are read.  True if nothing asks
+    A tape that is new needs a check, before the forward's gradients are read.  True if nothing asks
     for independence.
     """
     tape = recorder.tape
@@ -65,7 +65,7 @@ def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> b
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, plan: Plan, samples: int) -> bool:
-    """Whether the tape shows it: by the labels of its operations, or because it differs from a proven one in sizes only."""
+    """Whether the tape shows it: by the labels of its operations, or because it differs from a known one in sizes only."""
     tape, batch = recorder.tape, recorder.batch
     if tape is None or batch is None or plan.counted_at is not None or batch.has_lists(samples) or _losses(ran, plan):
         return False
@@ -94,7 +94,7 @@ def show_independent(
 ) -> None:
     """Records in a plan whether outputs, and changed buffers, are independent of other samples.
 
-    aside: the state in which the forward began; None if a proof was not known to be due then
+    aside: the state in which the forward began; None if a check was not known to be due then
 
     Raises ProbeFailed if the model can't be run again.
     """
@@ -133,7 +133,7 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
         samples <= plan.replaced and recorder.tape is None,
         torch.Generator().manual_seed(samples),
     )  # at another point of training
-    # Rows take a backward pass.  They are compared in two runs of the first proof.
+    # Rows take a backward pass.  They are compared in two runs of the first check.
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
@@ -191,7 +191,7 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
     if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
         print(
             f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} "
-            f"operations that were not proven. It is traced, or runs again with other samples replaced: about {seconds:.0f} "
+            f"operations that are new. It is traced, or runs again with other samples replaced: about {seconds:.0f} "
             "s, and again for each new sequence of operations that labels alone don't show",
             file=sys.stderr,
         )
@@ -210,8 +210,8 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
     # An array may share the memory of a tensor, and its copy does not.
     if not tape.repeats(again, is_cached or any(hasattr(leaf, "__array_interface__") for leaf in batch.leaves)):
         raise ProbeFailed(
-            "independence of samples: this forward ran operations that were not proven, and other ones when it was repeated "
-            "for the proof. What a forward computes must follow from its arguments, the modules' attributes and the random "
+            "independence of samples: this forward ran operations that are new, and other ones when it was repeated for the "
+            "check. What a forward computes must follow from its arguments, the modules' attributes and the random "
             "numbers of torch and Python. Set flags and counters as attributes of the model, outside of its forward."
         )
 
@@ -253,7 +253,7 @@ class _Runs:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         recorder, found = self.recorder, dict[str, Tensor]()
-        # Other routes may need a new proof.  It uses a copy of the plan, and starts no further runs.
+        # Other routes may need a new check.  It uses a copy of the plan, and starts no further runs.
         with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent", "probes"):
             recorder.planner.independent, recorder.planner.probes = False, True
             outputs = tensors_of(model(*args, **kwargs))

@@ -39,7 +39,7 @@ Where = Layout | Tensor | Label
 
 @dataclass
 class Read:
-    """What laws say of a forward.  Nodes are numbered as in the trace.
+    """What laws say about a forward.  Nodes are numbered as in the trace.
 
     places: of the calls, in their order
     rows: the sample of each row, by the number of a call

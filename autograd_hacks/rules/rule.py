@@ -87,8 +87,8 @@ class Call:
     def check_same(self, seen: Iterable[Tensor], again: Iterable[Tensor]) -> None:
         """Raises StaleRecord if recomputed tensors differ from those of the forward pass.
 
-        On a GPU the comparison would wait for the device. There it runs after each proof only, and in each step if the
-        layer has dropout. `read` still sees changed weights in each step, except changes through ``.data``.
+        On a GPU the comparison would wait for the device, so there it runs only if the layer has dropout. `read` still sees
+        changed weights in each step, except changes through ``.data``.
         """
         if self.compares and not all(is_recomputed(before, now, self.precision) for before, now in zip(seen, again)):
             raise StaleRecord(

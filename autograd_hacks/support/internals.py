@@ -73,14 +73,7 @@ def never_compile(function: Any) -> None:
     _C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
-_LEAF = torch.zeros((), requires_grad=True, device="cpu")
-
-
-def next_node() -> int:
-    """The number of a node that this thread makes now; later ones have larger numbers."""
-    with torch.enable_grad():
-        node = _LEAF.view(()).grad_fn
-    return 0 if node is None else sequence_number(node)
+next_node: Callable[[], int] = _C._autograd._get_sequence_nr  # the number of the next node that this thread makes
 
 
 def is_transformed() -> bool:

@@ -55,6 +55,7 @@ def add_hooks(
     recorder.is_shown, recorder.show = is_shown, show_independent
     recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
+    recorder.record.is_settled = False
     recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
     return Hooked(model, handle._before)
 

@@ -58,8 +58,8 @@ def verify(
 
     It runs the model again, with random gradients g at the model's outputs and random weights w.  For every trainable
     parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
-    mixed samples or a wrong axis can't pass.  It repeats the first forward's check that samples don't mix.  If a step is
-    recorded, it also compares the sum of its rows with ``.grad``, which must have been cleared before the step.
+    mixed samples or a wrong axis can't pass.  If a step is recorded, it
+    also compares the sum of its rows with ``.grad``, which must have been cleared before the step.
 
     With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
     that the outputs of the others in the same sample don't change.

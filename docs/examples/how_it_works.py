@@ -2,10 +2,10 @@
 How it works: the library in one file
 =====================================
 
-The library from scratch, on one small model.  Hooks record what a layer saw.  Autograd's graph shows where any other
-parameter meets the batch.  A second backward pass shows which sample each gradient belongs to.  Norms and clipped sums are
-computed without writing the gradients out.  At the end the library itself runs, and everything is compared with one
-backward pass for each sample. ::
+The library from scratch, on one small model.  Hooks note what a layer saw.  Autograd's graph shows what the forward did, and
+a law for each kind of node says which sample each gradient belongs to.  A formula makes each sample's gradient of what was
+noted.  Norms and clipped sums are computed without writing the gradients out.  At the end the library itself runs, and
+everything is compared with one backward pass for each sample. ::
 
     pip install matplotlib tqdm
     python how_it_works.py
@@ -14,6 +14,7 @@ backward pass for each sample. ::
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -77,12 +78,94 @@ output = model(ids)
 losses = F.cross_entropy(output, targets, reduction="none")
 
 # %%
-# Where parameters meet the batch
-# -------------------------------
+# Labels: whose is a gradient?
+# ----------------------------
 # Autograd's graph records what the forward did.  A node is one operation.  Its ``next_functions`` lead to the nodes that
-# made its inputs, and end at the leaves, which are parameters.  From a leaf towards the output, the first node that also
-# depends on the batch is a *meeting*: it keeps x, and g arrives there.  Between leaf and meeting are functions of parameters
-# only, such as a transposition or ``1 + gain``.  They do not depend on any sample.
+# made its inputs, and end at the leaves, which are parameters.  In the backward pass a gradient of the output's shape
+# arrives at each node.  A *label* says which sample each of its entries belongs to.
+
+
+class At(NamedTuple):
+    """Entry i along the axis belongs to sample i // each."""
+
+    axis: int
+    each: int = 1
+
+
+SUM = "several samples contribute to each entry"
+Label = At | str
+
+
+def owners(x: Tensor, at: At) -> Tensor:
+    """The sample of each entry."""
+    samples = torch.arange(x.shape[at.axis]) // at.each
+    return samples.view(-1, *[1] * (x.ndim - at.axis - 1)).expand_as(x)
+
+
+# %%
+# A law for each kind of node
+# ---------------------------
+# A law takes the label of the gradient at a node's output, and gives the label at one of its inputs.  It reads sizes and
+# a few numbers that the node keeps, and no values.  A sum over the axis that has the samples gives SUM.
+
+
+def shape_of(node: Any) -> torch.Size:
+    return torch.Size(node._input_metadata[0].shape)  # here each node makes one tensor
+
+
+def elementwise(node: Any, at: At, place: int) -> Label:
+    """The input is broadcast: what it lacks in axes, or repeats, is summed over."""
+    shape, given = shape_of(node), shape_of(node.next_functions[place][0])
+    axis = at.axis - len(shape) + len(given)
+    return At(axis, at.each) if axis >= 0 and given[axis] == shape[at.axis] else SUM
+
+
+def view(node: Any, at: At, place: int) -> Label:
+    """Each sample keeps its stretch of memory."""
+    entries, row = at.each * prod(shape_of(node)[1:]), prod(node._saved_self_sym_sizes[1:])
+    return At(0, entries // row) if at.axis == 0 and entries % row == 0 else SUM
+
+
+def mean(node: Any, at: At, place: int) -> Label:
+    """The reduced axes return."""
+    axis = at.axis
+    for reduced in sorted(node._saved_dim):
+        axis += reduced <= axis
+    return At(axis, at.each)
+
+
+def product(node: Any, at: At, place: int) -> Label:
+    """y = x W: x has the rows of y, W the columns."""
+    return at if at.axis == place else SUM
+
+
+def layer_norm(node: Any, at: At, place: int) -> Label:
+    return elementwise(node, at, place) if at.axis < len(shape_of(node)) - len(node._saved_normalized_shape) else SUM
+
+
+LAWS: dict[str, Callable[[Any, At, int], Label]] = {
+    "AddBackward0": elementwise,
+    "SubBackward0": elementwise,
+    "MulBackward0": elementwise,
+    "ReluBackward0": elementwise,
+    "ViewBackward0": view,
+    "MeanBackward1": mean,
+    "MmBackward0": product,
+    "AddmmBackward0": lambda node, at, place: product(node, at, place - 1) if place else elementwise(node, at, 0),
+    "NativeLayerNormBackward0": layer_norm,
+    "EmbeddingBackward0": lambda node, at, place: SUM,  # each row of the table is summed over all its readers
+}
+
+# %%
+# From the output down
+# --------------------
+# The walk begins at the output, whose axis 0 has the samples, and applies the laws node by node.  It meets two kinds of
+# SUM.  If the value behind it is made of parameters alone (a parameter, or one behind a transposition or ``1 + gain``), this
+# is a *use*: here the parameter meets the batch, and each sample's part of the sum is a row.  Otherwise samples mix.
+#
+# The library finds the output's axis by trying: the labels must arrive at the arguments in their order.  It has laws for
+# operations that move entries by a saved tensor, such as an index, and asks the node itself if there is no law.  It walks
+# a graph once: a graph with equal nodes, sizes and saved values has equal labels, so they are looked up.
 
 
 class Use(NamedTuple):
@@ -91,87 +174,78 @@ class Use(NamedTuple):
     name: str
     leaf: Any  # where the parameter ends the graph
     value: Any  # the node that computed the value that is used; the leaf if that is the parameter itself
-    node: Any  # the meeting
-    place: int  # the value's place among the meeting's inputs
+    node: Any  # the node that takes it
+    place: int  # the value's place among the node's inputs
+    at: At  # the label of the gradient at the node's output
 
 
-def takers_in(output: Tensor) -> dict[Any, list[tuple[Any, int]]]:
-    """For each node, the nodes that take its result, and as which input.  (Here each node makes one tensor.)"""
-    takers, waiting = dict[Any, list[tuple[Any, int]]](), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        for place, (behind, _) in enumerate(() if node is None else node.next_functions):
-            waiting += [behind] if behind not in takers else []
-            takers.setdefault(behind, []).append((node, place))
-    return takers
-
-
-def follows(node: Any, batch: Tensor) -> bool:
-    """Whether a node depends on the batch: it keeps a part of the batch, or a node behind it does."""
+def is_fixed(node: Any) -> bool:
+    """Whether a value is made of parameters alone: no node behind it keeps a tensor."""
     kept = (getattr(node, name) for name in dir(type(node)) if name.startswith("_saved_"))
-    memory = {x.untyped_storage().data_ptr() for x in kept if isinstance(x, Tensor)}
-    behind = (other for other, _ in node.next_functions if other is not None)
-    return batch.untyped_storage().data_ptr() in memory or any(follows(other, batch) for other in behind)
+    return not any(isinstance(x, Tensor) for x in kept) and all(is_fixed(own) for own, _ in node.next_functions if own)
 
 
-def uses_in(model: nn.Module, output: Tensor, batch: Tensor) -> list[Use]:
-    """Climbs from each parameter's leaf to its meetings."""
-    takers, names = takers_in(output), {p: name for name, p in model.named_parameters()}
-    found, waiting = [], [(leaf, leaf) for leaf in takers if getattr(leaf, "variable", None) in names]
-    while waiting:
-        leaf, value = waiting.pop()
-        for node, place in takers[value]:
-            if follows(node, batch):
-                found.append(Use(names[leaf.variable], leaf, value, node, place))
-            else:
-                waiting.append((leaf, node))
+def in_order(node: Any, found: dict[Any, None]) -> dict[Any, None]:
+    """All nodes, each behind those that it leads to."""
+    for behind, _ in node.next_functions:
+        if behind is not None and behind not in found:
+            in_order(behind, found)
+    found[node] = None
     return found
 
 
-uses = uses_in(model, output, ids)
+def walk(model: nn.Module, output: Tensor) -> tuple[list[Use], set[str]]:
+    """The uses, and the parameters behind a place where samples mix."""
+    names = {p: name for name, p in model.named_parameters()}
+    labels, uses, mixed = dict[Any, Label]({output.grad_fn: At(0)}), list[Use](), set[str]()
+    for node in reversed(in_order(output.grad_fn, {})):
+        at = labels.get(node)
+        if at is None or is_fixed(node):
+            continue
+        for place, (behind, _) in enumerate(node.next_functions):
+            if behind is None:
+                continue
+            label = LAWS[node.name()](node, at, place) if isinstance(at, At) else SUM
+            if label == SUM:
+                below = [own for own in in_order(behind, {}) if getattr(own, "variable", None) in names]
+                if isinstance(at, At) and is_fixed(behind):
+                    uses += [Use(names[leaf.variable], leaf, behind, node, place, at) for leaf in below]
+                else:
+                    mixed |= {names[leaf.variable] for leaf in below}
+            labels[behind] = label if labels.get(behind, label) == label else SUM
+    return uses, mixed
+
+
+uses, mixed = walk(model, output)
 for use in uses:
     between = "" if use.value is use.leaf else f", behind {use.value.name()}"
     print(f"{use.name:12} meets the batch at {use.node.name()}{between}")
 
+mixing = Model(mixes=True)
+_, mixed_here = walk(mixing, mixing(ids))
+print(f"\nwith h - h.mean(0) samples mix at {', '.join(sorted(mixed_here))}")
+if (mixed, mixed_here) != (set(), {"table.weight", "place", "first.weight", "first.bias", "gain"}):
+    raise RuntimeError("the labels are wrong")
+
 # %%
-# Which sample does each entry belong to?
-# ---------------------------------------
-# One pass starts at the output with random numbers G, another with w ∘ G, where each sample n has a different power of two
-# wₙ.  A backward pass is linear, and multiplying by a power of two loses no digit.  So an entry that depends only on sample
-# n is wₙ times as large in the second pass, *to the last bit*.  If it is wₙ times as large for no n, samples mix in it.
-# (The library calls the nodes itself, without running other hooks.  It distinguishes more than 32 samples by the digits of
-# their numbers, with a pass for each digit.)
+# Are the labels right?
+# ---------------------
+# One backward pass from each sample's own output shows it: gradient may arrive only at that sample's entries.
 
-NOBODY, SEVERAL = -2, -1
-w, G = 2.0 ** (torch.arange(N) - N // 2), torch.randn(N, 11)
+measured = {use: torch.full(shape_of(use.node), -1) for use in uses}
 
 
-def owners(x: Tensor, y: Tensor) -> Tensor:
-    """The sample that each entry belongs to.  x: from G    y: from w ∘ G"""
-    whose = torch.full(x.shape, SEVERAL)
-    for n in range(N):
-        whose[y == w[n] * x] = n
-    return whose.masked_fill(x == 0, NOBODY)
+def note(whose: Tensor, n: int, grads: tuple[Tensor, ...]) -> None:
+    whose[grads[0] != 0] = n
 
 
-def labels_of(output: Tensor, uses: list[Use]) -> dict[Use, Tensor]:
-    """The owners of the gradients at the meetings."""
-    found: list[list[Tensor]] = [[] for _ in uses]
-    hooks = [use.node.register_prehook(lambda grads, own=own: own.append(grads[0])) for use, own in zip(uses, found)]
-    for given in (G, w[:, None] * G):
-        torch.autograd.grad(output, [use.leaf.variable for use in uses], given, retain_graph=True)
+for n in range(N):
+    hooks = [use.node.register_prehook(partial(note, whose, n)) for use, whose in measured.items()]
+    torch.autograd.grad(output[n].square().sum(), list(model.parameters()), retain_graph=True)
     for hook in hooks:
         hook.remove()
-    return {use: owners(x, y) for use, (x, y) in zip(uses, found)}
-
-
-mixing = Model(mixes=True)
-output_of_mixing = mixing(ids)
-labels, labels_of_mixing = labels_of(output, uses), labels_of(output_of_mixing, uses_in(mixing, output_of_mixing, ids))
-mixed = [{use.name for use, whose in own.items() if (whose == SEVERAL).any()} for own in (labels, labels_of_mixing)]
-print(f"\nwith h - h.mean(0) samples mix at {', '.join(sorted(mixed[1]))}")
-if mixed != [set(), {"table.weight", "place", "first.weight", "first.bias", "gain"}]:
-    raise RuntimeError("the labels are wrong")
+for use, whose in measured.items():
+    check_same(whose, owners(whose, use.at).masked_fill(whose < 0, -1))
 
 # %%
 # Forms: gradients that are not written out
@@ -215,45 +289,45 @@ class Outer(NamedTuple):
 Form = Dense | Outer
 
 # %%
-# Rows at a meeting
-# -----------------
-# A formula for each kind of node computes a form from what the node keeps and from g.  A node without a formula, here the
-# layer norm, is called with one sample's part of g at a time, which the labels identify.  (For layers the library uses hooks
+# A formula for each kind of use
+# ------------------------------
+# It computes a form from what the node keeps and from g.  A node without a formula, here the layer norm, is called with one
+# sample's part of g at a time, which the label identifies.  (For layers the library notes x and g by hooks on the layer
 # instead.)
 
 
-def product(x: Tensor, g: Tensor) -> Form:
+def outer(x: Tensor, g: Tensor, at: At) -> Form:
     """y = x W.  x: N·T I    g: N·T O"""
-    return Outer(x.reshape(N, -1, x.shape[1]), g.reshape(N, -1, g.shape[1]))
+    return Outer(x.unflatten(0, (N, at.each)), g.unflatten(0, (N, at.each)))
 
 
-def broadcast(x: Tensor, shape: torch.Size) -> Form:
+def broadcast(x: Tensor, at: At, shape: torch.Size) -> Form:
     """x: N *T *shape, the gradient at each copy of the value, which was broadcast."""
-    return Dense(x.reshape(N, -1, *shape).sum(1))
+    return Dense(x.movedim(at.axis, 0).reshape(N, -1, *shape).sum(1))
 
 
-def embedding(node: Any, g: Tensor, place: int, shape: torch.Size) -> Form:
+def lookup(node: Any, g: Tensor, shape: torch.Size) -> Form:
     """y[n, t] = W[ids[n, t]]"""
     sample = torch.arange(N)[:, None].expand_as(node._saved_indices)
     return Dense(torch.zeros(N, *shape).index_put((sample, node._saved_indices), g, accumulate=True))
 
 
-FORMULAS: dict[str, Callable[[Any, Tensor, int, torch.Size], Form]] = {
-    "AddmmBackward0": lambda node, g, place, shape: product(node._saved_mat1, g) if place else broadcast(g, shape),
-    "MmBackward0": lambda node, g, place, shape: product(node._saved_self, g),
-    "MulBackward0": lambda node, g, place, shape: broadcast(g * (node._saved_self if place else node._saved_other), shape),
-    "AddBackward0": lambda node, g, place, shape: broadcast(g, shape),
-    "EmbeddingBackward0": embedding,
+FORMULAS: dict[str, Callable[[Any, Tensor, At, int, torch.Size], Form]] = {
+    "AddmmBackward0": lambda node, g, at, place, shape: outer(node._saved_mat1, g, at) if place else broadcast(g, at, shape),
+    "MmBackward0": lambda node, g, at, place, shape: outer(node._saved_self, g, at),
+    "MulBackward0": lambda node, g, at, place, shape: broadcast(
+        g * (node._saved_self if place else node._saved_other), at, shape
+    ),
+    "AddBackward0": lambda node, g, at, place, shape: broadcast(g, at, shape),
+    "EmbeddingBackward0": lambda node, g, at, place, shape: lookup(node, g, shape),
 }
 
 
-def form_of(use: Use, g: Tensor, whose: Tensor) -> Form:
-    order = torch.arange(len(g)) // (len(g) // N)  # axis 0: the samples in order, each with T entries or with one
-    in_order = bool(((whose == order.view(-1, *[1] * (g.ndim - 1))) | (whose == NOBODY)).all())
-    if in_order and use.node.name() in FORMULAS:
-        shape = use.leaf.variable.shape if use.value is use.leaf else use.value._input_metadata[0].shape
-        form = FORMULAS[use.node.name()](use.node, g, use.place, torch.Size(shape))
+def form_of(use: Use, g: Tensor) -> Form:
+    if use.node.name() in FORMULAS:
+        form = FORMULAS[use.node.name()](use.node, g, use.at, use.place, shape_of(use.value))
     else:
+        whose = owners(g, use.at)
         form = Dense(torch.stack([use.node(g.where(whose == n, 0))[use.place] for n in range(N)]))
     if use.value is use.leaf:
         return form
@@ -266,23 +340,28 @@ def form_of(use: Use, g: Tensor, whose: Tensor) -> Form:
 # %%
 # The user's own backward pass
 # ----------------------------
-# A hook at each meeting computes the form as soon as g arrives, because the pass frees what nodes keep.  The table is used
-# twice, and its rows are the sums of both uses.  Then the rows are checked: weighted by w, their sum must be what autograd
-# computes for w.
+# A hook at each use computes the form as soon as g arrives, because the pass frees what nodes keep.  The table is used
+# twice, and its rows are the sums of both uses.  At the end a check that costs no row: along random directions u and v, the
+# rows must add up to the gradient that arrived.  Gradient from elsewhere, such as a penalty, would fail here.
 
-names = dict(model.named_parameters())
-forms, sums_by_autograd = dict[str, Form](), torch.autograd.grad(losses, list(names.values()), w, retain_graph=True)
+forms = dict[str, Form]()
 
 
-def take(use: Use, whose: Tensor, grads: tuple[Tensor, ...]) -> None:
-    form, before = form_of(use, grads[0], whose), forms.get(use.name)
+def take(use: Use, grads: tuple[Tensor, ...]) -> None:
+    form, before = form_of(use, grads[0]), forms.get(use.name)
     forms[use.name] = form if before is None else Dense(before.dense() + form.dense())
 
 
-for use, whose in labels.items():
-    use.node.register_prehook(partial(take, use, whose))
+for use in uses:
+    use.node.register_prehook(partial(take, use))
 losses.sum().backward()
-check_same(tuple(forms[name].weighted_sum(w) for name in names), sums_by_autograd)  # swapped rows would fail here
+
+names = dict(model.named_parameters())
+for name, p in names.items():
+    form = forms[name]
+    if isinstance(form, Outer) and p.grad is not None:  # Σₙₜ (lₙₜ · u)(rₙₜ · v)
+        u, v = torch.randn(form.left.shape[-1]), torch.randn(form.right.shape[-1])
+        check_same(((form.left @ u) * (form.right @ v)).sum(), u @ p.grad @ v, rtol=1e-4, atol=1e-5)
 
 norms = torch.stack([form.norms() for form in forms.values()]).norm(dim=0)
 weights = (1 / norms).clamp(max=1)  # clips each sample's gradient to length 1
@@ -321,15 +400,16 @@ except autograd_hacks.errors.SamplesMixed as refused:
 # %%
 # The labels in a picture
 # -----------------------
-# The gradient where ``first.weight`` meets the batch has a row for each token.  Each sample has a color, zeros are white,
-# and entries where samples mix are black.  On the right is the model with ``h - h.mean(0)``.
+# The gradient where ``first.weight`` meets the batch has a row for each token.  Each sample has a color.  On the left is
+# what the laws say, on the right what one backward pass for each sample shows, where zeros are white.
 
 plt.rc("font", size=12)
 figure, axes = plt.subplots(1, 2, figsize=(6, 4.4), sharey=True, layout="constrained")
-colors = colormaps["Set2"].with_extremes(under="black", bad="white")
-for axis, title, by_use in zip(axes, ("samples apart", "samples mixed"), (labels, labels_of_mixing)):
-    whose = next(entries for use, entries in by_use.items() if use.name == "first.weight").float()
-    axis.imshow(whose.masked_fill(whose == NOBODY, torch.nan), cmap=colors, vmin=0, vmax=7, aspect="auto")
+colors = colormaps["Set2"].with_extremes(bad="white")
+use = next(use for use in uses if use.name == "first.weight")
+pictures = owners(measured[use], use.at), measured[use]
+for axis, title, whose in zip(axes, ("by laws", "by N backward passes"), pictures):
+    axis.imshow(whose.float().masked_fill(whose < 0, torch.nan), cmap=colors, vmin=0, vmax=7, aspect="auto")
     axis.set(title=title, xlabel="outputs of the first layer")
 axes[0].set_ylabel("tokens, sample after sample")
 plt.show()
