@@ -27,8 +27,8 @@ _NONE: frozenset[Node] = frozenset()
 INSIDE_PASS = (
     "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
     "doesn't show where the samples are there. Call checkpoint(..., use_reentrant=False); in transformers "
-    "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in its "
-    "backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
+    "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in "
+    "its backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
 )
 """Why there are no rows of what a backward pass runs again."""
 

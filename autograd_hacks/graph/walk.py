@@ -252,10 +252,7 @@ def _walked(
 
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
     """Whether no gradient has an entry."""
-    for label, shape in zip(outs, shapes):
-        if label is not None and 0 not in (shape or ()):
-            return False
-    return True
+    return all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes))
 
 
 def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:

@@ -277,7 +277,8 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) 
         f"{MIXING}: the gradient at one sample's entries of output number {slots} of the model reaches other samples at "
         f"{node}, before {name}. This holds for every axis that was tried as the batch. If the batch is not axis 0 of the "
         "model's input, name its axis: add_hooks(model, batch_dim=...), with None for an argument that all samples share: "
-        "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a loss of single samples outside the model: backward(losses)."
+        "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a "
+        "loss of single samples outside the model: backward(losses)."
     )
 
 

@@ -123,7 +123,7 @@ class Gate:
             self._read[number].setdefault(call.edges[local].name, []).append((call, grads, form))
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
-        """Takes what was read of a parameter since the last call into a certificate.  name, known: as in `Certificate.add`"""
+        """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
             certificate.add(name, known, recorded, read.pop(known, ()))
 

@@ -1,5 +1,5 @@
-"""Reads a finished forward by the laws of its nodes: where the samples are in each call of a layer, where parameters meet the
-batch, and whether samples mix.
+"""Reads a finished forward by the laws of its nodes: where the samples are in each call of a layer, where parameters meet
+the batch, and whether samples mix.
 
 Everything here holds for this forward.  A forward whose graph, roots and values are those of an earlier one is read as that
 one was, since labels are a function of these."""
@@ -244,7 +244,7 @@ class Reader:
     def follow(self, found: Read, off: OffGraph) -> None:
         """Writes what was found into the calls of this forward and into the reader of its graph."""
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
-        names = {leaf: name for leaf, name in ran.leaves.items()}
+        names = ran.leaves
         refused = {names[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in names}
         for number, (noted, place) in enumerate(zip(ran.noted, found.places)):
             call = noted.call
@@ -317,10 +317,8 @@ class _Below:
 
 def layout_of(label: Owned, shape: Sequence[int], samples: int) -> Layout | None:
     """A label as a layout; None if none says the same."""
-    if isinstance(label, At):
-        if label.outer == 1 or label.inner == 1:
-            fold = "" if label.outer == label.inner == 1 else "N·T" if label.outer == 1 else "T·N"
-            return Layout(label.dim, fold)
+    if isinstance(label, At) and (label.outer == 1 or label.inner == 1):
+        return Layout(label.dim, "" if label.outer == label.inner == 1 else "N·T" if label.outer == 1 else "T·N")
     return None
 
 

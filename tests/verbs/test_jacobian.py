@@ -19,7 +19,7 @@ from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
 
 pytestmark = pytest.mark.usefixtures("double")
 
-SMALL = {name: case for name, case in MODELS.items()} | {
+SMALL = MODELS | {
     "reads": (Patched, lambda: torch.randint(7, (3, 2))),
     "folded": (SequenceFirst, lambda: torch.randint(9, (3, 4))),
     "language": (lambda: Language(5, 3), lambda: torch.randint(5, (3, 2))),
