@@ -16,7 +16,7 @@ ROOMS = ["privacy", "curvature", "compiled", "distributed", "integrations"]
 """Folders of the package that the core could do without."""
 GRAPH = "graph"
 """The folder of the laws, which stands outside until it replaces what `GONE` lists."""
-CEILINGS = {"core": 14747, "rooms": 4832, GRAPH: 1500, "tests": 27222, "benchmarks": 2139}
+CEILINGS = {"core": 14742, "rooms": 4832, GRAPH: 1500, "tests": 27228, "benchmarks": 2139}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""

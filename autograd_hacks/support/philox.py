@@ -9,7 +9,6 @@ Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
-from functools import partial
 from hashlib import blake2b, sha256
 from itertools import accumulate
 from math import factorial, log, pi
@@ -26,17 +25,11 @@ _ROUNDS = 10
 _HALVES = struct.Struct("<2q")
 _ROW = 128
 """Counters of a row.  A row belongs to one stream: its numbers are those of R cos θ, then those of R sin θ."""
-
-# Numbers as tensors: torch makes one of each number of Python's, which takes as long as work on a thousand entries.
-_INTEGER = partial(torch.tensor, dtype=torch.int64, device="cpu")
-_REAL = partial(torch.tensor, dtype=torch.float64, device="cpu")
-_LOST, _SIGN, _EXPONENT, _ONE = map(_INTEGER, (11, 63, 52, 1))
-_ROOT_OF_HALF = _INTEGER(0x3FE6A09E667F3BCD)
+_ROOT_OF_HALF = 0x3FE6A09E667F3BCD
 """The bits of √½ in float64."""
-_ARTANH = [_REAL(-16 / (2 * k + 1)) for k in range(10, -1, -1)]
-_SINE = [_REAL((-1) ** k / factorial(2 * k + 1)) for k in range(7, -1, -1)]
+_ARTANH = [-16 / (2 * k + 1) for k in range(10, -1, -1)]
+_SINE = [(-1) ** k / factorial(2 * k + 1) for k in range(7, -1, -1)]
 """Series: of -16 artanh(s) / s by s², for |s| ≤ .172, and of sin(t) / t by t², for |t| ≤ π/4: to 10⁻¹⁶."""
-_BITS, _LOG_2, _ANGLE, _QUARTER, _HALF = map(_REAL, (53, -8 * log(2), pi / 2**53, pi / 4, 0.5))
 
 BITS = 128
 """Signs that one counter gives."""
@@ -155,7 +148,7 @@ def _rows(streams: Sequence[Stream], rows: Sequence[int], device: torch.device) 
         for own, word in zip(counter[1:], (row * _ROW >> 32, *upper)):
             own.copy_(word[:, None])
         philox_(counter, torch.stack([low, high])[..., None])
-        yield piece, counter[::2].mul_(2**21).add_(counter[1::2].bitwise_right_shift_(_LOST))
+        yield piece, counter[::2].mul_(2**21).add_(counter[1::2].bitwise_right_shift_(11))
 
 
 def box_muller(bits: Tensor) -> Tensor:
@@ -171,22 +164,22 @@ def box_muller(bits: Tensor) -> Tensor:
     """
     found = torch.empty_like(bits, dtype=torch.float64)
     (u, v), (one, other) = bits, found
-    x = (u + _ONE).double().view(torch.int64)
-    exponent = (x - _ROOT_OF_HALF).bitwise_right_shift_(_EXPONENT)
-    m = x.sub_(exponent << _EXPONENT).view(torch.float64)  # x = m · 2^exponent with m in [√½, √2)
-    s = (m - _ONE).div_(m.add_(_ONE))  # log m = 2 artanh s
-    twice = _polynomial(_ARTANH, s * s).mul_(s).add_(exponent.double().sub_(_BITS).mul_(_LOG_2)).sqrt_()  # 2 R
-    twice.view(torch.int64).bitwise_xor_(v << _SIGN)
-    t = (v >> _ONE).double().mul_(_ANGLE).sub_(_QUARTER)  # θ / 2, for which cos = √(1 - sin²) loses no digits
+    x = (u + 1).double().view(torch.int64)
+    exponent = (x - _ROOT_OF_HALF).bitwise_right_shift_(52)
+    m = x.sub_(exponent << 52).view(torch.float64)  # x = m · 2^exponent with m in [√½, √2)
+    s = (m - 1).div_(m.add_(1))  # log m = 2 artanh s
+    twice = _polynomial(_ARTANH, s * s).mul_(s).add_(exponent.double().sub_(53).mul_(-8 * log(2))).sqrt_()  # 2 R
+    twice.view(torch.int64).bitwise_xor_(v << 63)
+    t = (v >> 1).double().mul_(pi / 2**53).sub_(pi / 4)  # θ / 2, for which cos = √(1 - sin²) loses no digits
     sine = _polynomial(_SINE, t * t).mul_(t)
     square = torch.mul(sine, sine, out=one)
-    cosine = (_ONE - square).sqrt_()
-    torch.sub(_HALF, square, out=one).mul_(twice)
+    cosine = (1 - square).sqrt_()
+    square.neg_().add_(0.5).mul_(twice)
     torch.mul(sine, cosine, out=other).mul_(twice)
     return found
 
 
-def _polynomial(coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
+def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
     """coefficients: the highest first"""
     found = x * coefficients[0]
     for c in coefficients[1:-1]:

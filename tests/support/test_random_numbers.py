@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest, norm
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +73,13 @@ def test_first_and_last_numbers_of_box_and_muller() -> None:
     found, expected = box_muller(torch.stack([u, v])).T, torch.tensor([pair(*own) for own in ends], dtype=torch.float64)
     assert_close(found, expected, rtol=0, atol=5e-15)
     assert float(found.abs().max()) == pytest.approx(sqrt(-2 * torch.tensor(2.0**-53, dtype=torch.float64).log().item()))
+
+
+def test_numbers_without_values() -> None:
+    """As when somebody asks how much memory a step takes: nothing is kept from before the mode."""
+    with FakeTensorMode():
+        assert box_muller(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5)
+        assert philox.philox_(torch.zeros(4, 3, dtype=torch.int64), 5).shape == (4, 3)
 
 
 def test_bits_are_written_down() -> None:
