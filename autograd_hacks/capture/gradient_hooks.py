@@ -101,7 +101,7 @@ class _Watched:
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
         backward.enter(current_task()).changed_by = (
             f"samples mix: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind it. Let "
-            "the hook return None, or a new gradient of which no entry depends on another sample's; or change .grad after the "
+            "the hook return None, or a new gradient of which no entry depends on another sample; or change .grad after the "
             "rows are read."
         )
 
