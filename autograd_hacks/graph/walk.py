@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import SUM, Label, One, Several, joined, linked
+from autograd_hacks.graph.label import SUM, Entries, Label, One, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -129,6 +129,9 @@ class Walk:
     met_zero: bool = False
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
+
+    def has_tensors(self) -> bool:
+        return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
 
 
 class _Edge(NamedTuple):
