@@ -202,7 +202,7 @@ def _walked(
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
             if _are_empty(outs, shapes[k]):
                 answer = [
-                    None if edge is None else SUM if own[edge[0]] else One(0) if 0 in (sizes or ()) else None
+                    None if edge is None else SUM if own[edge[0]] else One(0) if samples == 1 or 0 in (sizes or ()) else None
                     for edge, sizes in zip(ahead, ins)
                 ]
             elif (
