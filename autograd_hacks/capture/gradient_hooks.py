@@ -99,7 +99,7 @@ class _Watched:
         if not is_overwritten and is_known and not _module_of(self.hook) and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
-        backward.enter(current_task()).changed_by = (
+        backward.enter(current_task()).refused = (
             f"samples mix: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind it. Let "
             "the hook return None, or a new gradient of which no entry depends on another sample; or change .grad after the "
             "rows are read."

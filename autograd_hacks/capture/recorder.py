@@ -43,6 +43,13 @@ from autograd_hacks.support.trees import made_by, modules_of, tensors_of, versio
 from autograd_hacks.support.untouched import Marks
 
 
+KEPT = (
+    "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
+    "Samples can't be told apart in it, or independence is asked for and was shown of the outputs alone. Let the model "
+    "return it, with an axis for the samples."
+)
+
+
 class Recorder:
     """Everything that belongs to one hooked model.  `add_hooks` makes it; only the hooks hold it."""
 
@@ -303,8 +310,13 @@ class Recorder:
             self.together(model, self, is_due, show)
         elif is_due():
             show()
-        if plan.mixed_outputs:
-            self.backward.watch_outputs(ran.outputs)
+        returned = [ran.outputs[n] for n in plan.mixed_outputs if n < ran.count]
+        # Nothing shows that what modules keep is independent of other samples' values.
+        kept = range(ran.count, len(ran.outputs)) if self.planner.independent else plan.mixed_outputs
+        if returned:
+            self.backward.watch_outputs(returned, plan.mixing or plan.untold, ran.graph.takers)
+        if kept := [ran.outputs[n] for n in kept if n >= ran.count]:
+            self.backward.watch_outputs(kept, KEPT, ran.graph.takers)
         return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:

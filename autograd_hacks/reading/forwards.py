@@ -113,7 +113,7 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
     _fill(plan, ran, best, found, mixed_outputs, off)
-    is_kept = not plan.mixing and all(isinstance(at, int) for at in best.hypothesis.places)  # nodes must not be held
+    is_kept = not (plan.mixing or mixed_outputs or losses) and all(isinstance(at, int) for at in best.hypothesis.places)
     plan.hypothesis = best.hypothesis if is_kept else None
     plan.read_as = None
     if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
@@ -222,7 +222,8 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
         plan.set_place(noted.call.path, noted.number, place)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
+    returned = [n for n in mixed_outputs if n < ran.count]
+    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (returned and not chosen.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         plan.mixing = INSIDE_PASS
     if found.uses:
