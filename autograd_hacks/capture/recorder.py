@@ -49,8 +49,8 @@ class Recorder:
     planner: Planner  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
-    # ``together(model, recorder, is_due, show)`` shows independence if that is due, at the end of forwards with gradients.
-    # Other processes may have to take part.
+    # ``together(model, recorder, read, show)``: reads a finished forward, and shows independence if ``read`` says that it
+    # is due.  Other processes may have to take part, so each forward with gradients calls it.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
     read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
@@ -247,7 +247,7 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, off = (self.forward.samples, None) if known is None else self._read(model, known, ran)
+        samples, off = self._read(model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             for noted in ran.noted:
@@ -280,30 +280,31 @@ class Recorder:
             self.assume(ran, off)
         return off
 
-    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-        """Reads a forward, and shows that its samples are independent if that is asked.
+    def _read(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
+        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
 
         Returns N, and what was read from the graph."""
-        plan, pending = known.plan, known.plan.pending
-        run = partial(self.read_forward, self, known, ran)
-        samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-        self.forward.samples = samples
+        plan, samples, off = self.record.plan, self.forward.samples, None
 
-        def is_due() -> bool:
-            if self.record.mesh is not None and not plan.names <= self.record.read_past:
-                return True  # all processes must know which parameters are read from the graph
+        def read() -> bool:
+            nonlocal samples, off
+            if known is None:
+                return False
+            pending, run = plan.pending, partial(self.read_forward, self, known, ran)
+            samples, off = run() if current_task() == NO_TASK else outside_passes(run)
             return self.planner.independent and (pending or not self.is_shown(self, ran, plan, samples))
 
         def show() -> None:
-            if self.planner.independent and samples is not None and known.batch is not None:
+            if self.planner.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
                     self.show(self, model, known.aside, known.batch, ran, plan, samples)
 
         if not self.is_aside:
-            self.together(model, self, is_due, show)
-        elif is_due():
+            self.together(model, self, read, show)
+        elif read():
             show()
-        if plan.mixed_outputs:
+        self.forward.samples = samples
+        if known is not None and plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
         return samples, off
 
