@@ -219,8 +219,6 @@ class Recorder:
             outputs += _kept_by(model, outputs, self._began)
         trained = partial(self.record.trained, model, path)
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        if self.segments is not None and not path:
-            ran.documents = documents_of(self.segments, *ran.arguments)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
@@ -247,7 +245,7 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, off = self._read(model, known, ran)
+        samples, off = self._read(path, model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             for noted in ran.noted:
@@ -280,7 +278,7 @@ class Recorder:
             self.assume(ran, off)
         return off
 
-    def _read(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
+    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
         """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
 
         Returns N, and what was read from the graph."""
@@ -288,6 +286,8 @@ class Recorder:
 
         def read() -> bool:
             nonlocal samples, off
+            if self.segments is not None and not path:
+                ran.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
             pending, run = plan.pending, partial(self.read_forward, self, known, ran)
