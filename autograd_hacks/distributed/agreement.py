@@ -1,9 +1,9 @@
 """Joint actions of processes that hold shards of one model: checking its forwards, and failing.
 
 Each process reads the graph of its own forward.  At the end of every forward with gradients all add up three flags: could a
-process not read its forward, does one have to check that its samples are independent, and does one have news?  News are told
-to all: how a process hooked the model, and which parameters it reads from the graph, because all must gather the same weights
-to read rows.  To check independence all gather all weights, since a process that did so alone would wait forever.
+process not read its forward, must one check that its samples are independent, and does one have news?  News are told to all:
+how a process hooked the model, and which parameters it reads from the graph, because all must gather the same weights when
+they read rows.  To check independence all gather all weights, since a process that did so alone would wait forever.
 """
 
 from __future__ import annotations
