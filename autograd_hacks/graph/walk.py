@@ -131,6 +131,9 @@ class Walk:
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
+    def has_tensors(self) -> bool:
+        return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
+
 
 class _Edge(NamedTuple):
     node: int

@@ -295,8 +295,13 @@ def assume(ran: Ran, off: OffGraph) -> None:
     at = {
         Value(x.grad_fn, x.output_nr): Layout()
         for x in ran.outputs
-        if x.grad_fn is not None and Layout().fits(x, off.samples)
+        if x.grad_fn is not None and (not off.samples or Layout().fits(x, off.samples))
     }
     reader = Reader(ran, off.samples or 1, at)
     found, reader.samples = reader.read(), off.samples
+    if ran.checkpoints:  # no graph shows what is behind them
+        found.mixed = {}
+        for n, noted in enumerate(ran.noted):
+            if found.places[n].kind == NOT_OF_BATCH and not any(reader.is_own(node) for node, _ in noted.hooks):
+                found.places[n] = Place(AXES, usual_layouts(noted, off.samples), is_decided=False)
     reader.follow(found, off)
