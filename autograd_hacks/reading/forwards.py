@@ -74,7 +74,7 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
         return _read(recorder, known, ran)
     except Nested:
         place_by_sizes(known.plan, ran, known.samples)
-        known.plan.refused, known.plan.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
+        known.plan.refused = dict.fromkeys(ran.parameters, NESTED)
         return None, None
 
 
