@@ -42,7 +42,6 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import Marks
 
-
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
     "Samples can't be told apart in it, or independence is asked for and was shown of the outputs alone. Let the model "
@@ -56,8 +55,8 @@ class Recorder:
     planner: Planner  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
-    # ``together(model, recorder, is_due, show)`` shows independence if that is due, at the end of forwards with gradients.
-    # Other processes may have to take part.
+    # ``together(model, recorder, read, show)``: reads a finished forward, and shows independence if ``read`` says that it
+    # is due.  Other processes may have to take part, so each forward with gradients calls it.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
     read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
@@ -226,8 +225,6 @@ class Recorder:
             outputs += _kept_by(model, outputs, self._began)
         trained = partial(self.record.trained, model, path)
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        if self.segments is not None and not path:
-            ran.documents = documents_of(self.segments, *ran.arguments)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
@@ -254,7 +251,7 @@ class Recorder:
         plan = self.record.plan
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, off = (self.forward.samples, None) if known is None else self._read(model, known, ran)
+        samples, off = self._read(path, model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             for noted in ran.noted:
@@ -287,29 +284,34 @@ class Recorder:
             self.assume(ran, off)
         return off
 
-    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-        """Reads a forward, and shows that its samples are independent if that is asked.
+    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
+        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
 
         Returns N, and what was read from the graph."""
-        plan, pending = known.plan, known.plan.pending
-        run = partial(self.read_forward, self, known, ran)
-        samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-        self.forward.samples = samples
+        plan, samples, off = self.record.plan, self.forward.samples, None
 
-        def is_due() -> bool:
-            if self.record.mesh is not None and not plan.names <= self.record.read_past:
-                return True  # all processes must know which parameters are read from the graph
+        def read() -> bool:
+            nonlocal samples, off
+            if self.segments is not None and not path:
+                ran.documents = documents_of(self.segments, *ran.arguments)
+            if known is None:
+                return False
+            pending, run = plan.pending, partial(self.read_forward, self, known, ran)
+            samples, off = run() if current_task() == NO_TASK else outside_passes(run)
             return self.planner.independent and (pending or not self.is_shown(self, ran, plan, samples))
 
         def show() -> None:
-            if self.planner.independent and samples is not None and known.batch is not None:
+            if self.planner.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
                     self.show(self, model, known.aside, known.batch, ran, plan, samples)
 
         if not self.is_aside:
-            self.together(model, self, is_due, show)
-        elif is_due():
+            self.together(model, self, read, show)
+        elif read():
             show()
+        self.forward.samples = samples
+        if known is None:
+            return samples, off
         returned = [ran.outputs[n] for n in plan.mixed_outputs if n < ran.count]
         # Nothing shows that what modules keep is independent of other samples' values.
         kept = range(ran.count, len(ran.outputs)) if self.planner.independent else plan.mixed_outputs
