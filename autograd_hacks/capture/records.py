@@ -74,7 +74,7 @@ class Pass:
         if type(grad) is not Tensor or grad.requires_grad:
             grad = part_of(plain(grad))
         if (before := self.along.get(name)) is None:
-            at = directions(name, self.task % 64, grad.shape, grad.dtype, grad.device)
+            at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
             before = self.along[name] = at, []
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
             before[1].append(along(grad, before[0]))
