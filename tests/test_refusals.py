@@ -43,25 +43,6 @@ VERBS, CLIPPING, OUTPUTS = "What verbs are given", "Clipping", "Rows of outputs"
 NOISE, ARRIVING = "Noise and signal", "Smaller: while backward runs"
 
 
-class Own(torch.autograd.Function):
-    """Its backward can't be differentiated by the weight's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.T, x.T @ grad
-
-
-class OfOwn(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Own.apply(x, self.weight).tanh() + self.bias
-
-
 class OfOneBatch(nn.Module):
     def __init__(self, batch: Tensor) -> None:
         super().__init__()
@@ -73,10 +54,9 @@ class OfOneBatch(nn.Module):
         return self.layer(x)
 
 
-def a_derivative_of_ones_own(s: Given) -> None:
-    add_hooks(model := OfOwn(3, 3).double())
-    torch.autograd.grad(model(s.x.requires_grad_()).sum(), s.x, create_graph=True)[0].square().sum().backward()
-    compute_grad1(model)
+def a_derivative_while_rows_are_read(s: Given) -> None:
+    with autograd_hacks.during_backward(s.model, "norms"):
+        s.out.sum().backward(create_graph=True)
 
 
 def hooks_after_the_forward(s: Given, read: Callable[[nn.Module], Any], again: bool = False) -> None:
@@ -177,7 +157,7 @@ STEPS: list[Row] = [
           for read in (compute_grad1, per_sample_grads)],
         ("a forward before add_hooks", lambda s: hooks_after_the_forward(s, compute_grad1, again=True)),
         (r"0\.weight: got gradient", lambda s: (s.grads, s.model[0].weight.square().sum().backward(), s.read())),
-        (r"2\.weight: got gradient",
+        (r"2\.weight: used by a method that isn't forward",
          lambda s: (F.linear(s.model[0](s.x).tanh(), s.model[2].weight).sum().backward(), s.read())),
         (r"0\.weight, 0\.bias", lambda s: (s.model[2](s.model[0].forward(s.x)).sum().backward(), s.read())),
         ("", lambda s: (s.grads, functional_call(s.model, s.doubled, s.x).sum().backward(), s.read())),
@@ -216,7 +196,7 @@ STEPS: list[Row] = [
         (r"\(5, 1\).*reduction='none'", lambda s: backward(s.losses[:, None])),
     ]),
     (TypeError, REDUCTION, "list", lambda s: backward([1.0])),
-    (HigherOrderError, "What is refused", "", a_derivative_of_ones_own),
+    (HigherOrderError, "What is refused", "create_graph=True", a_derivative_while_rows_are_read),
     (ProbeFailed, ..., "", lambda s: (model := OfOneBatch(s.x), add_hooks(model, independent=True), model(s.x))),
     (ParamGradSkipped, ..., "",
      lambda s: (m := s.other(param_grad=False), m(s.x).sum().backward(), torch.optim.SGD(m.parameters(), 0.1).step())),

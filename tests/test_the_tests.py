@@ -17,9 +17,8 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, Weighted, group
-from autograd_hacks.reading import gate
+from autograd_hacks.reading import forwards, gate
 from autograd_hacks.rules import RULES, Call
-from autograd_hacks.verbs import hooking
 
 
 def off_by_a_ten_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,6 +50,12 @@ LINEAR = Case(nn.Linear(3, 2).double(), torch.arange(60.0).view(4, 5, 3).sin().d
 CONV = Case(nn.Conv2d(2, 4, 3, groups=2).double(), torch.arange(200.0).view(4, 2, 5, 5).sin().double())
 
 
+def without_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the library's own checks, which come first."""
+    monkeypatch.setattr(gate.Certificate, "check", lambda _: None)
+    monkeypatch.setattr(forwards, "check_rules", lambda *_: {})
+
+
 @pytest.mark.parametrize("mistake", [off_by_a_ten_thousandth, swapped_samples, permuted_fold, mixed_pair, wrong_bias])
 @pytest.mark.parametrize("case", [LINEAR, CONV], ids=["Linear", "Conv2d"])
 @pytest.mark.parametrize("loss_type", ["mean", "sum"])
@@ -69,8 +74,7 @@ def test_a_wrong_rule_fails(
 
         monkeypatch.setitem(RULES, type(case.layer), replace(rule, formula=wrong))
 
-    monkeypatch.setattr(gate, "check_sum", lambda *_: None)  # the library's own checks, which come first
-    monkeypatch.setattr(hooking, "prove", lambda *_: None)
+    without_own_checks(monkeypatch)
     sabotage(none)
     rows_law.hypothesis.inner_test(case, loss_type)
     sabotage(mistake)
@@ -101,8 +105,7 @@ def test_every_check_of_a_step_fails_a_wrong_rule(
             return rule.formula(layer, call)
         return rule.formula(layer, replace(call, grads=(1.0001 * call.grads[0],)))
 
-    monkeypatch.setattr(gate, "check_sum", lambda *_: None)
-    monkeypatch.setattr(hooking, "prove", lambda *_: None)
+    without_own_checks(monkeypatch)
     monkeypatch.setitem(RULES, nn.Linear, replace(rule, formula=wrong))
     with pytest.raises(AssertionError, match=r"2\.weight: Tensor-likes are not close"):
         way(model, x)

@@ -262,7 +262,7 @@ class Recorder:
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
         returned = without_grad(self.backward, plan, ran, off, output) if is_lean else None
-        layouts = _layouts(model, plan, ran.outputs)
+        layouts = _layouts(model, plan, ran)
         for x, layout in zip(
             [x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts[: ran.count]
         ):
@@ -346,14 +346,16 @@ def _kept_by(model: nn.Module, outputs: Sequence[Tensor], began: int) -> list[Te
     return [x for x in found.values() if not x.is_nested]
 
 
-def _layouts(model: nn.Module, plan: Plan, outputs: Sequence[Tensor]) -> Layouts:
-    """Where the samples are in the outputs."""
-    if len(plan.outputs) == len(outputs):
+def _layouts(model: nn.Module, plan: Plan, ran: Ran) -> Layouts:
+    """Where the samples are in the outputs; None where no axis has them, as in packed sequences."""
+    if len(plan.outputs) == len(ran.outputs):
         return plan.outputs
     rule = rule_for(model)
     own = rule.axes(model) if rule is not None and rule.axes is not None else ()
-    axes = [*own, *[0] * len(outputs)]  # for a layer by itself, or assumed
-    return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, axes)])
+    axes = [*own, *[0] * len(ran.outputs)]  # for a layer by itself, or assumed
+    return tuple(
+        [Layout(at) if x.ndim > at and n not in ran.packed else None for n, (x, at) in enumerate(zip(ran.outputs, axes))]
+    )
 
 
 _HEARING: weakref.WeakSet[Recorder] = weakref.WeakSet()

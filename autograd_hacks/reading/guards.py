@@ -215,7 +215,7 @@ def check_shown(use: Use) -> None:
     if is_shown(use):
         return
     if use.plan is not None and use.plan.mixing:
-        raise SamplesMixed(use.plan.mixing)
+        raise _refusal(use.plan.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
         "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "

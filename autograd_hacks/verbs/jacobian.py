@@ -16,7 +16,7 @@ from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, S
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
 from autograd_hacks.reading.guards import check_unseen
-from autograd_hacks.reading.losses import read_outside
+from autograd_hacks.reading.loss_graphs import read_outside
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.graph import Graph

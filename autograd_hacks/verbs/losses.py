@@ -8,7 +8,7 @@ from torch import Tensor
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
-from autograd_hacks.reading.losses import read_outside
+from autograd_hacks.reading.loss_graphs import read_outside
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 

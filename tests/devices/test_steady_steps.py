@@ -77,17 +77,20 @@ class Known:
 TIED = "some products of two terms may cancel: the host chooses how they are taken"
 PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
+IN_MEMORY = "in which order the arguments have the samples, their strides say"
+CERTIFIED = "whether rows add up to the gradients that arrived: the one question of each step, when rows are read"
+RECURRENT, BAGS = ("lstm", "gru"), ("embedding bag", "padded bag", "largest of a bag")
 ASKED_OF_ROUTES = {
-    "_local_scalar_dense": ("forms/composite.py:_beside", "probe/routes.py:_order"),
-    "bincount": ("forms/composite.py:_beside",),
-    "copy to the device": ("forms/composite.py:gathered",),
-    "copy to the host": ("probe/routes.py:_above",),
-    "tensor on the CPU": ("probe/routes.py:_above", "probe/routes.py:_reshaped", "support/layout.py:rows"),
+    "_local_scalar_dense": "forms/composite.py:_beside",
+    "bincount": "forms/composite.py:_beside",
+    "equal": "graph/memo.py:_equal",
 }
 KNOWN = [
+    Known("tolist", "reading/certificate.py:check", CERTIFIED, tuple(MODELS)),
     Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
     Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
-    *[Known(what, at, ROUTED, ("routed experts",)) for what, places in ASKED_OF_ROUTES.items() for at in places],
+    Known("tensor on the CPU", "graph/roots.py:_orders", IN_MEMORY, (*RECURRENT, *BAGS)),
+    *[Known(what, at, ROUTED, ("routed experts",)) for what, at in ASKED_OF_ROUTES.items()],
 ]
 """docs/performance.rst has this list for people, and what these small models don't ask."""
 
@@ -146,7 +149,7 @@ def direction(model: nn.Module) -> dict[str, Tensor]:
 
 
 def asked(name: str, param_grad: bool, steps: tuple[Step, ...] = STEPS) -> Counter[Note]:
-    """What steps 20 to 31 ask.  Plans are proven in forwards 1, 2, 4, 16 and 32."""
+    """What later steps ask, whose graphs are known."""
     model, x = MODELS[name].on("cpu", torch.float32)
     expected = {} if name in DRAWS else rows_of(model, x)
     with pretending():

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining
-from autograd_hacks.errors import ProbeFailed
+from autograd_hacks.errors import UnseenGradient
 
 Sets = tuple[Tensor, Tensor]
 
@@ -98,6 +98,6 @@ def test_a_reentrant_checkpoint_is_refused_in_the_first_step() -> None:
     with private.attach(model):
         x, y = next(iter(private.loader(TensorDataset(*data()))))
         private.backward(losses(model, x, y))
-        with pytest.raises(ProbeFailed, match="use_reentrant=False"):
+        with pytest.raises(UnseenGradient, match="use_reentrant=False"):
             private.step()
     assert private.steps == 0
