@@ -13,10 +13,10 @@ from torch import Tensor
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import packed_into
+from autograd_hacks.graph.roots import picked
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Known, is_time_first
-from autograd_hacks.probe.routes import Routes
 from autograd_hacks.reading.inner_losses import frontier
 from autograd_hacks.rules.table import axes_for
 from autograd_hacks.support.graph import Value, shape_of
@@ -162,12 +162,11 @@ def chosen_rows(
     ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
 ) -> dict[int | Value, Where]:
     """For outputs whose rows values selected, from packed tensors or N entries on axis 0: the sample of each row."""
-    routes = Routes(ran.graph, {}, samples, by_size=True)
     found: dict[int | Value, Where] = {**ran.packed}
     for slot, x in outputs.items():
         if slot in ran.packed:
             continue
-        rows = routes.rows(x.grad_fn) if x.grad_fn is not None and x.ndim and x.shape[0] != samples else None
+        rows = picked(ran.value(slot), samples) if x.ndim and x.shape[0] != samples else None
         axes = [at for at in options[slot] if not at.axis]
         if rows is not None and not any(torch.equal(at.rows(len(rows), samples, rows.device), rows) for at in axes):
             found[slot] = rows

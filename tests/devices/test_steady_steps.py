@@ -78,11 +78,10 @@ TIED = "some products of two terms may cancel: the host chooses how they are tak
 PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
 ASKED_OF_ROUTES = {
-    "_local_scalar_dense": ("forms/composite.py:_beside", "probe/routes.py:_order"),
+    "_local_scalar_dense": ("forms/composite.py:_beside",),
     "bincount": ("forms/composite.py:_beside",),
     "copy to the device": ("forms/composite.py:gathered",),
-    "copy to the host": ("probe/routes.py:_above",),
-    "tensor on the CPU": ("probe/routes.py:_above", "probe/routes.py:_reshaped", "support/layout.py:rows"),
+    "tensor on the CPU": ("support/layout.py:rows",),
 }
 KNOWN = [
     Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
