@@ -126,6 +126,7 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     parts, forward = parts_of_composites(model), recorder.forward
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
+    forward.layers.clear()
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
 from autograd_hacks.errors import StaleRecord
@@ -197,7 +197,7 @@ class OffGraph:
             self.hooks.append((node, hook))
 
     def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
-        for number, (node, met) in enumerate(self.found.items()):
+        for node, met in self.found.items():
             place, graph = met[0][2], GraphAlive()
             yield (
                 node,
@@ -207,7 +207,6 @@ class OffGraph:
                     edges={name: edge_of(name) for value, taker, _ in met for name in self._names(value, taker)},
                     slots=len(made(node)),
                     forward=forward,
-                    key=(number,),
                     samples=self.samples,
                     layouts=place.layouts,
                     is_unseen=place.is_unseen,

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
+from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge
@@ -210,6 +210,7 @@ class Recorder:
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
+            place_by_sizes(noted, self.forward.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
             return None
@@ -252,7 +253,8 @@ class Recorder:
         if ran.documents is not None:
             for noted in ran.noted:
                 noted.call.documents = ran.documents
-        self.forward.remember(plan, ran.noted)
+        if off is None:
+            place_by_sizes(ran.noted, samples)
         off = self._off_graph(plan, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -73,7 +73,6 @@ class Use(ABC):
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
     forward: int  # the number of the model's forward
-    key: tuple[Hashable, ...] = ()  # identifies it in other forwards of the same kind
     is_own: bool = True  # False if the layer was called by itself or by another model
     samples: int | None = None  # N, if the model's own arguments or outputs show it
     layouts: Layouts = ()  # where the samples are in each tensor; set with N

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.probe.tape import MIXING as MIXING
@@ -32,26 +32,15 @@ class Place:
     is_unseen: bool = False
 
 
-class Steady(dict[Any, Any]):
-    """A temporary cache that copies leave out, because it holds types of nodes."""
-
-    def __reduce__(self) -> tuple[type[Steady], tuple[()]]:
-        return Steady, ()
-
-
 @dataclass
 class Plan:
     """What is kept of the forwards of a kind.  Parameters are known by their first name in the model."""
-
-    AGAIN: ClassVar[int] = -1
-    """The number of a call that a backward pass repeats, so that it is unknown which call it was."""
 
     # What the last forward showed.
     axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
     counted_leaf: int | None = None  # the argument that shows N, if not the first
     counted_at: int | None = None  # the output that shows N, if no argument does
     outputs: Layouts = ()  # where samples are in the model's outputs
-    calls: dict[str, list[Place | None]] = field(default_factory=dict)  # of layers with rules, by path, call by call
     nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter, the nodes that read it, for messages
     names: frozenset[str] = frozenset()  # the parameters that are read from the graph
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
@@ -75,22 +64,8 @@ class Plan:
     replaced: int = 0  # the largest N for which every sample was replaced while every other one was kept
     pending: bool = True  # whether the running forward must be shown to be independent
     derives: bool | None = None  # whether passes made graphs; None before the first pass
-    # By path and number, what the next forward is expected to repeat in layer calls: see `capture/forward.py`.
-    steady: Steady = field(default_factory=Steady)
     tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
-
-    def place_of(self, path: str, number: int) -> Place | None:
-        """The place of a call of a layer with a rule; None if it is unknown."""
-        known = self.calls.get(path, ())
-        if number == Plan.AGAIN:
-            return known[0] if known and all(place == known[0] for place in known) else None
-        return known[number] if number < len(known) else None
 
     def nodes_of(self, name: str) -> list[str]:
         """The nodes that read a parameter, for messages."""
         return list(dict.fromkeys(self.nodes.get(name, ())))
-
-    def set_place(self, path: str, number: int, place: Place) -> None:
-        known = self.calls.setdefault(path, [])
-        known += [None] * (number + 1 - len(known))
-        known[number] = place

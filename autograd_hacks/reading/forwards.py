@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import INSIDE_PASS
 from autograd_hacks.capture.gradient_hooks import Labels
+from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import NOBODY, Entries, Label
@@ -17,10 +17,10 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, Place, Plan
+from autograd_hacks.probe.plan import MIXING, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import NESTED, Known
 from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried, usual_layouts
+from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried
 from autograd_hacks.reading.inner_losses import Weights, sums_samples
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.rules.table import rule_for
@@ -73,7 +73,6 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     try:
         return _read(recorder, known, ran)
     except Nested:
-        place_by_sizes(known.plan, ran, known.samples)
         known.plan.refused, known.plan.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
         return None, None
 
@@ -89,7 +88,6 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
             break
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
-        place_by_sizes(plan, ran, known.samples)
         return known.samples, None
     off = OffGraph(ran, plan, best.hypothesis.samples)
     if best.found is not None and plan.read_as is best.found and ran.documents is None:
@@ -218,8 +216,6 @@ def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequ
         id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
     )
     plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
-    for noted, place in zip(ran.noted, found.places):
-        plan.set_place(noted.call.path, noted.number, place)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
@@ -280,12 +276,6 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) 
         "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a "
         "loss of single samples outside the model: backward(losses)."
     )
-
-
-def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
-    """Fills in a plan by sizes, if no output has samples."""
-    for noted in ran.noted:
-        plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
 
 
 def assume(ran: Ran, off: OffGraph) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import LayerCall, OutputGrads
 from autograd_hacks.probe.plan import NOT_OF_BATCH, Place

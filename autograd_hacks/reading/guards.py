@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.forward import INSIDE_PASS
+from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use

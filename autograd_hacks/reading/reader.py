@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import packed_into
@@ -26,7 +26,6 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place
-from autograd_hacks.reading.hypotheses import usual_layouts
 from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
@@ -189,7 +188,7 @@ class Reader:
         call, layer, samples = noted.call, noted.call.layer, self.samples
         known = {slot: own for slot in range(call.slots) if (own := self._at(noted, slot)) is not None}
         labels = {slot: label for slot, (label, _) in known.items() if label is not None}
-        usual = usual_layouts(noted, samples)
+        usual = noted.usual_layouts(samples)
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
             return Place(NOT_OF_BATCH)
