@@ -11,9 +11,9 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, node_of
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
@@ -86,7 +86,7 @@ class Forward:
 
     def __init__(self, record: Record, backward: Backward) -> None:
         self.record, self.backward = record, backward
-        self.static = Plan(pending=False)  # for layers that are called by themselves
+        self.static = Told()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
         self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
@@ -174,9 +174,9 @@ class Forward:
             versions=versions_of(tensors_in(args, kwargs)),
             graph=weakref.ref(graph),
             is_first=is_first,
-            plan=self.record.plan,
+            told=self.record.told,
         )
-        if self.running is None and task != NO_TASK and self.record.plan is not self.static:
+        if self.running is None and task != NO_TASK and self.record.told is not self.static:
             call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, outputs, self.backward.receive, known.rule.recomputes, live, made_of)
         if self.running is not None:
@@ -207,7 +207,7 @@ class Forward:
             return task
         backward.running = None  # left over from a pass that failed
         if self.running is None:  # the layer is called by itself: a forward of its own
-            self.record.plan, self.samples = self.static, None
+            self.record.told, self.samples = self.static, None
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)
         backward.called.add(id(layer))

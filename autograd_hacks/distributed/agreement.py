@@ -96,14 +96,14 @@ def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], c
         return
     with alone(model):
         agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
-    record.read_past = record.read_past.union(*from_all(record.plan.names, mesh))
+    record.read_past = record.read_past.union(*from_all(frozenset(record.told.nodes), mesh))
 
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    planner = recorder.planner
+    kinds = recorder.kinds
     return (
-        f"probe={planner.probes}, independent={planner.independent}, param_grad={recorder.backward.wants_grad}, "
+        f"probe={kinds.probes}, independent={kinds.independent}, param_grad={recorder.backward.wants_grad}, "
         f"{len(trained)} trainable parameters (last: {trained[-1:]}), {len(recorder.record.left_out)} left out"
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.gradient_hooks import Labels
+from autograd_hacks.capture.kinds import NESTED, Known, Told
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
@@ -17,10 +18,9 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.plan import MIXING, NOT_OF_BATCH, Plan
-from autograd_hacks.probe.planner import NESTED, Known
+from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried
+from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.inner_losses import Weights, sums_samples
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.rules.table import rule_for
@@ -73,12 +73,12 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     try:
         return _read(recorder, known, ran)
     except Nested:
-        known.plan.refused, known.plan.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
+        known.told.refused, known.told.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
         return None, None
 
 
 def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-    plan, memo = known.plan, recorder.planner.memo
+    told, memo = known.told, recorder.kinds.memo
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
         chosen = _under(ran, known, hypothesis, memo)
@@ -89,41 +89,61 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
         return known.samples, None
-    off = OffGraph(ran, plan, best.hypothesis.samples)
-    if best.found is not None and plan.read_as is best.found and ran.documents is None:
-        plan.pending = False
-        best.reader.follow(best.found, off)
-        recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
-        return best.hypothesis.samples, off
-    mixed_outputs: list[int] = []
+    off, found = OffGraph(ran, told, best.hypothesis.samples), best.found
+    if found is None or ran.documents is not None:
+        best, found = _in_full(recorder, known, ran, best, off)
+    else:
+        best.reader.follow(found, off)
+    outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
+    told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
+    told.nodes, told.disproven, told.returns_parameters = found.nodes, found.disproven, found.returns_parameters
+    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    told.by_rule = frozenset([edge.name for call in calls for edge in call.edges.values()])
+    if not told.mixing and told.kind.dependent is not None:
+        told.mixing, told.mixed_outputs = told.kind.dependent
+    recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
+    return best.hypothesis.samples, off
+
+
+def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
+    """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
+    told, mixed_outputs = known.told, list[int]()
     if best.is_mixed:
-        best, mixed_outputs = _without_mixed(ran, known, best, memo)
-    reader = best.reader
-    found = reader.read()
+        best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
+    hypothesis, reader = best.hypothesis, best.reader
+    found, samples = reader.read(), hypothesis.samples
     if best.out_of_order:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
-    losses = [
-        slot
-        for slot, x in enumerate(ran.outputs)
-        if x.grad_fn is not None and slot not in best.hypothesis.places and x.numel() == 1
-    ]
-    mixed_outputs += _losses_that_mix(recorder, plan, ran, best)
+    outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
+    mixed_outputs += _losses_that_mix(recorder, told, ran, best)
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
-    _fill(plan, ran, best, found, mixed_outputs, off)
-    is_kept = not plan.mixing and all(isinstance(at, int) for at in best.hypothesis.places)  # nodes must not be held
-    plan.hypothesis = best.hypothesis if is_kept else None
-    plan.read_as = None
-    if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
-        reader.walk.read_as[reader.key] = plan.read_as = found
+    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
+    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
+    told.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not best.untold) else ""
+    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
+        told.mixing = INSIDE_PASS
+    told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
-    recorder.watch_hooks(_by_number(reader), best.hypothesis.samples)
-    plan.disproven = check_rules(ran, found.places, best.hypothesis.samples) if not plan.mixing else {}
-    for slot, x in enumerate(ran.outputs):
-        if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
-            plan.read_as = None
-            recorder.backward.watch_penalty(x.grad_fn, off.below(x.grad_fn))
-    return best.hypothesis.samples, off
+    if found.uses:
+        _note_nodes(ran, reader, found, off)
+    found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
+    of_parameters = [slot for slot in outside if reader.is_own(ran.value(slot).node)]
+    for slot in of_parameters:
+        node = ran.value(slot).node
+        recorder.backward.watch_penalty(node, off.below(node))
+    of_model = {id(p) for p in ran.parameters.values()}
+    found.returns_parameters = bool(of_parameters) or any(id(x) in of_model for x in ran.outputs)
+    layouts: dict[int | Value, Where] = {
+        at: where for at, where in hypothesis.places.items() if isinstance(at, int) and isinstance(where, Layout)
+    }
+    is_whole = not told.mixing and len(layouts) == len(hypothesis.places)  # nodes must not be held
+    told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
+    is_plain = not (told.mixing or of_parameters or any(ran.outputs[slot].numel() == 1 for slot in outside))
+    if reader.key is not None and is_plain and ran.documents is None:
+        reader.walk.read_as[reader.key] = found
+    return best, found
 
 
 def _by_number(reader: Reader) -> Labels:
@@ -184,7 +204,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     return untold
 
 
-def _losses_that_mix(recorder: Recorder, plan: Plan, ran: Ran, chosen: Chosen) -> list[int]:
+def _losses_that_mix(recorder: Recorder, told: Told, ran: Ran, chosen: Chosen) -> list[int]:
     """The losses that the model computes itself and that aren't sums over samples, by their numbers."""
     places, samples, found = chosen.hypothesis.places, chosen.hypothesis.samples, list[int]()
     for slot, x in enumerate(ran.outputs) if samples > 1 else ():
@@ -200,49 +220,19 @@ def _losses_that_mix(recorder: Recorder, plan: Plan, ran: Ran, chosen: Chosen) -
         weights = Weights(samples, draws, ran.dtypes)
         with recorder.backward.silent():
             is_sum, is_scaled = sums_samples(x, behind, weights, draws) if behind else (False, False)
-        plan.scaled |= is_scaled
+        told.is_scaled |= is_scaled
         found += [] if is_sum is not False else [slot]
     return found
 
 
-def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int], off: OffGraph) -> None:
-    """Keeps what messages and the next forward's hypotheses need."""
-    hypothesis, reader = chosen.hypothesis, chosen.reader
-    outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
-    plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
-    of_model = {id(p) for p in ran.parameters.values()}
-    plan.returns_parameters = any(
-        id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
-    )
-    plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
-    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
-    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not chosen.untold) else ""
-    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
-        plan.mixing = INSIDE_PASS
-    if found.uses:
-        _note_nodes(plan, ran, reader, found, off)
-    plan.names = frozenset(plan.nodes)
-    plan.by_rule |= {
-        edge.name
-        for noted, place in zip(ran.noted, found.places)
-        if place.kind != NOT_OF_BATCH
-        for edge in noted.call.edges.values()
-    }
-    if not plan.mixing and plan.dependent is not None:
-        plan.mixing, plan.mixed_outputs = plan.dependent
-    plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
-
-
-def _note_nodes(plan: Plan, ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
-    """Keeps which nodes read parameters, for messages."""
-    behind = Behind(ran)
+def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+    """Notes which nodes read parameters, for messages."""
+    behind, nodes = Behind(ran), reader.trace.nodes
     for k, (values, _) in found.uses.items():
-        node = reader.trace.nodes[k]
-        for name in {name for j, _, _ in values for name in off.below(reader.trace.nodes[j])}:
-            known = plan.nodes.setdefault(name, [])
-            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
+        text = f"{nodes[k].name()} at {behind.of(nodes[k])}"
+        for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
+            known = found.nodes.setdefault(name, [])
+            known += [text] if text not in known else []
 
 
 class Behind:

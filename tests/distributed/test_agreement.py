@@ -167,7 +167,7 @@ def opens(each: bool) -> None:
     autograd_hacks.add_hooks(model)
     for step in range(6):
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
-        zeros = [plan.zeros.keys() for plan in recorder_of(model).planner.plans.values()]
+        zeros = [plan.zeros.keys() for plan in recorder_of(model).kinds.seen.values()]
         assert zeros == [{"gate"} if step < 4 else set()]  # the fifth forward is proven
         autograd_hacks.clip_grad1_norm_(model, BOUND)
         model.zero_grad()
@@ -246,8 +246,8 @@ def losses_are_proven(way: str) -> None:
                 assert_close(whole(p.grad), expected)
             autograd_hacks.verify(model)
             model.zero_grad()
-        for plan in recorder_of(model).planner.plans.values():
-            plan.pending = True  # the next forward is proven
+        for kind in recorder_of(model).kinds.seen.values():
+            kind.pending = True  # the next forward is proven
         x, y = (part[own((4, 4))] for part in batch(0, 8))
         losses = squares(model(x), y)
         with pytest.raises(SamplesMixed, match="samples mix in the losses"):

@@ -17,7 +17,7 @@ import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
-from autograd_hacks.reading import proof
+from autograd_hacks.verbs import hooking
 
 BEGINS = 3
 """The step in which a program changes."""
@@ -168,25 +168,24 @@ def test_what_keeps_samples_apart_is_accepted(name: str) -> None:
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches whose independence was not shown by labels alone."""
     found: list[int] = []
-    own = proof.show_independent
+    own = hooking.show_independent
 
     def counted(*given: Any) -> None:
-        plan = given[-2]
-        known = plan.is_independent
+        known = given[-2].kind.is_independent
         own(*given)
         found.append(given[-1]) if not known else None
 
-    monkeypatch.setattr(proof, "show_independent", counted)
+    monkeypatch.setattr(hooking, "show_independent", counted)
     return found
 
 
-def test_batches_of_other_sizes_need_no_further_proof(proofs: list[int]) -> None:
+def test_batches_of_other_sizes_need_no_further_check(checks: list[int]) -> None:
     for _ in steps(Program(lambda own, h: nn.functional.dropout(h, 0.1))):
         pass
-    assert len(proofs) == 1
+    assert len(checks) == 1
 
 
 OPEN: dict[str, Callable[[Tensor], Any]] = {
