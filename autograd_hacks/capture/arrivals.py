@@ -137,7 +137,7 @@ def attach(
     live: the arguments with their graph
     inputs: the nodes that made the arguments
     """
-    if len(outputs) > 1 or is_compared or not all(x._base is None or keeps_its_node(x) for x in outputs):
+    if len(outputs) > 1 or is_compared or not keeps_its_node(outputs[0]):
         # An output may be computed from another one, as an LSTM's h from its c.  The gradient at a copy comes from uses
         # outside the layer only.  A copy is also needed if the user may overwrite an output that is compared later, or a
         # view, whose node would be lost.

@@ -142,14 +142,14 @@ class Forward:
                 return output
             known = self.layers[path] = self._layer(path, layer, rule)
         outputs = tensors_of(output)
-        if not known.wanted or not torch.is_grad_enabled() or all(x.grad_fn is None for x in outputs):
+        if not known.wanted or not torch.is_grad_enabled() or not [x for x in outputs if x.grad_fn is not None]:
             return output
         edges = {local: self._edge(p, name) for local, p, name in known.wanted}
-        if any(x.is_nested for x in outputs):
+        if [x for x in outputs if x.is_nested]:
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        live, graph, given, running = (args, kwargs), GraphAlive(), tensors_in(args, kwargs), self.backward.running
-        made_of = frozenset([x.grad_fn for x in given if x.grad_fn is not None])
+        live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
+        made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         state = {name: (p, version_of(p)) for name, p in known.read}
         if layer._buffers:
