@@ -1,7 +1,7 @@
 """Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,9 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
-from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.graph import Taker, Value, is_users
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
+from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import version_of
@@ -114,12 +115,26 @@ class Backward:
             self.watched[parameter] = (*handles, hook)
             self.hooks += 1
 
-    def watch_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Puts hooks on the outputs of the model in which samples mix, to notice gradients that arrive through them."""
-        for slot in self.record.told.mixed_outputs:
-            node = outputs[slot].grad_fn if slot < len(outputs) else None
-            if node is not None:
-                node.register_prehook(self._note_mixed)
+    def watch_outputs(self, outputs: Iterable[Tensor], why: str, takers: Mapping[Value, Sequence[Taker]]) -> None:
+        """Notes gradients that come through tensors from outside of the forward, as from a loss that reads them.
+
+        why: the reason to refuse these gradients
+        takers: the nodes of the forward that take a value; what they bring is the forward's own
+        """
+        for x in outputs:
+            if x.grad_fn is not None:
+                own, at = list[Tensor](), Value(x.grad_fn, x.output_nr)
+                for taker in takers.get(at, ()):
+                    taker.node.register_hook(partial(_note_brought, own, taker.place))
+                x.grad_fn.register_prehook(partial(self._note_mixed, why, own, at.number))
+
+    def _note_mixed(self, why: str, own: list[Tensor], number: int, grads: tuple[Tensor | None, ...]) -> None:
+        brought, grad = list(own), grads[number]
+        own.clear()
+        if grad is None or not self.hears():
+            return
+        if not brought or bool(differs(grad, torch.stack(brought).sum(0), rounding_of(grad)).any()):
+            self.enter(current_task()).refused = why
 
     def watch_penalty(self, node: Node, names: Collection[str]) -> None:
         """Notes gradients that come through an output of parameters alone, which belongs to no sample.  names: theirs"""
@@ -129,10 +144,6 @@ class Backward:
                 self.enter(current_task()).beside.update(names)
 
         node.register_prehook(note)
-
-    def _note_mixed(self, grads: tuple[Tensor | None, ...]) -> None:
-        if self.hears() and any(grad is not None for grad in grads):
-            self.enter(current_task()).mixed_output = True
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
@@ -373,6 +384,12 @@ class Backward:
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
     if (own := backward()) is not None:
         own.is_silent = False
+
+
+def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
+    """own: what has come to a value so far"""
+    grad = brought[place]
+    own += [] if grad is None else [grad]
 
 
 def may_skip(parameter: Tensor) -> bool:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Ran:
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
     returned: Any = None  # the structure that holds the outputs
-    count: int | None = None  # how many of the outputs are returned; None for all
+    count: int = maxsize  # how many of the outputs are returned
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
 
     @cached_property

@@ -40,6 +40,12 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import Marks
 
+KEPT = (
+    "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
+    "Samples can't be told apart in it, or independence is asked for and was shown of the outputs alone. Let the model "
+    "return it, with an axis for the samples."
+)
+
 
 class Recorder:
     """Everything that belongs to one hooked model.  `add_hooks` makes it; only the hooks hold it."""
@@ -47,8 +53,8 @@ class Recorder:
     kinds: Kinds  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
-    # ``together(model, recorder, is_due, show)`` shows independence if that is due, at the end of forwards with gradients.
-    # Other processes may have to take part.
+    # ``together(model, recorder, read, show)``: reads a finished forward, and shows independence if ``read`` says that it
+    # is due.  Other processes may have to take part, so each forward with gradients calls it.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
     read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
@@ -212,8 +218,6 @@ class Recorder:
             outputs += _kept_by(model, outputs, self._began)
         trained = partial(self.record.trained, model, path)
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        if self.segments is not None and not path:
-            ran.documents = documents_of(self.segments, *ran.arguments)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
@@ -240,7 +244,7 @@ class Recorder:
         told = self.record.told
         if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, off = (self.forward.samples, None) if known is None else self._read(model, known, ran)
+        samples, off = self._read(path, model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             for noted in ran.noted:
@@ -274,32 +278,42 @@ class Recorder:
             self.assume(ran, off)
         return off
 
-    def _read(self, model: nn.Module, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-        """Reads a forward, and shows that its samples are independent if that is asked.
+    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
+        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
 
         Returns N, and what was read from the graph."""
-        told, kind = known.told, known.told.kind
-        run = partial(self.read_forward, self, known, ran)
-        samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-        self.forward.samples = samples
+        told, samples, off = self.record.told, self.forward.samples, None
 
-        def is_due() -> bool:
-            if self.record.mesh is not None and not told.nodes.keys() <= self.record.read_past:
-                return True  # all processes must know which parameters are read from the graph
-            return self.kinds.independent and (kind.pending or not self.is_shown(self, ran, told, samples))
+        def read() -> bool:
+            nonlocal samples, off
+            if self.segments is not None and not path:
+                ran.documents = documents_of(self.segments, *ran.arguments)
+            if known is None:
+                return False
+            run = partial(self.read_forward, self, known, ran)
+            samples, off = run() if current_task() == NO_TASK else outside_passes(run)
+            return self.kinds.independent and (told.kind.pending or not self.is_shown(self, ran, told, samples))
 
         def show() -> None:
-            if self.kinds.independent and samples is not None and known.batch is not None:
+            if self.kinds.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
                     self.show(self, model, known.aside, known.batch, ran, told, samples)
 
         if not self.is_aside:
-            self.together(model, self, is_due, show)
-        elif is_due():
+            self.together(model, self, read, show)
+        elif read():
             show()
-        kind.pending = not (kind.is_independent or told.mixing)
-        if told.mixed_outputs:
-            self.backward.watch_outputs(ran.outputs)
+        self.forward.samples = samples
+        if known is None:
+            return samples, off
+        told.kind.pending = not (told.kind.is_independent or told.mixing)
+        returned = [ran.outputs[n] for n in told.mixed_outputs if n < ran.count]
+        # Nothing shows that what modules keep is independent of other samples' values.
+        unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
+        if returned:
+            self.backward.watch_outputs(returned, told.mixing or told.untold, ran.graph.takers)
+        if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
+            self.backward.watch_outputs(kept, KEPT, ran.graph.takers)
         return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:

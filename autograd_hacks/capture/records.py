@@ -65,8 +65,7 @@ class Pass:
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
-    changed_by: str = ""  # a hook of the user's that may have moved samples, as text for messages
-    mixed_output: bool = False  # whether it went through an output of the model whose samples mix
+    refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
@@ -75,7 +74,7 @@ class Pass:
         if type(grad) is not Tensor or grad.requires_grad:
             grad = part_of(plain(grad))
         if (before := self.along.get(name)) is None:
-            at = directions(name, self.task % 64, grad.shape, grad.dtype, grad.device)
+            at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
             before = self.along[name] = at, []
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
             before[1].append(along(grad, before[0]))

@@ -1,8 +1,9 @@
 """Joint actions of processes that hold shards of one model: checking its forwards, and failing.
 
-A process that gathered weights on its own would wait for the others forever.  So at the end of a forward with gradients all
-add up one flag: does any process have to check that its samples are independent?  If so, all gather their weights, and those
-processes check it.
+Each process reads the graph of its own forward.  At the end of every forward with gradients all add up three flags: could a
+process not read its forward, must one check that its samples are independent, and does one have news?  News are told to all:
+how a process hooked the model, and which parameters it reads from the graph, because all must gather the same weights when
+they read rows.  To check independence all gather all weights, since a process that did so alone would wait forever.
 """
 
 from __future__ import annotations
@@ -80,23 +81,29 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
         recorder.record.shards = versions_of_shards(dict(model.named_parameters()))
 
 
-def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Checks a finished forward if that is due.  Processes that hold shards decide and gather together."""
+def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Reads a finished forward, and checks it if that is due.  Processes that hold shards decide and gather together.
+
+    read: reads this process's forward, and returns whether it has to be checked
+    """
     record, what = recorder.record, "could not check its forward"
     mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
     if mesh is None:
-        if is_due():
+        if read():
             check()
         return
-    own, (others, unsettled) = agreed(is_due, lambda due: [due, not record.is_settled], 2, mesh, what)
-    if others or unsettled:
-        _check_settings(from_all(_settings(model, recorder), mesh))
-        record.is_settled = True
-    if not others:
-        return
-    with alone(model):
-        agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
-    record.read_past = record.read_past.union(*from_all(frozenset(record.told.nodes), mesh))
+
+    def news(is_due: bool) -> list[float]:
+        return [is_due, not record.is_settled or not record.told.nodes.keys() <= record.read_past]
+
+    own, (due, new) = agreed(read, news, 2, mesh, what)
+    if due or new:
+        said = from_all((_settings(model, recorder), frozenset(record.told.nodes)), mesh)
+        _check_settings([settings for settings, _ in said])
+        record.is_settled, record.read_past = True, record.read_past.union(*[names for _, names in said])
+    if due:
+        with alone(model):
+            agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
 
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:

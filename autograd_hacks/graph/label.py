@@ -100,7 +100,7 @@ def varying(label: Owned) -> Sequence[int]:
     return [d for d, size in enumerate(label.samples.shape) if size != 1] if isinstance(label, Entries) else ()
 
 
-@lru_cache(256)
+@lru_cache(16)
 def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     """The sample of each entry on an axis.  Never written to."""
     return torch.arange(size, device=device or "cpu") // inner % samples

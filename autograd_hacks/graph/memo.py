@@ -24,11 +24,14 @@ from autograd_hacks.graph.walk import Memory, Walk, walked
 
 KEPT = 32
 """How many walks a memo keeps."""
+WITH_TENSORS = 2
+"""How many of them may hold tensors: what laws have read, and the sample of each entry."""
 
 
 class _Entry(NamedTuple):
     walk: Walk
     held: list[Tensor]  # the parameters, whose identities are in the key
+    has_tensors: bool
 
 
 class Memo:
@@ -57,8 +60,11 @@ class Memo:
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
-        self._kept[key] = _Entry(walk, [trace.leaf(k) for k in trace.fixed])
+        self._kept[key] = entry = _Entry(walk, [trace.leaf(k) for k in trace.fixed], walk.has_tensors())
         self._kept.move_to_end(key)
+        if entry.has_tensors:
+            for old in [other for other, own in self._kept.items() if own.has_tensors][:-WITH_TENSORS]:
+                del self._kept[old]
         while len(self._kept) > self.size:
             self._kept.popitem(last=False)
         return walk

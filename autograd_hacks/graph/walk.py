@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import SUM, Label, One, Several, joined, linked
+from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined, linked
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -130,6 +131,9 @@ class Walk:
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
+    def has_tensors(self) -> bool:
+        return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
+
 
 class _Edge(NamedTuple):
     node: int
@@ -199,7 +203,7 @@ def _walked(
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
             if _are_empty(outs, shapes[k]):
                 answer = [
-                    None if edge is None else SUM if own[edge[0]] else One(0) if 0 in (sizes or ()) else None
+                    None if edge is None else SUM if own[edge[0]] else _of_nobody(sizes or (), samples)
                     for edge, sizes in zip(ahead, ins)
                 ]
             elif (
@@ -253,6 +257,11 @@ def _walked(
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
     """Whether no gradient has an entry."""
     return all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes))
+
+
+def _of_nobody(shape: Sequence[int], samples: int) -> Label:
+    """The label of a gradient of zeros that arrives at a value of the batch; behind it there may be uses."""
+    return One(0) if samples == 1 or 0 in shape else Entries(torch.full([1] * len(shape), NOBODY, device="cpu"))
 
 
 def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:

@@ -13,6 +13,7 @@ from autograd_hacks.capture.kinds import NESTED, Known, Told
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.uses import Whose
 from autograd_hacks.graph.label import NOBODY, Entries, Label
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
@@ -73,7 +74,7 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     try:
         return _read(recorder, known, ran)
     except Nested:
-        known.told.refused, known.told.mixing = dict.fromkeys(ran.parameters, NESTED), NESTED
+        known.told.refused = dict.fromkeys(ran.parameters, NESTED)
         return None, None
 
 
@@ -121,7 +122,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         mixed_outputs += _note_leaks(ran, ran.documents, best)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    told.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (mixed_outputs and not best.untold) else ""
+    returned = [n for n in mixed_outputs if n < ran.count]
+    told.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (returned and not best.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
@@ -138,10 +140,10 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     layouts: dict[int | Value, Where] = {
         at: where for at, where in hypothesis.places.items() if isinstance(at, int) and isinstance(where, Layout)
     }
-    is_whole = not told.mixing and len(layouts) == len(hypothesis.places)  # nodes must not be held
+    is_plain = not (told.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
+    is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    is_plain = not (told.mixing or of_parameters or any(ran.outputs[slot].numel() == 1 for slot in outside))
-    if reader.key is not None and is_plain and ran.documents is None:
+    if reader.key is not None and is_plain and not of_parameters and ran.documents is None:
         reader.walk.read_as[reader.key] = found
     return best, found
 
@@ -275,8 +277,13 @@ def assume(ran: Ran, off: OffGraph) -> None:
     at = {
         Value(x.grad_fn, x.output_nr): Layout()
         for x in ran.outputs
-        if x.grad_fn is not None and Layout().fits(x, off.samples)
+        if x.grad_fn is not None and (not off.samples or Layout().fits(x, off.samples))
     }
     reader = Reader(ran, off.samples or 1, at)
     found, reader.samples = reader.read(), off.samples
+    if ran.checkpoints:  # no graph shows what is behind them
+        found.mixed = {}
+        for n, noted in enumerate(ran.noted):
+            if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
+                found.calls[n] = Whose(noted.usual_layouts(off.samples))
     reader.follow(found, off)

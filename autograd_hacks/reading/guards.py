@@ -92,10 +92,10 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
-        if recorded.mixed_output or not record.told.refused.keys().isdisjoint(recorded.calls_of):
+        if not record.told.refused.keys().isdisjoint(recorded.calls_of):
             raise _refusal(record.told.mixing or record.told.untold)
-        if recorded.changed_by:
-            raise SamplesMixed(recorded.changed_by)
+        if recorded.refused:
+            raise _refusal(recorded.refused)
         wrong = [reason for name, reason in record.told.disproven.items() if name in recorded.calls_of]
         if wrong:
             for call, grads in recorded.received.items():

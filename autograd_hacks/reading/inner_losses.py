@@ -77,7 +77,7 @@ def sums_samples(
     used = [(value, at, g) for (value, at), g in zip(behind.items(), first) if g is not None]
     curved = [(at, g) for _, at, g in used if g.requires_grad]
     if not curved:
-        return True, False
+        return bool(used), False
 
     each = [weights.of_pass(number) for number in range(weights.passes)]
     given: dict[Value, list[Tensor]] = {}

@@ -130,7 +130,7 @@ def _check_function(first: Tensor) -> None:
     if at := read_outside(first):
         raise SamplesMixed(
             f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}. It is not an output of the "
-            "model, and one index of axis 0 depends on several samples. If samples are on another axis, move them to axis 0: "
+            "model, and one index of axis 0 depends on several samples. If samples are on another axis, move them there: "
             "output.transpose(0, 1). A sample's loss must not depend on other samples."
         )
 

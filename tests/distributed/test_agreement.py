@@ -1,11 +1,13 @@
 """Processes that hold parts of one model run it as often as each other, and fail together."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from oracle import one_loss_at_a_time
 from processes import Both
 from rarely import crossed
 from spread import BOUND, batch, clipped, made, own, sharded, squares, train, train_step, whole, wrapped
@@ -163,22 +165,61 @@ class Opens(nn.Module):
 
 def opens(each: bool) -> None:
     torch.manual_seed(1)
-    model, (x, y) = sharded(Opens().double(), each=each), batch(0, 8)
+    twin = Opens().double()
+    model = sharded(copy.deepcopy(twin), each=each)
     autograd_hacks.add_hooks(model)
-    for step in range(6):
+    for step in range(4):
+        x, y = batch(step, 8)
+        norms, grads = clipped(twin, x, y)
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
-        zeros = [plan.zeros.keys() for plan in recorder_of(model).kinds.seen.values()]
-        assert zeros == [{"gate"} if step < 4 else set()]  # the fifth forward is proven
-        autograd_hacks.clip_grad1_norm_(model, BOUND)
+        assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own((4, 4))])
+        for (name, p), expected in zip(model.named_parameters(), grads.values()):
+            assert_close(whole(p.grad), expected, msg=lambda m, at=(name, step): f"{at}: {m}")
         model.zero_grad()
-        if step == 3:
+        if step == 1:
             with torch.no_grad():
                 model.gate.fill_(1)
+                twin.gate.fill_(1)
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_zeros_in_shards_that_open(both: Both, each: bool) -> None:
+def test_a_gate_in_shards_that_opens(both: Both, each: bool) -> None:
     both(opens, each)
+
+
+class Packs(nn.Module):
+    """Documents that are packed into samples, and told by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        out: Tensor = self.last(self.table(ids))
+        return out
+
+
+def of_documents(out: Tensor) -> Tensor:
+    return torch.zeros(4).double().index_add(0, torch.tensor([0, 0, 1, 2, 3, 3]), out.square().sum(2).flatten())
+
+
+def one_is_refused(each: bool) -> None:
+    torch.manual_seed(1)
+    twin, ids, told = Packs().double(), torch.randint(5, (2, 3)), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    model = sharded(copy.deepcopy(twin), each=each)
+    autograd_hacks.add_hooks(model, segments="documents")
+    rows = one_loss_at_a_time(twin, lambda: of_documents(twin(ids)))
+    norms = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values() if own is not None]).norm(dim=0)
+    for _ in range(2):
+        with pytest.raises(ValueError if dist.get_rank() else ProcessesDisagree, match="no argument of this name"):
+            model(ids, **({} if dist.get_rank() else {"documents": told}))
+        autograd_hacks.backward(of_documents(model(ids, documents=told)))
+        assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_forward_that_one_process_refuses(both: Both, each: bool) -> None:
+    both(one_is_refused, each)
 
 
 def evaluated() -> None:

@@ -155,7 +155,9 @@ def test_parameters_with_a_row_for_each_sample() -> None:
 
 
 class Normalises(torch.autograd.Function):
-    """A Function whose backward isn't linear: by the norm of a sample's gradient, or of the batch's."""
+    """A Function whose backward isn't linear: by the norm of a sample's gradient, or of the batch's.
+
+    A mean's 1 / N is lost in it, so no row follows from what it gives, whether it mixes samples or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of_batch: bool) -> Tensor:
@@ -172,5 +174,4 @@ def test_a_function_that_normalises_gradients(of_batch: bool) -> None:
     net = Net(lambda h, k: Normalises.apply(h, of_batch)).double()
     out = net(torch.randn(N, D).double())
     _, walk = walk_of([out], N, net)
-    assert bool(walk.mixes) == of_batch
-    assert judge([out], N, net).rows < 1e-9 or of_batch
+    assert walk.mixes

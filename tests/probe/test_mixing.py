@@ -164,12 +164,18 @@ def test_a_gate_of_zero_hides_no_mixing(independent: bool) -> None:
 
     model, x = Gated().double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model, independent=independent):
-        for gate in (0.0, 0.0, 0.5):
+        for gate in (0.0, 0.0, 0.5, 0.0):
             nn.init.constant_(model.gate, gate)
             model.zero_grad()
             squares(model(x)).mean().backward()
-            with pytest.raises(SamplesMixed):
-                autograd_hacks.compute_grad1(model)
+            if gate or independent:
+                with pytest.raises(SamplesMixed):
+                    autograd_hacks.compute_grad1(model)
+                continue
+            autograd_hacks.compute_grad1(model)  # in this forward, no gradient goes from one sample to another
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda: squares(model(x)))
+            assert_rows(model, expected)
 
 
 def test_mixing_by_a_parameter_is_called_mixing() -> None:
