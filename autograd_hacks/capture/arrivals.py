@@ -120,17 +120,24 @@ def on_node(node: Any) -> list[AtOutput | AtNode]:
 
 
 def attach(
-    call: LayerCall, graph: GraphAlive, output: Any, receive: Receive, is_compared: bool, live: Any, inputs: frozenset[Node]
+    call: LayerCall,
+    graph: GraphAlive,
+    output: Any,
+    outputs: Sequence[Tensor],
+    receive: Receive,
+    is_compared: bool,
+    live: Any,
+    inputs: frozenset[Node],
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
     """Sends the gradients at a call's outputs to ``receive``.  Returns the output, and the hooks with their nodes.
 
     graph: the object that the call refers to
+    outputs: the tensors of the output
     is_compared: whether the call keeps its output, to compare a later one with it
     live: the arguments with their graph
     inputs: the nodes that made the arguments
     """
-    outputs = tensors_of(output)
-    if len(outputs) > 1 or is_compared or not all(x._base is None or keeps_its_node(x) for x in outputs):
+    if len(outputs) > 1 or is_compared or not keeps_its_node(outputs[0]):
         # An output may be computed from another one, as an LSTM's h from its c.  The gradient at a copy comes from uses
         # outside the layer only.  A copy is also needed if the user may overwrite an output that is compared later, or a
         # view, whose node would be lost.

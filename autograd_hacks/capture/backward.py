@@ -191,8 +191,8 @@ class Backward:
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)
-        if use.plan is not None:
-            use.plan.derives = makes_graph or bool(use.plan.derives)
+        if use.told is not None:
+            use.told.kind.derives = makes_graph or bool(use.told.kind.derives)
         if makes_graph and node is not None:
             self.created(use, node, hook)
         received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)

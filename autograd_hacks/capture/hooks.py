@@ -13,13 +13,13 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
+from autograd_hacks.capture.kinds import Kinds, uncovered
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
 from autograd_hacks.errors import ON_HOOKS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
-from autograd_hacks.probe.planner import Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
@@ -28,8 +28,8 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 
-Settings = tuple[Planner, bool, bool, frozenset[str], Segments | None]
-"""The settings of `add_hooks`: the planner, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
+Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
+"""The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
 
 
 def add_hooks(
@@ -104,12 +104,12 @@ def add_hooks(
     before = (
         None
         if known is None
-        else (known.planner, known.backward.wants_grad, known.pool.reuse, record.left_out, known.segments)
+        else (known.kinds, known.backward.wants_grad, known.pool.reuse, record.left_out, known.segments)
     )
     record.left_out = frozenset(left_out)
     try:
         _hook_all(recorder, model)
-        recorder.plan_by(Planner(model, batch_dim, probe, independent))
+        recorder.read_by(Kinds(model, batch_dim, probe, independent))
         recorder.backward.wants_grad, recorder.pool.reuse, recorder.segments = param_grad, reuse, segments
         recorder.attach()
     except BaseException:
@@ -126,6 +126,7 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     parts, forward = parts_of_composites(model), recorder.forward
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
+    forward.layers.clear()
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():
@@ -245,13 +246,13 @@ class Hooked(Shown):
         Raises NothingRecorded if the hooks were removed.
         """
         recorder = self._resting or recorder_of(self._model)
-        planner = recorder.planner
+        kinds = recorder.kinds
         return {
-            "batch_dim": planner.batch_dim,
-            "probe": planner.probes,
+            "batch_dim": kinds.batch_dim,
+            "probe": kinds.probes,
             "param_grad": recorder.backward.wants_grad,
             "reuse": recorder.pool.reuse,
-            "independent": planner.independent,
+            "independent": kinds.independent,
             "segments": recorder.segments,
             "left_out": sorted(recorder.record.left_out),
         }
@@ -296,7 +297,7 @@ class Hooked(Shown):
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
         if recorder is None:
             return Table(f"<hooks of a {kind}, {'off' if self._resting is not None else 'removed'}>")
-        layers, batch_dim, wanted = len(recorder.layers), recorder.planner.batch_dim, recorder.backward.wants_grad
+        layers, batch_dim, wanted = len(recorder.layers), recorder.kinds.batch_dim, recorder.backward.wants_grad
         title = f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={wanted}>"
         rows = [("setting", "value"), ("modules", str(layers))]
         for what, own in (("trained", True), ("frozen", False)):
@@ -317,11 +318,11 @@ class Hooked(Shown):
         if self._before is None:
             remove_hooks(self._model)
         else:
-            planner, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out, recorder.segments = (
+            kinds, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out, recorder.segments = (
                 self._before
             )
             _hook_all(recorder, self._model)  # hooks for parameters that were left out meanwhile
-            recorder.plan_by(planner)
+            recorder.read_by(kinds)
 
 
 def _counted(parameters: list[nn.Parameter]) -> str:

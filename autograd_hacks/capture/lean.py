@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, reach_of
 from autograd_hacks.capture.backward import Backward, Inner, may_skip
+from autograd_hacks.capture.kinds import Kind
 from autograd_hacks.capture.off_graph import OffGraph, Ran
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
@@ -31,10 +31,10 @@ from autograd_hacks.support.trees import map_tensors
 class Behind:
     """The graph of a forward, behind the function that replaces it."""
 
-    def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph) -> None:
-        self.backward, self.plan, self.outputs = (
+    def __init__(self, backward: Backward, kind: Kind, ran: Ran, off: OffGraph) -> None:
+        self.backward, self.kind, self.outputs = (
             backward,
-            plan,
+            kind,
             [x for x in ran.outputs[: ran.count] if x.grad_fn is not None],
         )
         self.has_graphs = False  # whether passes made graphs, which lead into this one
@@ -78,20 +78,20 @@ class Behind:
         return False
 
 
-def may_stand_behind(plan: Plan, ran: Ran) -> bool:
+def may_stand_behind(kind: Kind, ran: Ran) -> bool:
     """Whether a forward's outputs may leave their graph.
 
     They may after a first pass that made no graph, if nothing else needs gradients of
     parameters."""
     leaves: Iterable[Any] = ran.leaves
-    if plan.derives is not False or not all(may_skip(leaf.variable) for leaf in leaves):
+    if kind.derives is not False or not all(may_skip(leaf.variable) for leaf in leaves):
         return False
     return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
-def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any) -> Any:
+def without_grad(backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any) -> Any:
     """A forward's output, behind a function whose backward computes no parameter gradients."""
-    behind = Behind(backward, plan, ran, off)
+    behind = Behind(backward, kind, ran, off)
     parameters = [leaf.variable for leaf in behind.parameters.values()]
     views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
     taken = {id(x): next(views) for x in behind.outputs}
@@ -118,7 +118,7 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     ways = {name: way for name, leaf in behind.parameters.items() if (way := reach_of(leaf))}
     backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
     behind.has_graphs |= torch.is_grad_enabled()
-    behind.plan.derives = behind.plan.derives or behind.has_graphs
+    behind.kind.derives = behind.kind.derives or behind.has_graphs
     # Passes may come around the function too, through tensors that the model did not return.
     is_around = any(will_execute(node) for node in behind.hooks)
     keeps = behind.has_graphs or is_around or keeps_graph()

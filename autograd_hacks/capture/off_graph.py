@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
-from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
+from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse, Whose
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.plan import Place, Plan
 from autograd_hacks.rules.views import STEPS
 from autograd_hacks.support.graph import (
     CHECKPOINT,
@@ -58,7 +59,7 @@ class Ran:
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
     returned: Any = None  # the structure that holds the outputs
-    count: int | None = None  # how many of the outputs are returned; None for all
+    count: int = maxsize  # how many of the outputs are returned
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
 
     @cached_property
@@ -163,11 +164,10 @@ class Ran:
 class OffGraph:
     """The uses of parameters at nodes of a finished forward's graph."""
 
-    def __init__(self, ran: Ran, plan: Plan, samples: int) -> None:
-        self.ran, self.plan, self.samples = ran, plan, samples
+    def __init__(self, ran: Ran, told: Told, samples: int) -> None:
+        self.ran, self.told, self.samples = ran, told, samples
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
-        self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes the values
-        self.labels: dict[Node, Tensor] = {}  # the sample of each row or entry, at nodes where no layout gives it
+        self.found: dict[Node, tuple[list[tuple[Value, Taker]], Whose]] = {}  # by the node that takes the values
         self.hooks: list[tuple[Node, AtNode]] = []
         self._below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
@@ -197,24 +197,22 @@ class OffGraph:
             self.hooks.append((node, hook))
 
     def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
-        for number, (node, met) in enumerate(self.found.items()):
-            place, graph = met[0][2], GraphAlive()
+        for node, (met, whose) in self.found.items():
+            graph = GraphAlive()
             yield (
                 node,
                 NodeUse(
                     node=node.name(),
-                    values=[self._value(value, taker) for value, taker, _ in met],
-                    edges={name: edge_of(name) for value, taker, _ in met for name in self._names(value, taker)},
+                    values=[self._value(value, taker) for value, taker in met],
+                    edges={name: edge_of(name) for value, taker in met for name in self._names(value, taker)},
                     slots=len(made(node)),
                     forward=forward,
-                    key=(number,),
                     samples=self.samples,
-                    layouts=place.layouts,
-                    is_unseen=place.is_unseen,
-                    precision=_coarsest([node, *(inner for value, _, _ in met for inner in _inside(value))]),
-                    labels=self.labels.get(node),
+                    layouts=whose.layouts,
+                    precision=_coarsest([node, *(inner for value, _ in met for inner in _inside(value))]),
+                    labels=whose.labels,
                     graph=weakref.ref(graph),
-                    plan=self.plan,
+                    told=self.told,
                     documents=self.documents,
                     why_refused=self._why_refused(met),
                 ),
@@ -224,8 +222,8 @@ class OffGraph:
         """The parameters of a value whose rows are read here."""
         return sorted(self.below(value.node).difference(self.by_rule.get((taker.node, taker.place), ())))
 
-    def _why_refused(self, met: list[tuple[Value, Taker, Place]]) -> str:
-        names = {name for value, _, _ in met for name in self.below(value.node)} if self.refused else ()
+    def _why_refused(self, met: list[tuple[Value, Taker]]) -> str:
+        names = {name for value, _ in met for name in self.below(value.node)} if self.refused else ()
         return next((self.refused[name] for name in names if name in self.refused), "")
 
     def _value(self, value: Value, taker: Taker) -> ValueUse:

@@ -17,19 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
+from autograd_hacks.capture.kinds import Kinds, Known, Told
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
+from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
-from autograd_hacks.probe.plan import Plan
-from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
@@ -52,7 +50,7 @@ KEPT = (
 class Recorder:
     """Everything that belongs to one hooked model.  `add_hooks` makes it; only the hooks hold it."""
 
-    planner: Planner  # each `add_hooks` makes a new one
+    kinds: Kinds  # each `add_hooks` makes a new one
 
     # Set by `verbs/hooking.py`.
     # ``together(model, recorder, read, show)``: reads a finished forward, and shows independence if ``read`` says that it
@@ -64,8 +62,8 @@ class Recorder:
     assume: Callable[[Ran, OffGraph], None]  # reads a graph whose outputs are assumed to have samples on axis 0
     # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
-    # ``is_shown(recorder, ran, plan, samples)``: whether the tape shows that samples are independent, if that is asked
-    is_shown: Callable[[Recorder, Ran, Plan, int | None], bool]
+    # ``is_shown(recorder, ran, told, samples)``: whether the tape shows that samples are independent, if that is asked
+    is_shown: Callable[[Recorder, Ran, Told, int | None], bool]
     # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
     check_tape: Callable[[Tape], None]  # raises for operations that are opaque
     why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
@@ -84,16 +82,14 @@ class Recorder:
         self.marks: Marks | None = None  # how that forward began
         self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
-        self._plan: Plan | None = None  # the plan of these, if it is given
-        self._known: Known | None = None  # the plan of the running forward
+        self._known: Known | None = None  # what is known of the running forward
         self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
 
-    def plan_by(self, planner: Planner) -> None:
-        """Uses another planner from now on."""
-        self.planner = planner
-        planner.memo = Memo()
-        self.record.plan = self.forward.static = planner.static
+    def read_by(self, kinds: Kinds) -> None:
+        """Reads forwards by other settings from now on."""
+        self.kinds = kinds
+        self.record.told = self.forward.static = kinds.static
 
     def attach(self) -> None:
         """Starts to record.  If backward passes fill no ``.grad``, also checks each optimizer step."""
@@ -136,14 +132,11 @@ class Recorder:
         self._stop()
 
     @contextmanager
-    def aside(self, plan: Plan | None = None) -> Iterator[None]:
-        """A context for the library's own forwards and backward passes, which leaves the record unchanged.
-
-        plan: the plan to use; by default found as for any forward
-        """
-        own, theirs = kept(self, "is_aside", "_plan", "_known", "tape", "batch", "marks"), kept(self.forward)
+    def aside(self) -> Iterator[None]:
+        """A context for the library's own forwards and backward passes, which leaves the record unchanged."""
+        own, theirs = kept(self, "is_aside", "_known", "tape", "batch", "marks"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
-            self.is_aside, self._plan, self._known, self.tape = True, plan, None, None
+            self.is_aside, self._known, self.tape = True, None, None
             self.backward.wants_grad, self.forward.running = True, None
             self.forward.restart()
             yield
@@ -151,9 +144,9 @@ class Recorder:
     @contextmanager
     def proving(self, independent: bool) -> Iterator[None]:
         """A context in which each kind of forward is checked for independence once more.  independent: see `add_hooks`"""
-        with kept(self.planner, "independent"):
-            self.planner.independent |= independent
-            self.planner.doubt()
+        with kept(self.kinds, "independent"):
+            self.kinds.independent |= independent
+            self.kinds.doubt()
             yield
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,11 +172,11 @@ class Recorder:
         self._hooks, self._own_hooks, self._began = count(), self.backward.hooks, next_node()
         known, before = self._known, self.tape
         self._stop()
-        is_asked = is_on and not path and self.planner.independent and current_task() == NO_TASK
+        is_asked = is_on and self.kinds.independent and current_task() == NO_TASK
         if is_asked and known is not None and known.batch is not None:
             self.batch, self.marks = known.batch, Marks(modules_of(model))
             kept = [] if before is None else before.kept(self.marks.tensors)
-            tapes = known.plan.tapes
+            tapes = known.told.kind.tapes
             self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
 
@@ -197,31 +190,31 @@ class Recorder:
         self.tape = self.batch = self.marks = None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the plan for a forward."""
+        """Finds what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
         self._ends = made_by((args, kwargs))
         if not path and not self.is_aside:
             self.learn(model, self)
-        known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
-        known = known if self._plan is None else known._replace(plan=self._plan)
-        self.record.plan, self.forward.samples, self._known = known.plan, known.samples, known
+        known = self._known = self.kinds.look(model, path, args, kwargs)
+        self.record.told, self.forward.samples = known.told, known.samples
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
         """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
-        if not path and self.tape is not None:
+        if self.tape is not None and (not path or self.forward.running == path):
             self.tape.stop()
         if not Switch.on() or self.forward.running != path:
             return None
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
+            place_by_sizes(noted, self.forward.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         returned_count = len(outputs)
-        if not path and not self.is_aside and self.planner.probes:
+        if not path and not self.is_aside and self.kinds.probes:
             outputs += _kept_by(model, outputs, self._began)
         trained = partial(self.record.trained, model, path)
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
@@ -242,27 +235,28 @@ class Recorder:
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
         # Known by now.  No graph shows what reentrant checkpoints use.
-        is_read = known is not None and known.plan is self.planner.static and not ran.is_covered
-        if known is not None and is_read and (self.planner.probes or not ran.checkpoints):
-            self.planner.is_covered = False
+        is_read = known is not None and known.told is self.kinds.static and not ran.is_covered
+        if known is not None and is_read and (self.kinds.probes or not ran.checkpoints):
+            self.kinds.is_covered = False
             args, kwargs = ran.arguments
-            known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
-            self.record.plan = known.plan
-        plan = self.record.plan
-        if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
+            known = self.kinds.look(model, path, args, kwargs)
+            self.record.told = known.told
+        told = self.record.told
+        if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
         samples, off = self._read(path, model, known, ran)
         self.record.documents = ran.documents
         if ran.documents is not None:
             for noted in ran.noted:
                 noted.call.documents = ran.documents
-        self.forward.remember(plan, ran.noted)
-        off = self._off_graph(plan, ran, samples, off)
+        if off is None:
+            place_by_sizes(ran.noted, samples)
+        off = self._off_graph(told, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
-        is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
-        returned = without_grad(self.backward, plan, ran, off, output) if is_lean else None
-        layouts = _layouts(model, plan, ran)
+        is_lean = not self.backward.wants_grad and may_stand_behind(told.kind, ran)
+        returned = without_grad(self.backward, told.kind, ran, off, output) if is_lean else None
+        layouts = _layouts(model, told, ran)
         for x, layout in zip(
             [x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts[: ran.count]
         ):
@@ -273,12 +267,12 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
         return returned
 
-    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
+    def _off_graph(self, told: Told, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
         """The reader of the forward's graph.  found: what was read already"""
-        is_assumed = plan is self.planner.static and not ran.is_covered
+        is_assumed = told is self.kinds.static and not ran.is_covered
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        off = found or OffGraph(ran, plan, samples or 0)
+        off = found or OffGraph(ran, told, samples or 0)
         off.documents = ran.documents
         if is_assumed and samples is not None:
             self.assume(ran, off)
@@ -288,7 +282,7 @@ class Recorder:
         """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
 
         Returns N, and what was read from the graph."""
-        plan, samples, off = self.record.plan, self.forward.samples, None
+        told, samples, off = self.record.told, self.forward.samples, None
 
         def read() -> bool:
             nonlocal samples, off
@@ -296,14 +290,14 @@ class Recorder:
                 ran.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
-            pending, run = plan.pending, partial(self.read_forward, self, known, ran)
+            run = partial(self.read_forward, self, known, ran)
             samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-            return self.planner.independent and (pending or not self.is_shown(self, ran, plan, samples))
+            return self.kinds.independent and (told.kind.pending or not self.is_shown(self, ran, told, samples))
 
         def show() -> None:
-            if self.planner.independent and known is not None and known.batch is not None and samples is not None:
+            if self.kinds.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
-                    self.show(self, model, known.aside, known.batch, ran, plan, samples)
+                    self.show(self, model, known.aside, known.batch, ran, told, samples)
 
         if not self.is_aside:
             self.together(model, self, read, show)
@@ -312,12 +306,13 @@ class Recorder:
         self.forward.samples = samples
         if known is None:
             return samples, off
-        returned = [ran.outputs[n] for n in plan.mixed_outputs if n < ran.count]
+        told.kind.pending = not (told.kind.is_independent or told.mixing)
+        returned = [ran.outputs[n] for n in told.mixed_outputs if n < ran.count]
         # Nothing shows that what modules keep is independent of other samples' values.
-        kept = range(ran.count, len(ran.outputs)) if self.planner.independent else plan.mixed_outputs
+        unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
         if returned:
-            self.backward.watch_outputs(returned, plan.mixing or plan.untold, ran.graph.takers)
-        if kept := [ran.outputs[n] for n in kept if n >= ran.count]:
+            self.backward.watch_outputs(returned, told.mixing or told.untold, ran.graph.takers)
+        if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
             self.backward.watch_outputs(kept, KEPT, ran.graph.takers)
         return samples, off
 
@@ -346,10 +341,10 @@ def _kept_by(model: nn.Module, outputs: Sequence[Tensor], began: int) -> list[Te
     return [x for x in found.values() if not x.is_nested]
 
 
-def _layouts(model: nn.Module, plan: Plan, ran: Ran) -> Layouts:
+def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:
     """Where the samples are in the outputs; None where no axis has them, as in packed sequences."""
-    if len(plan.outputs) == len(ran.outputs):
-        return plan.outputs
+    if len(told.outputs) == len(ran.outputs):
+        return told.outputs
     rule = rule_for(model)
     own = rule.axes(model) if rule is not None and rule.axes is not None else ()
     axes = [*own, *[0] * len(ran.outputs)]  # for a layer by itself, or assumed

@@ -11,11 +11,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import Directions, along, directions
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.display import bytes_of, with_unit
@@ -189,7 +189,7 @@ class Record:
     arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
     forwards: int = 0
-    plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last one
+    told: Told = field(default_factory=Told)  # what was read of the running forward, or of the last one
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
     # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)

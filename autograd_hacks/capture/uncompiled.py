@@ -59,7 +59,7 @@ class Uncompiled:
                 "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks.",
                 stacklevel=2,
             )
-        with as_written(has_own or self.recorder.planner.independent):  # the tape has what runs as it is written
+        with as_written(has_own or self.recorder.kinds.independent):  # the tape has what runs as it is written
             return self._call(layer, args, kwargs)
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.nodes import BY_OWNERS, BY_POSITION, NODES, Kept, Met, by_node, carried_back
 from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
@@ -29,6 +29,14 @@ from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map
 
 Pull = Callable[[str, Form], Form]
 """``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
+
+
+class Whose(NamedTuple):
+    """Where the samples are in the tensors that a use made."""
+
+    layouts: Layouts = ()  # for each tensor, where none are labelled
+    labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it
 
 
 class GraphAlive:
@@ -73,7 +81,6 @@ class Use(ABC):
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
     forward: int  # the number of the model's forward
-    key: tuple[Hashable, ...] = ()  # identifies it in other forwards of the same kind
     is_own: bool = True  # False if the layer was called by itself or by another model
     samples: int | None = None  # N, if the model's own arguments or outputs show it
     layouts: Layouts = ()  # where the samples are in each tensor; set with N
@@ -84,7 +91,7 @@ class Use(ABC):
     graph: weakref.ref[GraphAlive]
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
-    plan: Plan | None = field(default=None, repr=False)  # of the forward
+    told: Told | None = field(default=None, repr=False)  # what was read of the forward
     documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
     why_refused: str = ""  # why its parameters have no rows in this forward
 
@@ -248,7 +255,7 @@ class LayerCall(Use, Call):
 
     def _is_compared(self, grads: OutputGrads) -> bool:
         """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
-        return self.plan is None or self.random_state is not None or looks_free(grads.first)
+        return self.told is None or self.random_state is not None or looks_free(grads.first)
 
     def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
         if name not in forms:

@@ -35,7 +35,7 @@ class Reduction:
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
-        """Called when the plan of a forward is made.
+        """Called when a forward begins.
 
         forward: the forward's number
         param_grad: whether there will be ordinary gradients to reduce

@@ -94,11 +94,11 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
         return
 
     def news(is_due: bool) -> list[float]:
-        return [is_due, not record.is_settled or not record.plan.names <= record.read_past]
+        return [is_due, not record.is_settled or not record.told.nodes.keys() <= record.read_past]
 
     own, (due, new) = agreed(read, news, 2, mesh, what)
     if due or new:
-        said = from_all((_settings(model, recorder), record.plan.names), mesh)
+        said = from_all((_settings(model, recorder), frozenset(record.told.nodes)), mesh)
         _check_settings([settings for settings, _ in said])
         record.is_settled, record.read_past = True, record.read_past.union(*[names for _, names in said])
     if due:
@@ -108,9 +108,9 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    planner = recorder.planner
+    kinds = recorder.kinds
     return (
-        f"probe={planner.probes}, independent={planner.independent}, param_grad={recorder.backward.wants_grad}, "
+        f"probe={kinds.probes}, independent={kinds.independent}, param_grad={recorder.backward.wants_grad}, "
         f"{len(trained)} trainable parameters (last: {trained[-1:]}), {len(recorder.record.left_out)} left out"
     )
 

@@ -7,6 +7,7 @@ means alone, to the values that are added up.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
@@ -14,17 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autograd_hacks.graph.label import At, Label, One, Owned, Shape, entries
 from autograd_hacks.graph.laws import node_name
 from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.support.graph import Leaf, operands_of
+from autograd_hacks.support.graph import Leaf, Value, kept_by, made, number_of, operands_of, shape_of
 
 _SUMS = """sum mean nansum nll_loss nll_loss_forward nll_loss2d mse_loss smooth_l1_loss huber_loss binary_cross_entropy
 binary_cross_entropy_with_logits"""
+_VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsafe_split unsafe_split_with_sizes"
 _LINEAR, _PRODUCTS = "add sub neg mul div _to_copy clone view squeeze unsqueeze alias rsub", "mm addmm linear convolution"
-_ADD_UP, _GO_ON, _BY_ROWS = ({node_name(name) for name in names.split()} for names in (_SUMS, _LINEAR, _PRODUCTS))
+_ADD_UP, _GO_ON, _BY_ROWS, _RESHAPE, _SPLIT = (
+    {node_name(name) for name in names.split()} for names in (_SUMS, _LINEAR, _PRODUCTS, _VIEWS, _SPLITS)
+)
 
 
 def frontier(roots: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]] | None:
@@ -47,6 +53,64 @@ def frontier(roots: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]] | None:
             return None  # a product of two scalars is linear in neither sum alone
         waiting += ahead
     return list(found)
+
+
+def picked(root: tuple[Any, int], samples: int) -> Tensor | None:
+    """The sample of each entry on axis 0 of a value, if values picked the entries, as in h[mask]; None if nothing shows it.
+
+    Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0.
+    Those are assumed to be the samples in order, so a walk has to confirm the answer.
+    """
+    own = torch.arange(made(root[0])[root[1]].shape[0], device="cpu")[:, None]
+    seen, in_order, by_values = {root}, deque([(*root, own)]), deque[tuple[Any, int, Tensor]]()
+    while in_order or by_values:  # what an index picked comes last, since tables are read by an index too
+        node, number, rows = (in_order or by_values).popleft()
+        shape = shape_of(Value(node, number))
+        if shape and shape[0] == samples:
+            return rows[:, 0] if rows.shape[1] == 1 or bool((rows == rows[:, :1]).all()) else None
+        for other, at in node.next_functions if shape else ():
+            is_parameter = type(other) is Leaf and isinstance(other.variable, Parameter)
+            if other is None or is_parameter or (other, at) in seen:
+                continue
+            seen.add((other, at))
+            below, are_picked = _taken_from(node, number, rows, shape_of(Value(other, at)))
+            if below is not None:
+                (by_values if are_picked else in_order).append((other, at, below))
+    return None
+
+
+def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tensor | None, bool]:
+    """The entries on axis 0 of a node's input that entries of its output were taken from, and whether values picked them.
+
+    rows: M K, the output's entries that are asked for    own: the input's shape
+    """
+    name, out = node.name().split("Backward")[0], made(node)[number].shape
+    if not own:
+        return None, False
+    if name in ("Index", "UnsafeIndex"):
+        by = Indexed(kept_by(node, "indices"), own)
+        if by.start:  # axis 0 is left as it is
+            return rows, False
+        index = by.indices[0].flatten(1) if by.axes > 1 else by.indices[0][:, None]
+        return (index[rows.to(index.device)].flatten(1) % own[0], True) if by.dims[0] == 0 else (None, True)
+    if name in ("IndexSelect", "Slice") or name in _SPLIT:
+        if (number_of(node, "dim") or 0) % len(own):
+            return rows, False
+        if name == "IndexSelect":
+            index = kept_by(node, "index").view(-1)
+            return index[rows.to(index.device)], True
+        if name == "Slice":
+            start, _, step = slice(*(number_of(node, key) for key in ("start", "end", "step"))).indices(own[0])
+            return rows * step + start, False
+        return rows + sum(part.shape[0] for part in made(node)[:number]), False
+    if own[0] == out[0]:
+        return rows, False
+    if name in _RESHAPE and own[0] and own[0] % out[0] == 0:
+        times = own[0] // out[0]
+        return (rows[..., None] * times + torch.arange(times, device=rows.device)).flatten(1), False
+    if name in _RESHAPE and own[0] and out[0] % own[0] == 0:
+        return rows // (out[0] // own[0]), False
+    return None, False
 
 
 def candidates(shape: Shape, samples: int, first: int = 0) -> list[Label]:

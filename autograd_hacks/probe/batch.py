@@ -30,7 +30,6 @@ class Batch:
     spec: TreeSpec  # the tree
     lists: frozenset[int]  # the lengths of lists of tensors among them, which may hold a sample each
     axes: list[int | None] | None  # for each leaf the axis of its samples or None, if the user gave them; else None
-    shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, so they have no samples
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim, names: Sequence[str] = ()) -> Batch:
@@ -89,7 +88,7 @@ class Batch:
         """For each leaf the axis of its samples; None if it has none."""
         if self.axes is not None:
             return self.axes
-        sizes = [None if n in self.shared or axis is None else _size(leaf, axis) for n, leaf in enumerate(self.leaves)]
+        sizes = [None if axis is None else _size(leaf, axis) for leaf in self.leaves]
         axes = [axis if size == samples else None for size in sizes]
         first = next((n for n, at in enumerate(axes) if at is not None), 0)
         return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(axes)]
@@ -153,9 +152,11 @@ class Batch:
         sizes = [shape[axis] for shape in shapes if axis is not None and most == len(shape) > axis]
         return sizes.count(sizes[0]) if sizes else 0
 
-    def numbers(self) -> tuple[int | float, ...]:
-        """The numbers among the arguments."""
-        return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
+    @property
+    def is_ragged(self) -> bool:
+        """Whether there may be a vector of entries, and a vector of the bags' starts."""
+        vectors = (x for x in self.leaves if isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point())
+        return self.axes is None and len(list(vectors)) > 1
 
     def signature(self) -> tuple[object, ...]:
         """The arguments' tree and kinds, without sizes and numbers.

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
 from autograd_hacks.graph.trace import END, LEAF
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.reading.reader import Reader, label_of, ran_behind
 from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.internals import current_node
@@ -114,7 +114,7 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
 
 
 def _attach(own: Recorder, reader: Reader, forward: int) -> None:
-    off, ran = OffGraph(reader.ran, Plan(pending=False), reader.samples), reader.ran
+    off, ran = OffGraph(reader.ran, Told(), reader.samples), reader.ran
     reader.follow(reader.read(), off)
     off.attach(ran.edge_of, forward, own.backward.receive)
 

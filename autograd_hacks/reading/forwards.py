@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import INSIDE_PASS
 from autograd_hacks.capture.gradient_hooks import Labels
+from autograd_hacks.capture.kinds import NESTED, Known, Told
+from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.uses import Whose
 from autograd_hacks.graph.label import NOBODY, Entries, Label
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, Place, Plan
-from autograd_hacks.probe.planner import NESTED, Known
+from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, batch_axes, tried, usual_layouts
+from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.inner_losses import Weights, sums_samples
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.rules.table import rule_for
@@ -73,13 +74,12 @@ def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None
     try:
         return _read(recorder, known, ran)
     except Nested:
-        place_by_sizes(known.plan, ran, known.samples)
-        known.plan.refused = dict.fromkeys(ran.parameters, NESTED)
+        known.told.refused = dict.fromkeys(ran.parameters, NESTED)
         return None, None
 
 
 def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-    plan, memo = known.plan, recorder.planner.memo
+    told, memo = known.told, recorder.kinds.memo
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
         chosen = _under(ran, known, hypothesis, memo)
@@ -89,43 +89,63 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
             break
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
-        place_by_sizes(plan, ran, known.samples)
         return known.samples, None
-    off = OffGraph(ran, plan, best.hypothesis.samples)
-    if best.found is not None and plan.read_as is best.found and ran.documents is None:
-        plan.pending = False
-        best.reader.follow(best.found, off)
-        recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
-        return best.hypothesis.samples, off
-    mixed_outputs: list[int] = []
+    off, found = OffGraph(ran, told, best.hypothesis.samples), best.found
+    if found is None or ran.documents is not None:
+        best, found = _in_full(recorder, known, ran, best, off)
+    else:
+        best.reader.follow(found, off)
+    outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
+    told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
+    told.nodes, told.disproven, told.returns_parameters = found.nodes, found.disproven, found.returns_parameters
+    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    told.by_rule = frozenset([edge.name for call in calls for edge in call.edges.values()])
+    if not told.mixing and told.kind.dependent is not None:
+        told.mixing, told.mixed_outputs = told.kind.dependent
+    recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
+    return best.hypothesis.samples, off
+
+
+def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
+    """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
+    told, mixed_outputs = known.told, list[int]()
     if best.is_mixed:
-        best, mixed_outputs = _without_mixed(ran, known, best, memo)
-    reader = best.reader
-    found = reader.read()
+        best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
+    hypothesis, reader = best.hypothesis, best.reader
+    found, samples = reader.read(), hypothesis.samples
     if best.out_of_order:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
-    losses = [
-        slot
-        for slot, x in enumerate(ran.outputs)
-        if x.grad_fn is not None and slot not in best.hypothesis.places and x.numel() == 1
-    ]
-    mixed_outputs += _losses_that_mix(recorder, plan, ran, best)
+    outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
+    mixed_outputs += _losses_that_mix(recorder, told, ran, best)
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
-    _fill(plan, ran, best, found, mixed_outputs, off)
-    is_kept = not (plan.mixing or mixed_outputs or losses) and all(isinstance(at, int) for at in best.hypothesis.places)
-    plan.hypothesis = best.hypothesis if is_kept else None
-    plan.read_as = None
-    if reader.key is not None and not (plan.mixing or losses or ran.documents is not None):
-        reader.walk.read_as[reader.key] = plan.read_as = found
+    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
+    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
+    returned = [n for n in mixed_outputs if n < ran.count]
+    told.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (returned and not best.untold) else ""
+    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
+        told.mixing = INSIDE_PASS
+    told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
-    recorder.watch_hooks(_by_number(reader), best.hypothesis.samples)
-    plan.disproven = check_rules(ran, found.places, best.hypothesis.samples) if not plan.mixing else {}
-    for slot, x in enumerate(ran.outputs):
-        if x.grad_fn is not None and slot not in best.hypothesis.places and reader.is_own(x.grad_fn):
-            plan.read_as = None
-            recorder.backward.watch_penalty(x.grad_fn, off.below(x.grad_fn))
-    return best.hypothesis.samples, off
+    if found.uses:
+        _note_nodes(ran, reader, found, off)
+    found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
+    of_parameters = [slot for slot in outside if reader.is_own(ran.value(slot).node)]
+    for slot in of_parameters:
+        node = ran.value(slot).node
+        recorder.backward.watch_penalty(node, off.below(node))
+    of_model = {id(p) for p in ran.parameters.values()}
+    found.returns_parameters = bool(of_parameters) or any(id(x) in of_model for x in ran.outputs)
+    layouts: dict[int | Value, Where] = {
+        at: where for at, where in hypothesis.places.items() if isinstance(at, int) and isinstance(where, Layout)
+    }
+    is_plain = not (told.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
+    is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
+    told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
+    if reader.key is not None and is_plain and not of_parameters and ran.documents is None:
+        reader.walk.read_as[reader.key] = found
+    return best, found
 
 
 def _by_number(reader: Reader) -> Labels:
@@ -186,7 +206,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     return untold
 
 
-def _losses_that_mix(recorder: Recorder, plan: Plan, ran: Ran, chosen: Chosen) -> list[int]:
+def _losses_that_mix(recorder: Recorder, told: Told, ran: Ran, chosen: Chosen) -> list[int]:
     """The losses that the model computes itself and that aren't sums over samples, by their numbers."""
     places, samples, found = chosen.hypothesis.places, chosen.hypothesis.samples, list[int]()
     for slot, x in enumerate(ran.outputs) if samples > 1 else ():
@@ -202,52 +222,19 @@ def _losses_that_mix(recorder: Recorder, plan: Plan, ran: Ran, chosen: Chosen) -
         weights = Weights(samples, draws, ran.dtypes)
         with recorder.backward.silent():
             is_sum, is_scaled = sums_samples(x, behind, weights, draws) if behind else (False, False)
-        plan.scaled |= is_scaled
+        told.is_scaled |= is_scaled
         found += [] if is_sum is not False else [slot]
     return found
 
 
-def _fill(plan: Plan, ran: Ran, chosen: Chosen, found: Read, mixed_outputs: Sequence[int], off: OffGraph) -> None:
-    """Keeps what messages and the next forward's hypotheses need."""
-    hypothesis, reader = chosen.hypothesis, chosen.reader
-    outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
-    plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
-    of_model = {id(p) for p in ran.parameters.values()}
-    plan.returns_parameters = any(
-        id(x) in of_model or (x.grad_fn is not None and reader.is_own(x.grad_fn)) for x in ran.outputs
-    )
-    plan.mixed_outputs, plan.pending = tuple(mixed_outputs), False
-    for noted, place in zip(ran.noted, found.places):
-        plan.set_place(noted.call.path, noted.number, place)
-    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
-    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
-    returned = [n for n in mixed_outputs if n < ran.count]
-    plan.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (returned and not chosen.untold) else ""
-    if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
-        plan.mixing = INSIDE_PASS
-    if found.uses:
-        _note_nodes(plan, ran, reader, found, off)
-    plan.names = frozenset(plan.nodes)
-    plan.by_rule |= {
-        edge.name
-        for noted, place in zip(ran.noted, found.places)
-        if place.kind != NOT_OF_BATCH
-        for edge in noted.call.edges.values()
-    }
-    if not plan.mixing and plan.dependent is not None:
-        plan.mixing, plan.mixed_outputs = plan.dependent
-    plan.refused, plan.untold = dict.fromkeys(mixed, plan.mixing), chosen.untold
-
-
-def _note_nodes(plan: Plan, ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
-    """Keeps which nodes read parameters, for messages."""
-    behind = Behind(ran)
+def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+    """Notes which nodes read parameters, for messages."""
+    behind, nodes = Behind(ran), reader.trace.nodes
     for k, (values, _) in found.uses.items():
-        node = reader.trace.nodes[k]
-        for name in {name for j, _, _ in values for name in off.below(reader.trace.nodes[j])}:
-            known = plan.nodes.setdefault(name, [])
-            known += [text] if (text := f"{node.name()} at {behind.of(node)}") not in known else []
+        text = f"{nodes[k].name()} at {behind.of(nodes[k])}"
+        for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
+            known = found.nodes.setdefault(name, [])
+            known += [text] if text not in known else []
 
 
 class Behind:
@@ -283,12 +270,6 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) 
     )
 
 
-def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
-    """Fills in a plan by sizes, if no output has samples."""
-    for noted in ran.noted:
-        plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
-
-
 def assume(ran: Ran, off: OffGraph) -> None:
     """Reads a forward whose outputs are assumed to have the samples on axis 0.
 
@@ -303,6 +284,6 @@ def assume(ran: Ran, off: OffGraph) -> None:
     if ran.checkpoints:  # no graph shows what is behind them
         found.mixed = {}
         for n, noted in enumerate(ran.noted):
-            if found.places[n].kind == NOT_OF_BATCH and not any(reader.is_own(node) for node, _ in noted.hooks):
-                found.places[n] = Place(AXES, usual_layouts(noted, off.samples), is_decided=False)
+            if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
+                found.calls[n] = Whose(noted.usual_layouts(off.samples))
     reader.follow(found, off)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ran
-from autograd_hacks.capture.uses import LayerCall, OutputGrads
-from autograd_hacks.probe.plan import NOT_OF_BATCH, Place
+from autograd_hacks.capture.uses import LayerCall, OutputGrads, Whose
 from autograd_hacks.reading.certificate import agree, received_by, rounded_by
 from autograd_hacks.rules.table import is_given
 from autograd_hacks.support.contexts import without_autocast
@@ -22,20 +21,20 @@ from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 
-def check_rules(ran: Ran, places: Sequence[Place], samples: int) -> dict[str, str]:
+def check_rules(ran: Ran, places: Sequence[Whose | None], samples: int) -> dict[str, str]:
     """{parameter: why its rows are wrong}, for the layers of a finished forward whose rules a user has registered.
 
-    places: where samples are in the calls
+    places: whose the entries of the calls' outputs are
     samples: N
     """
     wrong: dict[str, str] = {}
     for noted, place in zip(ran.noted, places):
-        if place.kind != NOT_OF_BATCH and is_given(noted.call.layer) and noted.call.edges and not noted.is_empty:
+        if place is not None and is_given(noted.call.layer) and noted.call.edges and not noted.is_empty:
             wrong |= _compared(ran, noted, place, samples)
     return wrong
 
 
-def _compared(ran: Ran, noted: Noted, place: Place, samples: int) -> dict[str, str]:
+def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, str]:
     draws = torch.Generator().manual_seed(samples)
     # Powers of two: multiplying by them does not change what rounding leaves of a zero.
     w = 2.0 ** (torch.randperm(samples, generator=draws, device="cpu") % 8 - 4)
@@ -43,10 +42,10 @@ def _compared(ran: Ran, noted: Noted, place: Place, samples: int) -> dict[str, s
     grads: list[Tensor | None] = [None] * noted.call.slots
     for node, hook in noted.hooks:
         layout, like = place.layouts[hook.slot], made(node)[hook.number]
-        if layout is None and noted.call.labels is None:
+        if layout is None and place.labels is None:
             return {}
         g = random_like(like, draws).reshape(hook.shape)
-        each = w[noted.call.labels].view(-1, *[1] * (g.ndim - 1)).to(g) if layout is None else layout.over(g, w.to(g))
+        each = w[place.labels].view(-1, *[1] * (g.ndim - 1)).to(g) if layout is None else layout.over(g, w.to(g))
         grads[hook.slot] = g
         given[Value(node, hook.number)] = [(each * g).reshape(tuple(like.shape))]
     leaves, arrived = {edge.node: name for name, edge in noted.call.edges.items()}, dict[str, Tensor]()

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.forward import INSIDE_PASS
+from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
@@ -92,11 +92,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
-        if not record.plan.refused.keys().isdisjoint(recorded.calls_of):
-            raise _refusal(record.plan.mixing or record.plan.untold)
+        if not record.told.refused.keys().isdisjoint(recorded.calls_of):
+            raise _refusal(record.told.mixing or record.told.untold)
         if recorded.refused:
             raise _refusal(recorded.refused)
-        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
+        wrong = [reason for name, reason in record.told.disproven.items() if name in recorded.calls_of]
         if wrong:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # this may be why
@@ -141,12 +141,12 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             "hooks were off, or under torch.compile. Hook the model first, then run the forward and the backward pass."
         )
     for name in past:
-        reason = record.plan.refused.get(record.name_of(parameters[name]), "")
-        if reason and reason == record.plan.mixing:
+        reason = record.told.refused.get(record.name_of(parameters[name]), "")
+        if reason and reason == record.told.mixing:
             raise _refusal(reason)
         if reason:
             raise UnseenGradient(f"{name}: got gradient in a way that the library can't follow: {reason}")
-    if record.plan.returns_parameters:
+    if record.told.returns_parameters:
         raise UnseenGradient(
             f"{', '.join(past)}: got gradient through an output that depends on parameters only. A mean over samples "
             "doesn't show where the loss combines it with the batch. Call autograd_hacks.backward(losses) with one loss "
@@ -175,7 +175,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
 
 def check_independent(recorder: Recorder) -> None:
     """Raises ProbeFailed if independence of samples was requested and not shown."""
-    if not recorder.planner.independent or recorder.is_aside:
+    if not recorder.kinds.independent or recorder.is_aside:
         return
     passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
     for use in {use for recorded in passes for use in recorded.received}:
@@ -207,15 +207,15 @@ def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
 def is_shown(use: Use) -> bool:
     """Whether samples were shown to be independent in a use's forward."""
     is_model = isinstance(use, LayerCall) and not use.path  # a layer by itself mixes nothing that its rule doesn't know
-    return is_model or use.samples == 0 or (use.plan is not None and use.plan.is_independent)
+    return is_model or use.samples == 0 or (use.told is not None and use.told.kind.is_independent)
 
 
 def check_shown(use: Use) -> None:
     """Raises if samples were not shown to be independent in a use's forward."""
     if is_shown(use):
         return
-    if use.plan is not None and use.plan.mixing:
-        raise _refusal(use.plan.mixing)
+    if use.told is not None and use.told.mixing:
+        raise _refusal(use.told.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
         "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.kinds import Known, runs_time_first
 from autograd_hacks.capture.off_graph import Ran
-from autograd_hacks.capture.uses import packed_into
+from autograd_hacks.graph.roots import picked
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.plan import Plan
-from autograd_hacks.probe.planner import Known, is_time_first
-from autograd_hacks.probe.routes import Routes
 from autograd_hacks.reading.inner_losses import frontier
-from autograd_hacks.rules.table import axes_for
 from autograd_hacks.support.graph import Value, shape_of
-from autograd_hacks.support.layout import Layout, candidates, likeliest
-from autograd_hacks.support.trees import is_packed
+from autograd_hacks.support.layout import Layout, candidates, is_time_first
+from autograd_hacks.support.trees import is_packed, modules_of
 
 Where = Layout | Tensor
 """Where samples are in an output: a layout, or the sample of each entry on axis 0."""
@@ -39,6 +35,7 @@ class Hypothesis:
     places: Mapping[int | Value, Where]  # also in the tensors from which the model's own losses are computed
     counted_at: int | None = None  # the output whose axis 0 gives N
     counted_leaf: int | None = None  # the argument that gives N, if not the first
+    is_whole: bool = True  # whether these are all places, and samples weren't mixed
 
     @property
     def keeps_axis(self) -> bool:
@@ -49,13 +46,13 @@ class Hypothesis:
 def tried(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     """Hypotheses about a forward, first that of the last one of its kind."""
     yield from _as_before(known, ran)
-    yield from sorted(hypotheses(known, ran), key=lambda own: not _is_known(known.plan, own))
+    yield from sorted(hypotheses(known, ran), key=lambda own: not _is_known(known.told.kind.hypothesis, own))
 
 
 def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     """The hypothesis of the last forward of this kind."""
-    before: Hypothesis | None = known.plan.hypothesis
-    if before is None or known.batch is None:
+    before: Hypothesis | None = known.told.kind.hypothesis
+    if before is None or not before.is_whole or known.batch is None:
         return
     samples = known.batch.samples(before.axis, before.counted_leaf)
     if before.counted_at is not None:
@@ -68,14 +65,10 @@ def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
         yield replace(before, samples=samples)
 
 
-def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
+def _is_known(before: Hypothesis | None, hypothesis: Hypothesis) -> bool:
     """Whether samples are where an earlier forward of this kind had them."""
-    places = [
-        (plan.outputs[slot], at)
-        for slot, at in hypothesis.places.items()
-        if isinstance(slot, int) and slot < len(plan.outputs)
-    ]
-    return bool(places) and hypothesis.axis == plan.axis and all(before == at for before, at in places)
+    places = {slot: at for slot, at in hypothesis.places.items() if isinstance(slot, int)}
+    return before is not None and hypothesis.axis == before.axis and bool(places) and places == before.places
 
 
 def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
@@ -92,6 +85,7 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     batch = known.batch
     assert batch is not None
     outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
+    axes = _axes(known, batch, ran)
     # The arguments may not show N, or show it wrongly, as for a list of samples: then use the first output's size.
     first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
     by_output: Hypothesis | None = None
@@ -100,19 +94,28 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
         places: dict[int | Value, Where] = {
             slot: Layout() for slot, x in outputs.items() if x.ndim and x.shape[0] == samples
         }
-        by_output = Hypothesis(known.axes[0], samples, places, first)
+        by_output = Hypothesis(axes[0], samples, places, first)
         if samples in batch.lists and known.samples != samples:
             yield by_output
-    found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
-    if len(known.axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
+    found = [hypothesis for axis in axes for hypothesis in on_axis(batch, axis, ran, outputs)]
+    if len(axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
         declared = time_first_sizes(ran)
-        if declared or not runs_time_first(ran):
-            fits = (own for own in found if (own.samples in declared if declared else own.axis == known.axes[0]))
+        if declared or not trains_time_first(ran):
+            fits = (own for own in found if (own.samples in declared if declared else own.axis == axes[0]))
             found = list(fits) or found
         found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
     yield from found
     if by_output is not None and (known.samples is None or batch.lists):
         yield by_output
+
+
+def _axes(known: Known, batch: Batch, ran: Ran) -> tuple[int | None, ...]:
+    """Possible axes of the samples in the arguments, the likeliest first."""
+    (model,) = ran.modules
+    if known.axis != 0 or not runs_time_first(modules_of(model), batch):
+        return (known.axis,)
+    # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
+    return (1, 0) if is_time_first(model) else (0, 1)
 
 
 def time_first_sizes(ran: Ran) -> set[int]:
@@ -121,7 +124,7 @@ def time_first_sizes(ran: Ran) -> set[int]:
     return {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
 
 
-def runs_time_first(ran: Ran) -> bool:
+def trains_time_first(ran: Ran) -> bool:
     """Whether a layer with samples on axis 1 ran: if it trains, one of its parameters is in the graph."""
     reached = {id(leaf.variable) for leaf in ran.graph.leaves}
     layers = (module for model in ran.modules for module in model.modules() if is_time_first(module))
@@ -162,24 +165,12 @@ def chosen_rows(
     ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
 ) -> dict[int | Value, Where]:
     """For outputs whose rows values selected, from packed tensors or N entries on axis 0: the sample of each row."""
-    routes = Routes(ran.graph, {}, samples, by_size=True)
     found: dict[int | Value, Where] = {**ran.packed}
     for slot, x in outputs.items():
         if slot in ran.packed:
             continue
-        rows = routes.rows(x.grad_fn) if x.grad_fn is not None and x.ndim and x.shape[0] != samples else None
+        rows = picked(ran.value(slot), samples) if x.ndim and x.shape[0] != samples else None
         axes = [at for at in options[slot] if not at.axis]
         if rows is not None and not any(torch.equal(at.rows(len(rows), samples, rows.device), rows) for at in axes):
             found[slot] = rows
     return found
-
-
-def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
-    """Where samples are in a call's outputs, judging by sizes."""
-    is_packed_call, layer = packed_into(noted.call) is not None, noted.call.layer
-    # No layout gives the samples of packed rows.
-    shapes = {hook.slot: hook.shape for _, hook in noted.hooks if hook.slot or not is_packed_call}
-    return tuple(
-        likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
-        for slot in range(noted.call.slots)
-    )

@@ -4,7 +4,6 @@ The operations of each forward are compared with those of forwards whose samples
 operations labels show it, or a trace of the model.  If that is not possible, the model is run again with other samples
 replaced.  If the model computes a loss itself, the rows are compared too."""
 
-import copy
 import sys
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering
@@ -23,8 +23,7 @@ from autograd_hacks.distributed.shards import alone
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.plan import MIXING, Plan
-from autograd_hacks.probe.tape import Constants, Tape
+from autograd_hacks.probe.tape import MIXING, Constants, Tape
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.graph import Leaf, is_users
 from autograd_hacks.support.internals import COMPILER
@@ -48,34 +47,34 @@ class _Seen(NamedTuple):
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
-def is_shown(recorder: Recorder, ran: Ran, plan: Plan, samples: int | None) -> bool:
+def is_shown(recorder: Recorder, ran: Ran, told: Told, samples: int | None) -> bool:
     """Whether samples of a finished forward are known to be independent, from its tape.
 
     A tape that is new needs a check, before the forward's gradients are read.  True if nothing asks
     for independence.
     """
     tape = recorder.tape
-    if tape is None or not samples or samples < 2 or not recorder.planner.independent:
+    if tape is None or not samples or samples < 2 or not recorder.kinds.independent:
         return True
     if tape.refused is not None:
         raise tape.refused
-    if plan.mixing:
-        return bool(plan.tapes.mixing == tape.entries)
-    return tape in plan.tapes or _is_by_tape(recorder, ran, plan, samples)
+    if told.mixing:
+        return bool(told.kind.tapes.mixing == tape.entries)
+    return tape in told.kind.tapes or _is_by_tape(recorder, ran, told, samples)
 
 
-def _is_by_tape(recorder: Recorder, ran: Ran, plan: Plan, samples: int) -> bool:
+def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
     """Whether the tape shows it: by the labels of its operations, or because it differs from a known one in sizes only."""
-    tape, batch = recorder.tape, recorder.batch
-    if tape is None or batch is None or plan.counted_at is not None or batch.has_lists(samples) or _losses(ran, plan):
+    tape, batch, tapes = recorder.tape, recorder.batch, told.kind.tapes
+    if tape is None or batch is None or told.counted_at is not None or batch.has_lists(samples) or _losses(ran, told):
         return False
-    if not (tape.sites | _functions(ran)) <= plan.tapes.sites:
+    if not (tape.sites | _functions(ran)) <= tapes.sites:
         return False
-    axes = batch.axes_of_samples(plan.axis, samples)
-    plan.why_untaped = recorder.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
-    if plan.why_untaped and not plan.tapes.has_alike(tape):
+    axes = batch.axes_of_samples(told.axis, samples)
+    why_not = recorder.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
+    if why_not and not tapes.has_alike(tape):
         return False
-    plan.tapes.add(tape, for_all_values=True)
+    tapes.add(tape, for_all_values=True)
     return True
 
 
@@ -84,66 +83,58 @@ def _functions(ran: Ran) -> set[Hashable]:
     return {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
 
 
-def _losses(ran: Ran, plan: Plan) -> bool:
+def _losses(ran: Ran, told: Told) -> bool:
     """Whether the model makes a loss itself."""
-    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, told.outputs))
 
 
 def show_independent(
-    recorder: Recorder, model: nn.Module, aside: Aside | None, batch: Batch, ran: Ran, plan: Plan, samples: int
+    recorder: Recorder, model: nn.Module, aside: Aside | None, batch: Batch, ran: Ran, told: Told, samples: int
 ) -> None:
-    """Records in a plan whether outputs, and changed buffers, are independent of other samples.
+    """Records whether outputs, and changed buffers, are independent of other samples.
 
     aside: the state in which the forward began; None if a check was not known to be due then
 
     Raises ProbeFailed if the model can't be run again.
     """
-    if plan.dependent is not None:  # another tape may tell another tale
-        plan.mixing, plan.mixed_outputs, plan.dependent = "", (), None
+    kind = told.kind
+    if kind.dependent is not None:  # another tape may tell another tale
+        told.mixing, told.mixed_outputs, kind.dependent = "", (), None
     tape = recorder.tape
     if tape is not None and tape.refused is not None:
         raise tape.refused
     if tape is not None:
         recorder.check_tape(tape)
-    if samples < 2 or plan.mixing:
-        plan.is_independent = not plan.mixing
-    elif tape is None or not (plan.is_independent and tape in plan.tapes):
+    if samples < 2 or told.mixing:
+        kind.is_independent = not told.mixing
+    elif tape is None or not (kind.is_independent and tape in kind.tapes):
         with nullcontext() if aside is not None or recorder.marks is None else recorder.marks.put_back():
-            _show(recorder, aside or Aside(model, ran.arguments), batch, ran, plan, samples)
+            _show(recorder, aside or Aside(model, ran.arguments), batch, ran, told, samples)
     if tape is None or samples < 2:
         return
-    plan.tapes.mixing = tape.entries if plan.mixing else None
-    if plan.is_independent and not plan.mixing and tape not in plan.tapes:
-        plan.tapes.sites |= tape.sites | _functions(ran)
-        plan.tapes.constants.add(tape.outside)
-        plan.tapes.add(tape, for_all_values=not plan.why_unshown)
+    kind.tapes.mixing = tape.entries if told.mixing else None
+    if kind.is_independent and not told.mixing and tape not in kind.tapes:
+        kind.tapes.sites |= tape.sites | _functions(ran)
+        kind.tapes.constants.add(tape.outside)
+        kind.tapes.add(tape, for_all_values=not kind.why_unshown)
 
 
-def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
-    makes_loss = _losses(ran, plan)
+def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
+    makes_loss = _losses(ran, told)
     # The arguments as they were when the forward began: it may have overwritten them, and hooks may have replaced them.
     batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
-    if not makes_loss and _is_analysed(recorder, aside, batch, ran, plan, samples):
-        plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
+    if not makes_loss and _is_analysed(recorder, aside, batch, ran, told, samples):
+        told.kind.is_independent = True
         return
-    if makes_loss or plan.counted_at is not None or batch.has_lists(samples):
+    if makes_loss or told.counted_at is not None or batch.has_lists(samples):
         _check_repeats(recorder, aside)
-    runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
-    was_shown, draws = (
-        samples <= plan.replaced and recorder.tape is None,
-        torch.Generator().manual_seed(samples),
-    )  # at another point of training
-    # Rows take a backward pass.  They are compared in two runs of the first check.
-    with_rows = 0 if was_shown else 2
-    reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
+    runs, arguments = _Runs(recorder, told, aside, samples, makes_loss), batch.arguments()
+    draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
+    reference = runs.run(arguments, with_rows=True)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
     has_changed, rounds = False, any(type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes)
-    every = kept_samples(samples, draws)
-    if was_shown:
-        half = torch.randperm(samples, generator=draws.manual_seed(plan.forwards), device="cpu") < samples // 2
-        every = [half, ~half]
-    for turn, kept in enumerate(every, 1):
-        replaced = batch.replaced(plan.axis, kept, turn, plan.counted_at is not None)
+    for turn, kept in enumerate(kept_samples(samples, draws), 1):
+        replaced = batch.replaced(told.axis, kept, turn, told.counted_at is not None)
         if replaced is None:
             continue
         has_changed = True
@@ -158,28 +149,27 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, 
                 f"{MIXING}: {what} changed for samples that were kept while others were replaced. There is no gradient "
                 "between them, but private training needs samples that don't depend on each other."
             )
-            plan.dependent, plan.is_independent = (why, slots), False
-            plan.mixing, plan.mixed_outputs = plan.dependent
+            told.kind.dependent, told.kind.is_independent = (why, slots), False
+            told.mixing, told.mixed_outputs = told.kind.dependent
             return
     # If all samples are equal, replacing them shows nothing.
-    plan.is_independent |= has_changed
-    plan.replaced = max(plan.replaced, samples if has_changed else 0)
+    told.kind.is_independent |= has_changed
 
 
-def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> bool:
+def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told: Told, samples: int) -> bool:
     """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
-    if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
+    if told.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
     if batch.has_lists(samples):  # their numbers are constants in a trace
         return False
-    plan.why_unshown = ""
-    if _is_by_tape(recorder, ran, plan, samples):
+    told.kind.why_unshown = ""
+    if _is_by_tape(recorder, ran, told, samples):
         return True
     _check_repeats(recorder, aside)
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
-        plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
-    return not plan.why_unshown
+        told.kind.why_unshown = recorder.why_unshown(aside.module, own, told.axis, samples)
+    return not told.kind.why_unshown
 
 
 def _check_repeats(recorder: Recorder, aside: Aside) -> None:
@@ -219,8 +209,8 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
 class _Runs:
     """Runs a model and restores everything afterwards."""
 
-    def __init__(self, recorder: Recorder, plan: Plan, aside: Aside, samples: int, makes_loss: bool) -> None:
-        self.recorder, self.plan, self.aside, self.samples = recorder, plan, aside, samples
+    def __init__(self, recorder: Recorder, told: Told, aside: Aside, samples: int, makes_loss: bool) -> None:
+        self.recorder, self.told, self.aside, self.samples = recorder, told, aside, samples
         self.makes_loss = makes_loss
 
     def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], with_rows: bool) -> _Seen:
@@ -253,9 +243,9 @@ class _Runs:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         recorder, found = self.recorder, dict[str, Tensor]()
-        # Other routes may need a new check.  It uses a copy of the plan, and starts no further runs.
-        with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent", "probes"):
-            recorder.planner.independent, recorder.planner.probes = False, True
+        # Its values may be read in another way.  It starts no further runs.
+        with recorder.aside(), kept_as_is(recorder.kinds, "independent", "probes"):
+            recorder.kinds.independent, recorder.kinds.probes = False, True
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
@@ -281,7 +271,7 @@ class _Runs:
         for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
             if x.shape != y.shape:
                 return f"the shape of the model's output number {slot}", (slot,)
-            at = self.plan.outputs[slot] if slot < len(self.plan.outputs) else None
+            at = self.told.outputs[slot] if slot < len(self.told.outputs) else None
             at = at or self._by_size(x)
             if at is not None and _changes(x, y, at, kept, rounds):
                 return f"the model's output number {slot} (shape {tuple(x.shape)})", (slot,)

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import packed_into
+from autograd_hacks.capture.uses import Whose, packed_into
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.probe.plan import AXES, ENTRIES, NOT_OF_BATCH, ROWS, Place
-from autograd_hacks.reading.hypotheses import usual_layouts
 from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
@@ -41,20 +39,22 @@ Where = Layout | Tensor | Label
 class Read:
     """What laws say about a forward.  Nodes are numbered as in the trace.
 
-    places: of the calls, in their order
-    rows: the sample of each row, by the number of a call
-    uses: by node, the values that it takes there, as (node, output, input), and the place
-    labels: the sample of each row or entry, by node
+    calls: whose the outputs of each call are, in their order; None where its rule gives no rows
+    uses: by node, the values that it takes there, as (node, output, input), and whose its outputs are
     by_rule: for some uses, by node and input, the parameters whose rows a layer's rule gives there
     mixed: the parameters' leaves behind which samples mix, with the node at which they do
+    nodes: by parameter, the nodes that read it, for messages
+    disproven: why the rows of some parameters are wrong
+    returns_parameters: whether some output depends on parameters only
     """
 
-    places: list[Place] = field(default_factory=list)
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    uses: dict[int, tuple[list[tuple[int, int, int]], Place]] = field(default_factory=dict)
-    labels: dict[int, Tensor] = field(default_factory=dict)
+    calls: list[Whose | None] = field(default_factory=list)
+    uses: dict[int, tuple[list[tuple[int, int, int]], Whose]] = field(default_factory=dict)
     by_rule: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     mixed: dict[int, str] = field(default_factory=dict)
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    disproven: dict[str, str] = field(default_factory=dict)
+    returns_parameters: bool = False
 
 
 class Reader:
@@ -126,12 +126,8 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        for number, noted in enumerate(self.ran.noted):
-            found.places.append(self._place(number, noted, found))
         apart = self.ran.taken_apart()
-        for number, noted in enumerate(self.ran.noted):
-            if noted.call in apart:
-                found.places[number] = Place(NOT_OF_BATCH)
+        found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
         self._find_uses(found)
         if self.walk.mixed:
             mix = next((own for own in self.walk.mixes if own.node >= 0), None)
@@ -142,8 +138,8 @@ class Reader:
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
-        for noted, where in zip(self.ran.noted, found.places):
-            if where.kind != NOT_OF_BATCH:
+        for noted, whose in zip(self.ran.noted, found.calls):
+            if whose is not None:
                 names = {edge.name for edge in noted.call.edges.values()}
                 own = {self.number[leaf] for leaf, name in leaves.items() if name in names and leaf in self.number}
                 for node in self.ran.inside(noted):
@@ -164,7 +160,7 @@ class Reader:
                     continue
                 found.by_rule[k, place] = covered[k]
             if k not in found.uses:
-                found.uses[k] = [], self._place_of_node(k, found)
+                found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
 
@@ -184,24 +180,24 @@ class Reader:
         """Whether a node's outputs are made of parameters alone."""
         return (k := self.number.get(node)) is not None and self.walk.own[k]
 
-    def _place(self, number: int, noted: Noted, found: Read) -> Place:
-        """Where the samples are in a call's outputs."""
+    def _whose(self, noted: Noted) -> Whose | None:
+        """Whose a call's outputs are; None if its rule gives no rows, because they aren't of the batch or lie otherwise."""
         call, layer, samples = noted.call, noted.call.layer, self.samples
         known = {slot: own for slot in range(call.slots) if (own := self._at(noted, slot)) is not None}
         labels = {slot: label for slot, (label, _) in known.items() if label is not None}
-        usual = usual_layouts(noted, samples)
+        usual = noted.usual_layouts(samples)
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
-            return Place(NOT_OF_BATCH)
+            return None
         rule = rule_for(layer)
         if not labels:
             is_loss = rule is not None and rule.by_input  # the walk begins inside
-            return Place(AXES, usual, is_decided=False, is_unseen=samples > 1 and not is_loss)
-        layouts, packed = list(usual), packed_into(call)
+            return Whose(usual, is_unseen=samples > 1 and not is_loss)
+        layouts, packed, rows = list(usual), packed_into(call), None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
-            return Place(NOT_OF_BATCH)
+            return None
         if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
-            return Place(AXES, tuple(layouts))
+            return Whose(usual)
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
             shape = known[slot][1]
@@ -209,7 +205,7 @@ class Reader:
                 continue
             if packed is not None and not slot:  # its rule knows the sample of each row
                 if not _are(label, shape, samples, samples_of_rows(packed)):
-                    return Place(NOT_OF_BATCH)
+                    return None
                 continue
             at = layout_of(label, shape, samples)
             if at is not None and rule is not None and not rule.by_input and (slot == 0 or rule.axes is not None):
@@ -218,56 +214,52 @@ class Reader:
             if at is None:
                 rows = rows_of(label, shape, samples) if is_row_by_row else None
                 if rows is None:
-                    return Place(NOT_OF_BATCH)
-                found.rows[number] = rows
+                    return None
             layouts[slot] = at
-        return Place(ROWS if number in found.rows else AXES, tuple(layouts))
+        return Whose(tuple(layouts), rows)
 
-    def _place_of_node(self, k: int, found: Read) -> Place:
+    def _whose_of_node(self, k: int, found: Read) -> Whose:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
         if samples == 1 or any(0 in shape for shape in shapes):
-            return Place(AXES, tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
+            return Whose(tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
         if not apart:
-            return Place(AXES, tuple(layouts))
+            return Whose(tuple(layouts))
         if sum(own is not None for own in labels) > 1:
             found.mixed |= dict.fromkeys(self.walk.mixed, self.trace.kinds[k].name)
         (n, *_), label = apart, labels[apart[0]]
         assert label is not None
         rows = rows_of(label, shapes[n], samples)
-        own = entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows
-        found.labels[k] = own
-        return Place(ENTRIES if rows is None else ROWS, ())
+        return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
     def follow(self, found: Read, off: OffGraph) -> None:
         """Writes what was found into the calls of this forward and into the reader of its graph."""
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
         refused = {names[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in names}
-        for number, (noted, place) in enumerate(zip(ran.noted, found.places)):
+        for noted, whose in zip(ran.noted, found.calls):
             call = noted.call
-            call.plan, call.samples, call.is_unseen = off.plan, samples, place.is_unseen
-            call.layouts, call.labels = place.layouts, found.rows.get(number)
+            call.told, call.samples = off.told, samples
+            if refused:
+                call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "")
+            if whose is None:
+                call.edges = {}  # its rows come from where its output meets the batch
+            else:
+                call.layouts, call.labels, call.is_unseen = whose
             if noted.is_empty:
                 call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
-            call.why_refused = (
-                next((refused[e.name] for e in call.edges.values() if e.name in refused), "") if refused else ""
-            )
-            if place.kind == NOT_OF_BATCH:
-                call.edges = {}  # its rows come from where its output meets the batch
         off.found |= self.found_in_graph(found)
-        off.labels |= {nodes[k]: own for k, own in found.labels.items()}
         off.refused = refused
         off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
 
-    def found_in_graph(self, found: Read) -> dict[Node, list[tuple[Value, Taker, Place]]]:
+    def found_in_graph(self, found: Read) -> dict[Node, tuple[list[tuple[Value, Taker]], Whose]]:
         """The uses at nodes, as `OffGraph.found`."""
         nodes = self.trace.nodes
         return {
-            nodes[k]: [(Value(nodes[j], output), Taker(nodes[k], at), place) for j, output, at in values]
-            for k, (values, place) in found.uses.items()
+            nodes[k]: ([(Value(nodes[j], output), Taker(nodes[k], at)) for j, output, at in values], whose)
+            for k, (values, whose) in found.uses.items()
         }
 
 

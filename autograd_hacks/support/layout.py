@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -80,6 +81,13 @@ def candidates(shape: Sequence[int], samples: int, axes: Iterable[int]) -> list[
     plain = [Layout(axis) for axis in axes if shape[axis] == samples]
     folded = [axis for axis in axes if shape[axis] != samples and samples and shape[axis] % samples == 0 and shape[axis]]
     return plain + [Layout(axis, fold) for axis in folded for fold in (("N·T",) if samples == 1 else ("N·T", "T·N"))]
+
+
+def is_time_first(module: nn.Module) -> bool:
+    """Whether a layer uses axis 1 as the batch, so that its model may too."""
+    # Check where the attribute is first: torch takes long to find that a module has no such attribute.
+    has = "batch_first" in vars(module) or hasattr(type(module), "batch_first")
+    return has and getattr(module, "batch_first", True) is False
 
 
 def rounding_of(x: Tensor) -> Tensor | None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.distributed.shards import reading_weights
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
-from autograd_hacks.probe.plan import Plan
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import Shown, Table, with_unit
@@ -70,9 +70,9 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
     """
     forms, note = _forms(model)
     try:
-        plan, left_out = recorder_of(model).record.plan, recorder_of(model).record.left_out
+        told, left_out = recorder_of(model).record.told, recorder_of(model).record.left_out
     except NothingRecorded:
-        plan, left_out = Plan(), frozenset()
+        told, left_out = Told(), frozenset()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in model.named_modules():
         for name, parameter in covered(layer).items():
@@ -83,7 +83,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
             continue
         readers, form = owners[parameter], forms.get(name)
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
-        how = "left out by only=" if name in left_out else _how(name, parameter, layer, plan)
+        how = "left out by only=" if name in left_out else _how(name, parameter, layer, told)
         if form is None and name in forms:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
@@ -92,48 +92,48 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
         if form is not None:
             found = kinds_of(form), form.samples, form.samples * parameter.numel() * parameter.element_size()
         rows.append(Row(name, type(layer).__name__, how, *found))
-    return Description(rows, note, _independence(plan))
+    return Description(rows, note, _independence(told))
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass; or no forms, and a note that says why."""
     try:
         recorder = recorder_of(model)
-        if needed := reading_weights(model, recorder.record.plan.names):
+        if needed := reading_weights(model, frozenset(recorder.record.told.nodes)):
             return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
         return read(model, recorder.record.parameters_of(model), recorder, None), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's errors, and those of a user's rule
         return {}, f"No forms to show: {error}"
 
 
-def _independence(plan: Plan) -> str:
+def _independence(told: Told) -> str:
     """Whether samples were shown to be independent; empty if the forward was not checked."""
-    if not plan.outputs:
+    if not told.outputs:
         return ""
-    if plan.is_independent and plan.why_unshown == "":
+    if told.kind.is_independent and told.kind.why_unshown == "":
         return "Independent by analysis: no operation in the model's graph combines samples, for any values."
-    if plan.is_independent:
+    if told.kind.is_independent:
         return "Independent: the model's outputs for a sample did not change when other samples were replaced."
-    if plan.mixing:
-        return _MIXES + plan.mixing
+    if told.mixing:
+        return _MIXES + told.mixing
     return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
 
 
-def _how(name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan) -> str:
+def _how(name: str, parameter: nn.Parameter, layer: nn.Module, told: Told) -> str:
     """How a parameter's gradients are computed.
 
     layer: the layer that uses it
     """
     if not parameter.requires_grad:
         return "frozen"
-    if reason := plan.refused.get(name):
+    if reason := told.refused.get(name):
         return f"refused: {reason}"
-    if reason := plan.disproven.get(name):
+    if reason := told.disproven.get(name):
         return f"wrong: {reason}"
-    parts, rule = [f"graph: {node}" for node in plan.nodes_of(name)], rule_for(layer)
-    if rule is not None and (not parts or name in plan.by_rule):
+    parts, rule = [f"graph: {node}" for node in told.nodes.get(name, ())], rule_for(layer)
+    if rule is not None and (not parts or name in told.by_rule):
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss divides by something of the whole batch" if plan.scaled else ""
+    scaled = ", scaled by the batch: the model's own loss divides by something of the whole batch" if told.is_scaled else ""
     return " and ".join(parts) + scaled

@@ -190,7 +190,7 @@ class _Stream:
         scaling: float | Tensor,
         sets_grads: bool,
     ) -> None:
-        record, self.is_private, self._recorder = recorder.record, recorder.planner.independent, recorder
+        record, self.is_private, self._recorder = recorder.record, recorder.kinds.independent, recorder
         self.is_of_documents = recorder.segments is not None
         self.pool, self.has_ended, self._sets_grads = recorder.pool, False, sets_grads
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling

@@ -1,4 +1,4 @@
-"""`add_hooks`.  It connects capture with the check of plans and with the agreement of processes."""
+"""`add_hooks`.  It connects capture with the reading of forwards and with the agreement of processes."""
 
 import weakref
 from collections.abc import Iterable, Sequence

@@ -158,7 +158,7 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
         if record is not mine:  # a part of the model that has hooks of its own
             record.clear(f"a backward pass of another model's {WHAT} has replaced its record")
     is_own = any(call.is_own for recorded in mine.passes for call in recorded.received)
-    if not is_own and mine.plan.mixing:
+    if not is_own and mine.told.mixing:
         check_unseen(mine.parameters_of(model), mine)
     grads = per_sample_grads(model) if is_own else None
     mine.clear()

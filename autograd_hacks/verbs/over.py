@@ -114,8 +114,8 @@ def over(
             stacklevel=2,
         )
     if segments is not None:
-        planner = recorder.planner
-        check_segments(segments, "over", planner.batch_dim, planner.probes, planner.independent)
+        kinds = recorder.kinds
+        check_segments(segments, "over", kinds.batch_dim, kinds.probes, kinds.independent)
     file: RowFile | RowFolder | None = None
     if out is not None:
         weights = digest_of(model.state_dict() if states is None else states)
@@ -125,7 +125,7 @@ def over(
         path = _of_process(out)
         kind = RowFile if os.path.splitext(path)[1] else RowFolder
         file = kind(path, origin, weights if states is None else "")
-    recorder.planner.doubt()  # checks with another loss, or of whole samples, don't count here
+    recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
     told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget, states is not None)
     pieces: list[dict[str, Tensor]] = []

@@ -123,8 +123,8 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
             f"{verb}: the model was hooked with segments, and only verify(model) can check that documents are independent. "
             "Make each document a padded sample, without segments." + ON_SEGMENTS
         )
-    if not recorder.planner.independent:
-        recorder.planner.independent = True
+    if not recorder.kinds.independent:
+        recorder.kinds.independent = True
         with alone(model):
             spread.agreed(lambda: _show(model, recorder, verb))
 
@@ -150,11 +150,11 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent=True):
         args, kwargs = copied(arguments)
         model(*args, **kwargs)
-        plan = record.plan
-    if plan.mixing:
-        raise SamplesMixed(plan.mixing)
+        told = record.told
+    if told.mixing:
+        raise SamplesMixed(told.mixing)
     for use in unshown:
-        use.plan = plan
+        use.told = told
 
 
 class _Comparison:
@@ -228,10 +228,10 @@ def _with_autograd(
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
         args, kwargs = copied(arguments)
         output = model(*args, **kwargs)
-        outputs, plan = tensors_of(output), record.plan
-        if plan.mixing:
-            raise SamplesMixed(plan.mixing)
-        if independent and not plan.is_independent and not rule_for(model):  # a single layer's rule implies independence
+        outputs, forward = tensors_of(output), record.told
+        if forward.mixing:
+            raise SamplesMixed(forward.mixing)
+        if independent and not forward.kind.is_independent and not rule_for(model):
             raise ProbeFailed(
                 "verify(model, independent=True) could not check that samples are independent: no argument has samples that "
                 "can be replaced by others of the batch. Give it a batch of tensors in which samples differ."

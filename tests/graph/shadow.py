@@ -1,4 +1,4 @@
-"""Laws beside the plans, in any test of the package: labels and rows of every hooked forward against one backward pass a
+"""Laws beside what is read, in any test of the package: labels and rows of every hooked forward against one backward pass a
 sample.
 
     PYTHONPATH=tests/graph python -m pytest -p shadow tests/programs
@@ -63,7 +63,7 @@ def end(self: Recorder, path: str, model: Any, ran: Any, output: Any) -> Any:
     labels = [label_of(layout, tuple(x.shape), samples) for x, layout, _ in found]
     walk = memos.setdefault(id(self), Memo()).walk(trace, dict(enumerate(labels)), samples, memory)
     counts["forwards"] += 1
-    today = "refused" if self.record.plan.mixing else "read"
+    today = "refused" if self.record.told.mixing else "read"
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1].split("[")[0]
     for mix in walk.mixes:
         refused[f"{trace.kinds[mix.node].name} {mix.why}, today {today}, {test}"] += 1

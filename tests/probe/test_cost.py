@@ -202,4 +202,4 @@ def test_sizes_that_come_again_are_walked_once() -> None:
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
             assert_rows(model, one_backward_per_sample(model, squares, x))
-    assert recorder_of(model).planner.memo.misses <= 4  # forwards and losses of two sizes
+    assert recorder_of(model).kinds.memo.misses <= 4  # forwards and losses of two sizes

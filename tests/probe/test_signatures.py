@@ -12,8 +12,8 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.kinds import MOST
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.probe.planner import MOST
 
 
 class Skipping(nn.Module):
@@ -43,16 +43,16 @@ def test_layers_that_are_skipped_at_first() -> None:
             check(model, x)
 
 
-def test_a_number_that_changes_each_step_has_few_plans() -> None:
+def test_a_number_that_changes_each_step_makes_few_kinds() -> None:
     model, x = Between(lambda h, step, heat: h * (1 + step) / heat).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         for step in range(40):
             squares(model(x, step, 1 / (1 + step))).mean().backward()
         check(model, x, None, lambda x: model(x, 99, 0.5))
-        assert len(recorder_of(model).planner.plans) <= 5
+        assert len(recorder_of(model).kinds.seen) <= 5
 
 
-def test_a_number_that_was_told_apart_by_its_few_values_has_its_own_plan() -> None:
+def test_a_number_that_decides_whether_samples_mix() -> None:
     def mix(h: Tensor, kind: int) -> Tensor:
         return h - h.mean(0) if kind == 3 else h * (kind + 1)
 
@@ -136,15 +136,15 @@ class WithNotes(nn.Module):
         return self.body(x)
 
 
-def test_the_number_of_plans_is_bounded() -> None:
+def test_the_number_of_kinds_is_bounded() -> None:
     """Names of files as dictionary keys, and lists of any length, make each forward another kind."""
     model = WithNotes().double()
     with autograd_hacks.add_hooks(model):
-        plans = recorder_of(model).planner.plans
+        kinds = recorder_of(model).kinds.seen
         for n in range(100):
             notes: list[Any] = [{f"file {n}": n}, list(range(n)), ["a"] * n, {"file": {str(n): None}}]
             check(model, torch.randn(4, 3).double(), run=lambda x, own=notes[n % 4]: model(x, own))
-        assert len(plans) <= MOST
+        assert len(kinds) <= MOST
         x = torch.randn(4, 3).double()
         check(model, x)
 

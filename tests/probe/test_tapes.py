@@ -168,7 +168,7 @@ def test_what_keeps_samples_apart_is_accepted(name: str) -> None:
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches whose independence was not shown by labels alone."""
     found: list[int] = []
     own = independence._show
@@ -181,10 +181,10 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_batches_of_other_sizes_need_no_further_proof(proofs: list[int]) -> None:
+def test_batches_of_other_sizes_need_no_further_check(checks: list[int]) -> None:
     for _ in steps(Program(lambda own, h: nn.functional.dropout(h, 0.1))):
         pass
-    assert len(proofs) == 1
+    assert len(checks) == 1
 
 
 OPEN: dict[str, Callable[[Tensor], Any]] = {

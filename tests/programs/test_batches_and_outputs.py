@@ -158,6 +158,39 @@ def test_outputs_of_chosen_positions(whole: bool) -> None:
     check(model, losses)
 
 
+PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rows, some of them twice": lambda h, rows, at: h[rows],
+    "an index on one axis": lambda h, rows, at: h.index_select(0, rows).tanh(),
+    "positions of a view": lambda h, rows, at: h.flatten(0, 1)[rows * 5 + at],
+    "rows and positions": lambda h, rows, at: h[rows, at],
+    "positions, then some of them": lambda h, rows, at: h[rows, at][2:],
+    "windows of a sample": lambda h, rows, at: h[rows[:, None].expand(-1, 2), torch.stack([at, at], 1)],
+    "parts of what was selected": lambda h, rows, at: h[rows].split([3, len(rows) - 3])[1],
+    "pairs, after a view": lambda h, rows, at: h[rows.repeat_interleave(2)].view(len(rows), 2, 5, 4),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_outputs_that_an_index_picked(name: str) -> None:
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+            return PICKS[name](self.first(x).tanh() * self.scale, rows, at)
+
+    model, x = Picked().double(), data(4, 5, 3)
+    draws = iter([(torch.randint(4, (n,)), torch.randint(5, (n,))) for n in (11, 9, 13)])
+
+    def losses() -> Tensor:
+        rows, at = next(draws)
+        chosen = model(x, rows, at)
+        return torch.zeros(4, dtype=x.dtype).index_add(0, rows[len(rows) - len(chosen) :], squares(chosen))
+
+    check(model, losses)
+
+
 class Lazily:
     """An output that is computed when it is asked for."""
 

@@ -1,0 +1,136 @@
+"""What is known of a forward: when it begins, when it was read, and what is kept for the next one of its kind."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from autograd_hacks.graph.memo import Memo
+from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.known_tapes import Tapes
+from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.support.layout import Layouts, is_time_first
+from autograd_hacks.support.parts import has_parts
+from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+from autograd_hacks.support.untouched import Aside
+
+NESTED = (
+    "the model was given a nested tensor or makes one, but rules need tensors of one shape. Give it a padded tensor, "
+    "x.to_padded_tensor(0.0), and a mask for the padding."
+)
+
+MOST = 32
+"""How many kinds of forwards a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
+
+
+@dataclass
+class Kind:
+    """What is kept of the forwards of one kind.  No label: whose gradients are is found in each forward.
+
+    Values of samples may mix without a gradient, where no graph shows it: of that there is a record.
+    """
+
+    hypothesis: Any = None  # where the samples were in the last forward, to be tried first
+    derives: bool | None = None  # whether passes made graphs; None before the first pass
+    pending: bool = True  # whether the next forward must be shown to be independent
+    is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
+    why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
+    dependent: tuple[str, Sequence[int]] | None = None  # how values of samples mix without a gradient, and in which outputs
+    tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
+
+
+@dataclass
+class Told:
+    """What was read of one forward, for verbs and messages.  Parameters are known by their first name in the model."""
+
+    kind: Kind = field(default_factory=Kind)
+    axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
+    counted_at: int | None = None  # the output that shows N, if no argument does
+    outputs: Layouts = ()  # where samples are in the model's outputs
+    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by parameter, the nodes that read it
+    by_rule: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
+    refused: Mapping[str, str] = field(default_factory=dict)  # why a parameter has no rows
+    disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
+    mixing: str = ""  # how samples mix
+    mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
+    untold: str = ""  # why an output's entries can't be assigned to documents
+    returns_parameters: bool = False  # whether some output depends on parameters only
+    is_scaled: bool = False  # whether a loss inside the model divides by something of the whole batch
+
+
+class Known(NamedTuple):
+    """The facts that are known when a forward begins."""
+
+    told: Told
+    samples: int | None  # N, if the arguments show it
+    batch: Batch | None = None  # the arguments; None if no graph is to be read
+    axis: int | None = None  # of the samples in the arguments, as the user gave it
+    aside: Aside | None = None  # everything the forward can reach, if it is to be run again
+
+
+class Kinds:
+    """The kinds of forwards of one hooked model.
+
+    batch_dim, independent: see `add_hooks`
+    probes: whether forwards are read by their graphs
+    """
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False) -> None:
+        self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
+        self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
+        self.static = Told(Kind(pending=False))  # for layers called by themselves, and if no graph is read
+        self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
+        self.memo = Memo()  # of the laws' walks
+        self._is_whole = False  # whether lazy layers have their parameters
+
+    def doubt(self) -> None:
+        """Makes the next forward of each kind show that its samples are independent, if that is asked."""
+        for kind in self.seen.values():
+            kind.pending = True
+
+    def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
+        """What is known of a forward that begins.  path: of the called module"""
+        if any(x.is_nested for x in tensors_of((args, kwargs))):
+            return Known(Told(refused={n: NESTED for n, _ in model.named_parameters()}), None)
+        # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
+        reads = self.probes or self.independent
+        if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
+            return Known(self.static, None)
+        names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
+        batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
+        axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
+        modules = modules_of(model)
+        if not self._is_whole:
+            self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
+        # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.
+        is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
+        if not self._is_whole or is_bag or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
+            return Known(self.static, None)
+        samples = batch.samples(axis)
+        if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
+            return Known(self.static, 0)
+        key = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
+        kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
+        if len(self.seen) > MOST:
+            del self.seen[next(iter(self.seen))]
+        if kind.hypothesis is not None:
+            samples = batch.samples(kind.hypothesis.axis, kind.hypothesis.counted_leaf)
+        # Parts of parameters are gathered when the forward has ended, and copied then.
+        is_kept = self.independent and kind.pending and not has_parts(model)
+        aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
+        return Known(Told(kind), samples, batch, axis, aside)
+
+
+def runs_time_first(modules: Sequence[nn.Module], batch: Batch) -> bool:
+    """Whether the samples may be on axis 1 of the arguments, because some layer has them there."""
+    return any(map(is_time_first, modules)) and not any(map(is_packed, batch.leaves))
+
+
+def uncovered(model: nn.Module) -> set[nn.Module]:
+    """The modules with parameters of their own for which no layer rule gives rows."""
+    by_rule = {id(p) for layer in model.modules() if rule_for(layer) for p in covered(layer).values()}
+    return {m for m in model.modules() if any(p is not None and id(p) not in by_rule for p in m._parameters.values())}

@@ -1,0 +1,214 @@
+"""The log of the running forward: its layer calls, as they come.  No mathematics, and nothing is decided here."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.capture.arrivals import AtOutput, attach, node_of
+from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
+from autograd_hacks.rules.rule import Rule
+from autograd_hacks.rules.table import axes_for, covered, rule_for
+from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
+from autograd_hacks.support.internals import is_traced, is_transformed
+from autograd_hacks.support.layout import Layouts, likeliest
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
+
+INSIDE_PASS = (
+    "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
+    "doesn't show where the samples are there. Call checkpoint(..., use_reentrant=False); in transformers "
+    "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in "
+    "its backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
+)
+"""Why there are no rows of what a backward pass runs again."""
+
+
+class Noted(NamedTuple):
+    """A layer call of the running forward, with its place in the graph.
+
+    Where its samples are is found when the forward has ended."""
+
+    call: LayerCall
+    hooks: list[tuple[Node, AtOutput]]  # on its outputs' nodes
+    inputs: frozenset[Node]  # the nodes that made its arguments
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the output has no rows, as for an expert that got no samples."""
+        return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
+
+    def usual_layouts(self, samples: int) -> Layouts:
+        """Where samples are in the outputs, judging by sizes."""
+        is_packed_call, layer = packed_into(self.call) is not None, self.call.layer
+        # No layout gives the samples of packed rows.
+        shapes = {hook.slot: hook.shape for _, hook in self.hooks if hook.slot or not is_packed_call}
+        return tuple(
+            likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
+            for slot in range(self.call.slots)
+        )
+
+
+def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
+    """Tells calls where their samples are, if nothing but sizes shows it."""
+    for noted in calls if samples else ():
+        noted.call.layouts = noted.usual_layouts(samples or 0)
+
+
+class Layer(NamedTuple):
+    """What stays the same from call to call of a layer with a rule."""
+
+    layer: nn.Module
+    rule: Rule
+    owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
+    read: tuple[tuple[str, Tensor], ...]  # those that aren't None
+    wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
+
+    def holds(self, layer: nn.Module) -> bool:
+        own = layer._parameters if self.rule.covers is None else covered(layer)
+        if layer is not self.layer or len(own) != len(self.owned):
+            return False
+        for (local, p), (name, before, trains) in zip(own.items(), self.owned):
+            if p is not before or local != name or (p is not None and p.requires_grad is not trains):
+                return False
+        return rule_for(layer) is self.rule
+
+
+class Forward:
+    """The running forward of a hooked model, call by call."""
+
+    def __init__(self, record: Record, backward: Backward) -> None:
+        self.record, self.backward = record, backward
+        self.static = Told()  # for layers that are called by themselves
+        self.running: str | None = None  # the path of the module whose forward runs
+        self.samples: int | None = None  # N, if the model's arguments show it
+        self.noted: list[Noted] = []
+        self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
+        self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+        # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
+        self._edges_now: dict[int, Edge] = {}
+
+    def records(self) -> bool:
+        return self.is_on() and torch.is_grad_enabled()
+
+    def is_on(self) -> bool:
+        # Inside torch.func's transforms tensors belong to one transform, and end with it.
+        transformed = is_transformed()
+        self.record.transformed |= transformed
+        return Switch.on() and not transformed and not is_traced() and not self.backward.is_silent
+
+    def begin(self, with_gradients: bool) -> None:
+        """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
+        self.restart()
+        if current_task() != NO_TASK:  # checkpointing computes something again: not a forward
+            return
+        record, backward = self.record, self.backward
+        record.comparing &= not backward.answered
+        record.transformed &= not backward.answered
+        record.forwards += 1
+        if with_gradients and not record.accumulating and record.segments:
+            record.free_what_was_read()
+        backward.unanswered += with_gradients
+        backward.answered = False
+
+    def restart(self) -> None:
+        """Forgets the calls so far, and what an interrupted forward has left."""
+        self.noted, self._edges_now = [], {}
+
+    def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
+        if self.records() and layer.training and getattr(layer, "dropout", None):
+            self._random_states[layer] = random_state(cuda_devices_of(layer))
+
+    def end_layer(
+        self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
+    ) -> Any:
+        """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
+        drew = self._random_states.pop(layer, None) if len(self._random_states) else None
+        if output is None or not self.is_on():
+            return output
+        task = self._locate(layer)
+        # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
+        known = self.layers.get(path)
+        if known is None or not known.holds(layer):
+            if (rule := rule_for(layer)) is None:
+                return output
+            known = self.layers[path] = self._layer(path, layer, rule)
+        outputs = tensors_of(output)
+        if not known.wanted or not torch.is_grad_enabled() or not [x for x in outputs if x.grad_fn is not None]:
+            return output
+        edges = {local: self._edge(p, name) for local, p, name in known.wanted}
+        if [x for x in outputs if x.is_nested]:
+            return output
+        # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
+        live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
+        made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
+        args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
+        state = {name: (p, version_of(p)) for name, p in known.read}
+        if layer._buffers:
+            state |= {name: (x, version_of(x)) for name, x in layer._buffers.items() if x is not None}
+        call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default, which takes twice as long
+        vars(call).update(
+            path=path,
+            layer=layer,
+            args=args,
+            kwargs=kwargs,
+            training=layer.training,
+            state=state,
+            random_state=drew,
+            outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
+            precision=autocast_dtype(outputs[0].device),
+            edges=edges,
+            slots=len(outputs),
+            forward=self.record.forwards,
+            is_own=self.running is not None or task != NO_TASK,
+            samples=self.samples,
+            recomputed_in=None if running is None else weakref.ref(running),
+            versions=versions_of(tensors_in(args, kwargs)),
+            graph=weakref.ref(graph),
+            is_first=is_first,
+            told=self.record.told,
+        )
+        if self.running is None and task != NO_TASK and self.record.told is not self.static:
+            call.why_refused = INSIDE_PASS
+        output, hooks = attach(call, graph, output, outputs, self.backward.receive, known.rule.recomputes, live, made_of)
+        if self.running is not None:
+            self.noted.append(Noted(call, hooks, made_of))
+        return output
+
+    def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
+        own = layer._parameters if rule.covers is None else covered(layer)
+        owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
+        read = tuple([(local, p) for local, p in own.items() if p is not None])
+        named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]
+        return Layer(layer, rule, owned, read, tuple([one for one in named if one[2] not in self.record.left_out]))
+
+    def _edge(self, p: Tensor, name: str) -> Edge:
+        edge = self._edges_now.get(id(p))
+        if edge is None:
+            self.backward.watch(p)
+            edge = Edge(name, p, node_of(p))
+            if p in self.record.names:  # other tensors may get another name
+                self._edges_now[id(p)] = edge
+        return edge
+
+    def _locate(self, layer: nn.Module) -> int:
+        """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""
+        task, backward = current_task(), self.backward
+        if task != NO_TASK:
+            backward.enter(task)
+            return task
+        backward.running = None  # left over from a pass that failed
+        if self.running is None:  # the layer is called by itself: a forward of its own
+            self.record.told, self.samples = self.static, None
+            again = backward.answered or id(layer) in backward.called or not backward.called
+            self.begin(torch.is_grad_enabled() and again)
+        backward.called.add(id(layer))
+        return task
