@@ -17,8 +17,8 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, Weighted, group
+from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading import gate
-from autograd_hacks.rules import RULES, Call
 from autograd_hacks.verbs import hooking
 
 

@@ -13,9 +13,8 @@ from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, no
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
+from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.probe.plan import AXES, Place, Plan
-from autograd_hacks.rules.rule import Rule
-from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
@@ -156,15 +155,16 @@ class Forward:
         self._locate(path, layer)
         number, rule = self._count(path), rule_for(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
-        outputs, owned = tensors_of(output), covered(layer)
+        outputs = tensors_of(output)
         if not rule or not torch.is_grad_enabled() or all(x.grad_fn is None for x in outputs):
             return output
+        owned = rule.parameters_of(layer)
         edges = self._edges(path, owned)
         place = self.record.plan.place_of(path, number)
         if not edges or any(x.is_nested for x in outputs):
             return output
         # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
-        layouts = self._layouts(place, layer, outputs)
+        layouts = self._layouts(place, rule, layer, outputs)
         # 3. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live, graph = (args, kwargs), GraphAlive()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
@@ -239,14 +239,14 @@ class Forward:
                 else:
                     plan.steady.pop(key, None)
 
-    def _layouts(self, place: Place | None, layer: nn.Module, outputs: list[Tensor]) -> Layouts:
+    def _layouts(self, place: Place | None, rule: Rule, layer: nn.Module, outputs: list[Tensor]) -> Layouts:
         """Where the samples are in a layer's outputs: as the plan says, or else as sizes suggest."""
         if not self.samples:  # without samples there are no rows
             return ()
         if place is not None:
             return place.layouts
         shape = outputs[0].shape
-        return (likeliest(shape, self.samples, axes_for(layer, len(shape))),)
+        return (likeliest(shape, self.samples, rule.axes_of(layer, len(shape))),)
 
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
         """The edges of those parameters that require gradients, by their names in the module."""

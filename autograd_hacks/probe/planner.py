@@ -8,9 +8,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
 from autograd_hacks.support.untouched import Aside
@@ -110,7 +110,8 @@ class Planner:
 
 def uncovered(model: nn.Module) -> set[nn.Module]:
     """The modules with parameters of their own for which no layer rule gives rows."""
-    by_rule = {id(p) for layer in model.modules() if rule_for(layer) for p in covered(layer).values()}
+    rules = ((layer, rule_for(layer)) for layer in model.modules())
+    by_rule = {id(p) for layer, rule in rules if rule is not None for p in rule.parameters_of(layer).values()}
     return {m for m in model.modules() if any(p is not None and id(p) not in by_rule for p in m._parameters.values())}
 
 

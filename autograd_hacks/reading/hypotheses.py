@@ -13,12 +13,12 @@ from torch import Tensor
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import packed_into
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Known, is_time_first
 from autograd_hacks.probe.routes import Routes
 from autograd_hacks.reading.inner_losses import frontier
-from autograd_hacks.rules.table import axes_for
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, likeliest
 from autograd_hacks.support.trees import is_packed
@@ -177,9 +177,12 @@ def chosen_rows(
 def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
     """Where samples are in a call's outputs, judging by sizes."""
     is_packed_call, layer = packed_into(noted.call) is not None, noted.call.layer
+    rule = rule_for(layer)
     # No layout gives the samples of packed rows.
     shapes = {hook.slot: hook.shape for _, hook in noted.hooks if hook.slot or not is_packed_call}
     return tuple(
-        likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
+        likeliest(shapes[slot], samples, (0,) if rule is None else rule.axes_of(layer, len(shapes[slot])))
+        if slot in shapes
+        else None
         for slot in range(noted.call.slots)
     )

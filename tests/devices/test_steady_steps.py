@@ -86,7 +86,7 @@ ASKED_OF_ROUTES = {
 }
 KNOWN = [
     Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
-    Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
+    Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, places in ASKED_OF_ROUTES.items() for at in places],
 ]
 """docs/performance.rst has this list for people, and what these small models don't ask."""
