@@ -96,7 +96,7 @@ class _Watched:
         is_known = len(labels) == len(given) and not any(
             label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
         )
-        if not is_overwritten and is_known and not _module_of(self.hook) and self._is_apart(args, given, found, labels):
+        if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
         backward.enter(current_task()).refused = (
@@ -125,13 +125,25 @@ class _Watched:
                 kept = [None if own is None else (own.clamp(min=0) >> bit) % 2 == side for own in owners]
                 parts = [x if keep is None else x.where(keep, 0) for x, keep in zip(given, kept)]
                 try:
-                    again = self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
+                    again = self._again(parts, args)
                 except Exception:  # the user's own pass must continue
                     return False
                 for x, y, keep in zip(found, parts if again is None else _tensors(again), kept):
                     if keep is not None and (y is None or bool((differs(x, y, rounding_of(x)) & keep).any())):
                         return False
         return True
+
+    def _again(self, parts: Sequence[Any], args: tuple[Any, ...]) -> Any:
+        """What the hook makes of other gradients.  args: those that it was called with"""
+        own = _module_of(self.hook)
+        if own is None:
+            return self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
+        if own.setup_output_hook.__qualname__ not in self.hook.__qualname__:
+            raise NotImplementedError("a full backward hook gets gradients of a module's inputs and outputs together")
+        found = tuple(parts)
+        for hook in own.user_pre_hooks:
+            found = found if (again := hook(own.module, found)) is None else _tensors(again)
+        return found
 
 
 def _tensors(given: Any) -> Sequence[Any]:

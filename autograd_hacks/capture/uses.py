@@ -23,7 +23,7 @@ from autograd_hacks.formulas.table import BY_OWNERS, NODES, Rule, rule_for
 from autograd_hacks.probe.documents import Documents, check_told
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Value, kept_by
-from autograd_hacks.support.layout import Layout, Layouts
+from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
 from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
@@ -358,7 +358,7 @@ class NodeUse(Use):
 
         met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
-        if by_owners and layout.axis == 0:
+        if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
             return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex() and not value.is_complex:

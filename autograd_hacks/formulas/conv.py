@@ -11,13 +11,14 @@ from torch import Tensor
 from autograd_hacks.forms import Convolution, Form
 from autograd_hacks.formulas.call import Call
 from autograd_hacks.formulas.met import Met
+from autograd_hacks.support.layout import POSITIONS
 
 
 def conv(met: Met) -> Form | None:
     """x: N C *S    g: N O *L."""
     if met.place == 2:
         return met.by_channel(met.grad)
-    if met.layout.axis:
+    if met.layout.axis or met.layout.fold == POSITIONS:
         return None
     settings = [met.kept(name) for name in ("stride", "padding", "dilation", "groups", "transposed")]
     return met.added_up(weight_gradient(met.kept("input").conj(), met.grad, met.shape, *settings))

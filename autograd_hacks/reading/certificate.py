@@ -59,8 +59,8 @@ class Certificate:
         known: its name in the record
         """
         arrived = recorded.along.get(known)
-        if arrived is None or not told or recorded.is_certified or known in recorded.beside:
-            return
+        if arrived is None or not told or recorded.is_certified or known in recorded.beside | recorded.skipped:
+            return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
         (use, grads, form), (at, parts) = told[0], arrived
         made_by = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", "")
         kind = made_by, type(form), use.precision, grads.first.dtype, form.samples, len(told)

@@ -61,7 +61,7 @@ def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Mo
             model(batch()[0])
         model.zero_grad()
 
-    run(3)
+    run(10)
     before = alive(Tensor)
     run(200)
     assert alive(Tensor) <= before

@@ -211,7 +211,8 @@ def _steps(model: nn.Module, step: Callable[[int], None]) -> None:
         model.zero_grad()
         for p in model.parameters():
             p.grad1 = None
-        holding = {before: len(old.alive()) for before, old in enumerate(made[:-2]) if before > 2 * len(VERBS) and old.alive()}
+        later = enumerate(made[2 * len(VERBS) : -2], 2 * len(VERBS))
+        holding = {before: len(old.alive()) for before, old in later if old.alive()}
         assert len(holding) <= WITH_TENSORS, f"after step {number}, earlier ones hold so many tensors: {holding}"
 
 
