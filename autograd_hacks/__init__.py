@@ -7,7 +7,7 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from autograd_hacks import errors, forms, rules
+from autograd_hacks import errors, forms, formulas
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.compiled.face import compile
@@ -15,12 +15,12 @@ from autograd_hacks.compiled.labels import register_operation
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.curvature.ekfac import ekfac_solve
+from autograd_hacks.formulas.table import is_supported, register_rule
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import BandedNoise, SecureNoise
 from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
-from autograd_hacks.rules.table import is_supported, register_rule
 from autograd_hacks.support.suggestions import hint as _hint
 from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
@@ -83,7 +83,7 @@ __all__ = [
     "register_rule",
     "register_operation",
     "forms",
-    "rules",
+    "formulas",
     "errors",
 ]
 

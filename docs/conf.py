@@ -11,7 +11,7 @@ import urllib.request
 import torch
 from sphinx.application import Sphinx
 
-from autograd_hacks.rules import RULES
+from autograd_hacks.formulas import RULES
 
 project = "autograd_hacks"
 copyright = "2026, the autograd_hacks developers"
@@ -85,7 +85,7 @@ nitpicky = False
 
 
 def write_support_table() -> None:
-    """The support list, from `autograd_hacks.rules.RULES` to a page."""
+    """The support list, from `autograd_hacks.formulas.RULES` to a page."""
     lines = [".. list-table::", "   :header-rows: 1", "   :widths: 30 70", "", "   * - Layer", "     - Rule"]
     for formula in dict.fromkeys(rule.formula for rule in RULES.values()):
         layers = ", ".join(f"``{layer.__name__}``" for layer, rule in RULES.items() if rule.formula is formula)

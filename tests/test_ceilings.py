@@ -60,10 +60,6 @@ A file or class that defines most of the same is the same under another name, so
 """
 LAWS_ARE_TO_REPLACE = {
     "reading/inner_losses.py",
-    "rules/rule.py",
-    "rules/table.py",
-    "rules/linear.py",
-    "rules/conv.py",
     "support/reach.py",
     "support/untouched.py",
     "verbs/hooking.py",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import autograd_hacks
-from autograd_hacks import errors, forms, rules
+from autograd_hacks import errors, forms, formulas
 from autograd_hacks.forms import base
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +74,7 @@ def lacks_member(name: str, code: str) -> bool:
 
 
 def test_every_public_name_has_an_example() -> None:
-    names = [*autograd_hacks.__all__, *forms.__all__, *rules.__all__]
+    names = [*autograd_hacks.__all__, *forms.__all__, *formulas.__all__]
     assert not [name for name in names if lacks(name, all_code())]
 
 
@@ -120,7 +120,7 @@ def test_constructors_that_nobody_calls_are_not_shown() -> None:
     (given,) = [node for node in tree if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HANDED_OUT"]
     hidden = {node.value for node in ast.walk(given) if isinstance(node, ast.Constant)}
     shown = {cls.__name__ for cls, *_ in documented()}
-    constructed = {*autograd_hacks.__all__, *forms.__all__, *rules.__all__, "At"} - {"PerSampleGrads", "PrivateStep"}
+    constructed = {*autograd_hacks.__all__, *forms.__all__, *formulas.__all__, "At"} - {"PerSampleGrads", "PrivateStep"}
     assert hidden == shown - constructed
 
 

@@ -24,7 +24,7 @@ FLOORS = [
     "capture",
     "graph",
     "probe",
-    "rules",
+    "formulas",
     "forms",
     "kernels",
 ]
@@ -169,10 +169,10 @@ SOUND = {
     "forms/__init__.py": "from house.forms.base import Form\nfrom .dense import Dense",
     "forms/base.py": "from house.support import trees",
     "forms/dense.py": "from .base import Form",
-    "rules/__init__.py": "",
-    "rules/linear.py": "from house.forms import Dense, Form",
+    "formulas/__init__.py": "",
+    "formulas/linear.py": "from house.forms import Dense, Form",
     "capture/__init__.py": "",
-    "capture/hooks.py": "import house.forms.base as base\nfrom ..rules import linear\nfrom house.capture import records",
+    "capture/hooks.py": "import house.forms.base as base\nfrom ..formulas import linear\nfrom house.capture import records",
     "capture/records.py": "",
 }
 
@@ -192,12 +192,13 @@ def built(folder: Path, **more: str) -> Arrows:
 
 def test_a_sound_package_passes(tmp_path: Path) -> None:
     found = built(tmp_path)
-    assert found["capture/hooks.py"] == {"forms/base.py", "rules/linear.py", "capture/records.py"}
-    assert found["rules/linear.py"] == {"forms/__init__.py"}
+    assert found["capture/hooks.py"] == {"forms/base.py", "formulas/linear.py", "capture/records.py"}
+    assert found["formulas/linear.py"] == {"forms/__init__.py"}
     assert found["forms/__init__.py"] == {"forms/base.py", "forms/dense.py"}
     assert found["__main__.py"] == {"__init__.py"}
     assert circles(found) == arrows_back(found) == same_names(found) == []
-    page = "``errors.py``: support/trees.py forms/base.py forms/dense.py rules/linear.py capture/hooks.py capture/records.py"
+    page = "``errors.py``: support/trees.py forms/base.py forms/dense.py formulas/linear.py"
+    page += " capture/hooks.py capture/records.py"
     assert differences(page, found) == []
 
 
@@ -221,13 +222,13 @@ def test_a_circle_is_seen(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "line", "other"),
     [
-        ("forms/dense.py", "from house.rules import linear", "rules/linear.py"),
+        ("forms/dense.py", "from house.formulas import linear", "formulas/linear.py"),
         (
             "forms/dense.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.rules",
-            "rules/__init__.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.formulas",
+            "formulas/__init__.py",
         ),
-        ("rules/linear.py", "def late():\n    from ..capture.records import Call", "capture/records.py"),
+        ("formulas/linear.py", "def late():\n    from ..capture.records import Call", "capture/records.py"),
         ("support/trees.py", "from house.forms.base import Form", "forms/base.py"),
         ("errors.py", "from house.support import trees", "support/trees.py"),
         ("capture/records.py", "import house", "__init__.py"),
@@ -240,10 +241,10 @@ def test_an_arrow_back_is_seen(path: str, line: str, other: str, tmp_path: Path)
 
 
 def test_other_faults_are_seen(tmp_path: Path) -> None:
-    found = built(tmp_path, **{"attic/old.py": "", "loose.py": "", "rules/records.py": "\n" * 451})
+    found = built(tmp_path, **{"attic/old.py": "", "loose.py": "", "formulas/records.py": "\n" * 451})
     assert arrows_back(found) == ["attic/old.py is on no floor", "loose.py is on no floor"]
-    assert same_names(found) == ["capture/records.py", "rules/records.py"]
-    assert long_files(tmp_path) == ["house/rules/records.py: 451"]
-    wrong = "rules/gone.py and the user's own/linear.py; not myrules/linear.py, nor capture/hooks.pyi"
-    assert "rules/gone.py is named" in differences(wrong, found)
-    assert {"rules/linear.py is not named", "capture/hooks.py is not named"} <= set(differences(wrong, found))
+    assert same_names(found) == ["capture/records.py", "formulas/records.py"]
+    assert long_files(tmp_path) == ["house/formulas/records.py: 451"]
+    wrong = "formulas/gone.py and the user's own/linear.py; not myformulas/linear.py, nor capture/hooks.pyi"
+    assert "formulas/gone.py is named" in differences(wrong, found)
+    assert {"formulas/linear.py is not named", "capture/hooks.py is not named"} <= set(differences(wrong, found))

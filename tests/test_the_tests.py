@@ -17,8 +17,8 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, Weighted, group
+from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading import forwards, gate
-from autograd_hacks.rules import RULES, Call
 
 
 def off_by_a_ten_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,7 @@ class _Watched:
             return self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
         if own.setup_output_hook.__qualname__ not in self.hook.__qualname__:
             raise NotImplementedError("a full backward hook gets gradients of a module's inputs and outputs together")
-        found = tuple(parts)
+        found: Sequence[Any] = tuple(parts)
         for hook in own.user_pre_hooks:
             found = found if (again := hook(own.module, found)) is None else _tensors(again)
         return found

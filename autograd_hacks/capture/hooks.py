@@ -18,10 +18,9 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
 from autograd_hacks.errors import ON_HOOKS, NothingRecorded
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
-from autograd_hacks.rules.nodes import OF_NODES
-from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
@@ -123,7 +122,13 @@ def add_hooks(
 
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts the missing hooks on a model and its layers."""
-    parts, forward = parts_of_composites(model), recorder.forward
+    rules, forward = {layer: rule_for(layer) for layer in model.modules()}, recorder.forward
+    parts = {
+        layer.get_submodule(part)
+        for layer, rule in rules.items()
+        if rule is not None and rule.covers is not None
+        for part in rule.covers(layer)
+    }
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
     forward.layers.clear()
@@ -135,11 +140,11 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         there = own_hooks(recorder, layer)
         for own in there:
             own.path = path  # the path may have changed
-        by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
+        by_rule, does = None if layer in parts else rules[layer], [own.then for own in there]
         if by_rule and asked is not None:
-            wanted = [p for p in covered(layer).values() if id(p) in asked]
+            wanted = [p for p in by_rule.parameters_of(layer).values() if id(p) in asked]
             # Vectors are read at autograd's own nodes, which takes no memory for inputs or gradients.
-            by_rule = by_rule if wanted and not (type(layer) in OF_NODES and all(p.ndim < 2 for p in wanted)) else None
+            by_rule = by_rule if wanted and not (by_rule.is_node and all(p.ndim < 2 for p in wanted)) else None
         if by_rule and isinstance(getattr(layer, "dropout", None), int | float) and forward.begin_layer not in does:
             layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
         if by_rule and forward.end_layer not in does:

@@ -9,10 +9,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.known_tapes import Tapes
-from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.layout import Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
@@ -132,5 +132,6 @@ def runs_time_first(modules: Sequence[nn.Module], batch: Batch) -> bool:
 
 def uncovered(model: nn.Module) -> set[nn.Module]:
     """The modules with parameters of their own for which no layer rule gives rows."""
-    by_rule = {id(p) for layer in model.modules() if rule_for(layer) for p in covered(layer).values()}
+    rules = ((layer, rule_for(layer)) for layer in model.modules())
+    by_rule = {id(p) for layer, rule in rules if rule is not None for p in rule.parameters_of(layer).values()}
     return {m for m in model.modules() if any(p is not None and id(p) not in by_rule for p in m._parameters.values())}

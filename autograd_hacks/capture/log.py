@@ -14,8 +14,7 @@ from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
-from autograd_hacks.rules.rule import Rule
-from autograd_hacks.rules.table import axes_for, covered, rule_for
+from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
@@ -48,10 +47,13 @@ class Noted(NamedTuple):
     def usual_layouts(self, samples: int) -> Layouts:
         """Where samples are in the outputs, judging by sizes."""
         is_packed_call, layer = packed_into(self.call) is not None, self.call.layer
+        rule = rule_for(layer)
         # No layout gives the samples of packed rows.
         shapes = {hook.slot: hook.shape for _, hook in self.hooks if hook.slot or not is_packed_call}
         return tuple(
-            likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
+            likeliest(shapes[slot], samples, (0,) if rule is None else rule.axes_of(layer, len(shapes[slot])))
+            if slot in shapes
+            else None
             for slot in range(self.call.slots)
         )
 
@@ -72,7 +74,7 @@ class Layer(NamedTuple):
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
 
     def holds(self, layer: nn.Module) -> bool:
-        own = layer._parameters if self.rule.covers is None else covered(layer)
+        own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
         if layer is not self.layer or len(own) != len(self.owned):
             return False
         for (local, p), (name, before, trains) in zip(own.items(), self.owned):
@@ -184,7 +186,7 @@ class Forward:
         return output
 
     def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
-        own = layer._parameters if rule.covers is None else covered(layer)
+        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
         owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
         read = tuple([(local, p) for local, p in own.items() if p is not None])
         named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]

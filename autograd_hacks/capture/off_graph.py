@@ -21,8 +21,8 @@ from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse, Whose
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
+from autograd_hacks.formulas.views import STEPS
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.rules.views import STEPS
 from autograd_hacks.support.graph import (
     CHECKPOINT,
     Graph,

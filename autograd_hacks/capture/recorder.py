@@ -26,10 +26,10 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
-from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.internals import next_node, sequence_number
 from autograd_hacks.support.layout import Layout, Layouts

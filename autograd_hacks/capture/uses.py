@@ -18,13 +18,14 @@ from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, 
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
+from autograd_hacks.formulas.call import Call
+from autograd_hacks.formulas.met import Met
+from autograd_hacks.formulas.table import BY_OWNERS, NODES, Rule, rule_for
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.rules.nodes import BY_OWNERS, BY_POSITION, NODES, Kept, Met, by_node, carried_back
-from autograd_hacks.rules.rule import Call, Rule
-from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.graph import Value
-from autograd_hacks.support.layout import Layout, Layouts
+from autograd_hacks.support.graph import Value, kept_by
+from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
+from autograd_hacks.support.sweep import by_node, carried_back
 from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
 
 Pull = Callable[[str, Form], Form]
@@ -352,16 +353,19 @@ class NodeUse(Use):
         layout = Layout() if self.labels is not None else self.layouts[slot]
         if self.documents is not None:
             layout = None if self.labels is not None else self.documents.layout(g.shape, layout)
-            layout = layout if layout is None or not layout.fold or self.node in BY_POSITION else None
         if layout is None:
             return None
         rows = samples if self.labels is None else len(g)
         rows = rows if self.documents is None else self.documents.ids.numel()
         is_live = torch.is_grad_enabled()  # the pass makes a graph
-        kept = Kept(node, lambda x: ready(x if is_live else x.detach(), dtype))
+
+        def kept(name: str) -> Any:
+            x = kept_by(node, name)
+            return ready(x if is_live else x.detach(), dtype) if isinstance(x, Tensor) else x
+
         met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
-        if by_owners and layout.axis == 0:
+        if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
             return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex() and not value.is_complex:

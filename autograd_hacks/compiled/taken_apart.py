@@ -19,9 +19,9 @@ from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.experts import Experts
 from autograd_hacks.forms.opaque import squares
-from autograd_hacks.rules.conv import convolution, transposed_convolution
-from autograd_hacks.rules.embedding import lookup
-from autograd_hacks.rules.views import reshaped, transposed
+from autograd_hacks.formulas.conv import weight_gradient
+from autograd_hacks.formulas.embedding import lookup
+from autograd_hacks.formulas.views import reshaped, transposed
 
 aten: Any = torch.ops.aten
 GROUPED = "transformers::grouped_mm_fallback"
@@ -223,8 +223,7 @@ class TakenApart:
             return Dense(g.flatten(2).sum(2))
         stride, padding, dilation, is_transposed, _, groups = args[4:10]
         x = x.expand(g.shape[0], *x.shape[1:])
-        make = transposed_convolution if is_transposed else convolution
-        return make(x.conj(), g, w.shape, (stride, padding, dilation, groups))
+        return weight_gradient(x.conj(), g, w.shape, stride, padding, dilation, groups, is_transposed)
 
     def _sample_by_sample(self, found: Contraction, values: list[Any], spec: Any) -> Tensor:
         """The form of any other operation, which runs for each sample's part of its tensors."""

@@ -17,7 +17,7 @@ from autograd_hacks.forms.positions import Positions
 class Outer(Paired):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
 
-    left: (N, T, O), or (N, O) for one position
+    left: (N, T, O), or (N, O) for one position; positions on several axes are flattened
     right: (N, T, I), or (N, I)
     shape: the parameter's, any view of (O, I); by default (O, I)
     gradient: which factor is the gradient, 0 or 1; the other is the input
@@ -34,6 +34,8 @@ class Outer(Paired):
         gradient: int = 0,
         present: Tensor | None = None,
     ) -> None:
+        if left.ndim > 3:
+            left, right = left.flatten(1, -2), right.flatten(1, -2)
         self.left = left.unsqueeze(1) if left.ndim == 2 else left
         self.right = right.unsqueeze(1) if right.ndim == 2 else right
         if self.left.shape[:2] != self.right.shape[:2]:

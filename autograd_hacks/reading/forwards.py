@@ -14,6 +14,7 @@ from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits, frontier
@@ -24,7 +25,6 @@ from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.inner_losses import Weights, sums_samples
 from autograd_hacks.reading.reader import Read, Reader
-from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import CHECKPOINT, Value
 from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout

@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import LayerCall, OutputGrads, Whose
+from autograd_hacks.formulas.table import is_given
 from autograd_hacks.reading.certificate import agree, received_by, rounded_by
-from autograd_hacks.rules.table import is_given
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made
 from autograd_hacks.support.parts import undivided

@@ -20,12 +20,12 @@ from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose, packed_into
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.rules.table import axes_for, rule_for
 from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
@@ -209,7 +209,7 @@ class Reader:
                 continue
             at = layout_of(label, shape, samples)
             if at is not None and rule is not None and not rule.by_input and (slot == 0 or rule.axes is not None):
-                allowed = axes_for(layer, len(shape)) if rule.axes is None else rule.axes(layer)[slot:][:1]
+                allowed = rule.axes_of(layer, len(shape)) if rule.axes is None else rule.axes(layer)[slot:][:1]
                 at = at if at.axis in allowed else None
             if at is None:
                 rows = rows_of(label, shape, samples) if is_row_by_row else None

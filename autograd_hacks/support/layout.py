@@ -24,7 +24,7 @@ class Layout:
     def samples_first(self, x: Tensor, samples: int) -> Tensor:
         """N ..., with folded positions on an axis of their own, at the place of the folded axis."""
         if not self.fold:
-            return x.movedim(self.axis, 0)
+            return x.movedim(self.axis, 0) if self.axis else x
         if self.fold == POSITIONS:
             return x.flatten(0, 1)
         # Not -1, which is ambiguous if there are no samples.

@@ -248,3 +248,51 @@ def outside_passes(run: Callable[[], Made]) -> Made:
 
     with ThreadPoolExecutor(1) as threads:  # the running pass belongs to a thread
         return threads.submit(in_thread).result()
+
+
+def by_node(
+    node: Any, place: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None], samples: int, shape: torch.Size
+) -> Tensor:
+    """The rows of any value, ``(N, *shape)``, from the node's own derivative for each sample's part of the gradients.
+
+    grads: at each output of the node
+    owners: the sample of each entry
+    place: the number of the node's input that is the value
+    """
+
+    def rows() -> list[Tensor | None]:
+        found, put_back = list[Tensor | None](), put_back_by(node)
+        for n in range(samples):
+            parts = [None if g is None or own is None else g.where(own == n, 0) for g, own in zip(grads, owners)]
+            made = call_node(node, parts)
+            found.append(None if made is None else made[place])
+            put_back()
+        return found
+
+    found = rows()
+    if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient
+        found = outside_passes(rows)
+    like = next(g for g in grads if g is not None)
+    return torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])
+
+
+def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
+    """The parameters' rows, by name, from the rows of a value computed from them: row by row through the nodes between.
+
+    leaves: the parameters' names, by the node at which each ends the graph
+    """
+    found: dict[str, Tensor] = {}
+
+    def arrive(node: Any, passes: list[Grads]) -> None:
+        if node in leaves:
+            like = node.variable
+            found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
+
+    def run() -> None:
+        sweep({value: list(rows)}, arrive)
+
+    if current_task() == NO_TASK:
+        run()
+    else:  # the running pass may not need some gradients on the way
+        outside_passes(run)
+    return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}

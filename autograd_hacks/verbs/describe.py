@@ -12,8 +12,8 @@ from autograd_hacks.distributed.shards import reading_weights
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.reading.gate import read
-from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import Shown, Table, with_unit
 
 HEADER = ("parameter", "layer", "how its rows are computed", "form", "samples", "written out")
@@ -75,7 +75,9 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
         told, left_out = Told(), frozenset()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in model.named_modules():
-        for name, parameter in covered(layer).items():
+        rule = rule_for(layer)
+        own = dict(layer.named_parameters(recurse=False)) if rule is None else rule.parameters_of(layer)
+        for name, parameter in own.items():
             owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
     rows = []
     for name, parameter in model.named_parameters():

@@ -24,12 +24,12 @@ from autograd_hacks.errors import (
     VerificationFailed,
 )
 from autograd_hacks.forms import Form
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.probe.documents import documents_of
 from autograd_hacks.reading.certificate import agree, rounded_by
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import is_shown
-from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense
-from autograd_hacks.rules import RULES, Rule
+from autograd_hacks.formulas import RULES, Rule
 
 
 class Offset(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
-from autograd_hacks.rules import RULES, Call, Rule
+from autograd_hacks.formulas import RULES, Call, Rule
 
 
 @given(layers)

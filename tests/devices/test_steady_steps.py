@@ -88,7 +88,7 @@ ASKED_OF_ROUTES = {
 KNOWN = [
     Known("tolist", "reading/certificate.py:check", CERTIFIED, tuple(MODELS)),
     Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
-    Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
+    Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     Known("tensor on the CPU", "graph/roots.py:_orders", IN_MEMORY, (*RECURRENT, *BAGS)),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, at in ASKED_OF_ROUTES.items()],
 ]

@@ -44,7 +44,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for name in ("outer", "lookup", "experts"):
         monkeypatch.setattr(f"autograd_hacks.forms.{name}.takes_kernel", noting)
-    monkeypatch.setattr("autograd_hacks.rules.norm.takes_kernel", noting)
+    monkeypatch.setattr("autograd_hacks.formulas.norms.takes_kernel", noting)
     with torch.device(DEVICE):
         yield taken
     assert taken

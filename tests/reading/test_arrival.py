@@ -15,7 +15,7 @@ import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Form
-from autograd_hacks.rules import RULES, Call
+from autograd_hacks.formulas import RULES, Call
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Outer, Scaled
+from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading.certificate import agree
-from autograd_hacks.rules import RULES, Call
 
 
 def wrong_by(factor: float, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:

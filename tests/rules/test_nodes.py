@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.rules.nodes import NODES, Formula, Met
+from autograd_hacks.formulas.met import Formula, Met
+from autograd_hacks.formulas.table import NODES
 
 REAL, COMPLEX = torch.float64, torch.complex128
 

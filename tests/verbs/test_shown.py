@@ -18,7 +18,7 @@ import autograd_hacks
 from autograd_hacks import forms
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules import RULES, Rule
+from autograd_hacks.formulas import RULES, Rule
 
 
 def stepped(model: nn.Module, *args: Any) -> autograd_hacks.PerSampleGrads:

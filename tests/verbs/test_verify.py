@@ -15,8 +15,8 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.forms import Form
+from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading import gate
-from autograd_hacks.rules import RULES, Call
 
 
 def test_verify_after_clipping(model: nn.Sequential) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autograd_hacks.forms import Dense, Form, Outer, Placed
-from autograd_hacks.rules.embedding import lookup
+from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of
 
 Step = Callable[[Form], Form]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.lstm import lstm
-from autograd_hacks.rules.rule import Call, needs_batch
+from autograd_hacks.formulas.call import Call, needs_batch
+from autograd_hacks.formulas.lstm import lstm
 
 State = tuple[Tensor, ...]
 """h, or h and c, each N H"""

@@ -1,7 +1,6 @@
-"""A rule: a formula for a layer's J, with what else the library must know about the layer.  Also the `Call` that a formula
-gets, and two decorators for common formulas."""
+"""A layer's call, as a layer's formula gets it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -90,7 +89,7 @@ class Call:
         On a GPU the comparison would wait for the device, so there it runs only if the layer has dropout. `read` still sees
         changed weights in each step, except changes through ``.data``.
         """
-        if self.compares and not all(is_recomputed(before, now, self.precision) for before, now in zip(seen, again)):
+        if self.compares and not all(_agree(before, now, self.precision) for before, now in zip(seen, again)):
             raise StaleRecord(
                 f"{where(self.path, self.layer)} could not be recomputed: its outputs differ from those of the forward "
                 "pass. Either its weights have changed since (read per-sample gradients before the update), or its dropout "
@@ -98,7 +97,7 @@ class Call:
             )
 
 
-def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
+def _agree(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
     """Whether an output equals the earlier one, up to rounding.  precision: autocast's dtype, if autocast was on"""
     # The tolerance is far above rounding in the lowest precision of the forward pass, and far below the effect of changed
     # weights.
@@ -123,39 +122,11 @@ def needs_batch(x: Tensor, at_least: int, layout: str) -> None:
         )
 
 
-Formula = Callable[[Any, Call], Mapping[str, Form]]
+LayerFormula = Callable[[Any, Call], Mapping[str, Form]]
 """``formula(layer, call)`` returns a form for each of the layer's own parameters."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The J of a layer's parameters, and what the library must know about the layer to use it."""
-
-    #: ``formula(layer, call)``: {name: form}, a form for each parameter
-    formula: Formula
-    #: ``features(layer)``, for a layer that treats every position alike, on whatever axis the batch is: how many of the
-    #: output's last axes belong to one position.  Its formula gets samples first
-    features: Callable[[Any], int] | None = None
-    #: ``axes(layer)``: where the samples are in each output.  None: on axis 0
-    axes: Callable[[Any], Sequence[int]] | None = None
-    #: ``count(layer, args, kwargs)``: the number of samples in a call.  None: the size of axis 0 of the output
-    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None
-    #: ``covers(layer)``: submodules whose parameters the layer reads itself, so that the formula has forms for them too
-    covers: Callable[[Any], Sequence[str]] | None = None
-    #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
-    mixes: Callable[[Any, bool], str | None] | None = None
-    #: whether the output may be a loss of the whole batch, so that only the first argument shows where the samples are
-    by_input: bool = False
-    #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
-    recomputes: bool = False
-
-    @property
-    def name(self) -> str:
-        """The formula's name, for messages."""
-        return getattr(self.formula, "__name__", "of yours")
-
-
-def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -> Formula:
+def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -> LayerFormula:
     """A formula of (layer, call) from ``formula(layer, x, g)``, for a layer with one input tensor x and one output tensor.
 
     g is the gradient at the output."""
@@ -171,11 +142,3 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
         return formula(layer, inputs[0], call.grad)
 
     return of_call
-
-
-def positionwise(features: Callable[[Any], int]) -> Callable[[Formula], Rule]:
-    """A `autograd_hacks.rules.Rule` for a layer that treats every position alike, on whatever axis the batch is.
-
-    ``features(layer)``: how many of the output's last axes belong to one position
-    """
-    return lambda formula: Rule(formula, features=features)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.rule import Call
+from autograd_hacks.formulas.call import Call
 
 
 @torch.no_grad()

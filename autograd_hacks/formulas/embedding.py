@@ -1,6 +1,7 @@
-"""Embedding and EmbeddingBag: rows of a table, selected by index."""
+"""Tables whose rows are selected by index: Embedding, EmbeddingBag, and indexed values."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -8,17 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Bags, Form, Lookup
-from autograd_hacks.rules.rule import Call, needs_batch
-
-
-def embedding(layer: nn.Embedding, call: Call) -> Mapping[str, Form]:
-    """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
-    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # the value at the call
-    index = call.argument(0, "input")
-    needs_batch(index, at_least=1, layout="(N, ...)")
-    refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-    return {"weight": lookup(index, call.grad, weight.shape, layer.padding_idx)}
+from autograd_hacks.forms import Bags, Dense, Form, Lookup
+from autograd_hacks.formulas.call import Call
+from autograd_hacks.formulas.met import Met
+from autograd_hacks.support.layout import POSITIONS
 
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:
@@ -30,6 +24,40 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
     present = rows != padding_idx
     g = g.masked_fill(~present[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
     return Lookup(rows, g, shape[0], shape, present)
+
+
+def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | None:
+    """Rows of a table."""
+    if met.layout.axis + (met.layout.fold == POSITIONS) >= index.ndim:
+        return None
+    return lookup(met.first(index), met.first(met.grad), met.shape, padding_idx)
+
+
+def embedding(met: Met) -> Form | None:
+    """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
+    refuse_scaling_by_frequency(met.kept("scale_grad_by_freq"))
+    padding = met.kept("padding_idx")  # a node's is unsigned: -1 means that there is none
+    return table(met, met.kept("indices"), None if padding is None or padding >= met.shape[0] else padding)
+
+
+def indexed(met: Met) -> Form | None:
+    """Entries selected on the first axes: the indices are combined to one index of these axes, flattened."""
+    given = list(met.kept("indices"))
+    while given and given[-1] is None:
+        given.pop()
+    if not given or any(x is None or x.dtype not in (torch.int64, torch.int32) for x in given):
+        return None
+    sizes = met.shape[: len(given)]
+    index = torch.zeros((), dtype=torch.int64, device=met.grad.device)
+    for x, size in zip(given, sizes):
+        index = index * size + x % size
+    flat = torch.Size((sizes.numel(), *met.shape[len(given) :]))
+    form = table(replace(met, shape=flat), index)
+    return None if form is None else form if len(given) == 1 else Dense(form.dense().reshape(form.samples, *met.shape))
+
+
+def index_select(met: Met) -> Form | None:
+    return table(met, met.kept("index")) if met.kept("dim") == 0 else None
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:

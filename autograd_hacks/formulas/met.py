@@ -1,0 +1,127 @@
+"""What a formula gets: the operands by name, of a node of autograd's graph or of a layer's call, and the gradient."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms import Dense, Form, gathered
+from autograd_hacks.formulas.call import Call, LayerFormula, needs_batch
+from autograd_hacks.support.layout import POSITIONS, Layout
+
+Kept = Callable[[str], Any]
+"""The operands and settings of an operation, by the names under which its node saves them."""
+
+
+@dataclass(slots=True)
+class Met:
+    """One use of a value of parameters, as a formula gets it.
+
+    grad: the gradient at the only output
+    layout: where the samples are in the gradient
+    samples: N
+    place: the number of the node's input that is the value
+    shape: the value's shape
+    """
+
+    kept: Kept
+    grad: Tensor
+    layout: Layout
+    samples: int
+    place: int
+    shape: torch.Size
+
+    def grad_times(self, name: str) -> Tensor:
+        """The gradient times the number by which the value was multiplied, which is usually 1."""
+        factor = self.kept(name).conjugate()  # as in gradients
+        return self.grad if factor == 1 else self.grad * factor
+
+    def first(self, x: Tensor) -> Tensor:
+        """A tensor with the gradient's layout, with samples first: N ..."""
+        return self.layout.samples_first(x, self.samples)
+
+    def summed(self, x: Tensor, sizes: tuple[int, ...] | None = None) -> Form | None:
+        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there.
+
+        sizes: of the value as it was broadcast; None for its shape
+        """
+        axis, fold, missing = self.layout.axis, self.layout.fold, x.ndim - len(self.shape)
+        if sizes is None and not (axis or fold) and missing > 0 and x.shape[missing:] == self.shape:  # the usual case
+            return Dense(x if missing == 1 else x.sum(tuple(range(1, missing))))
+        sizes = self.shape if sizes is None else sizes
+        sizes = (1,) * (x.ndim - len(sizes)) + sizes
+        end = axis + (2 if fold == POSITIONS else 1)  # of the samples' axes
+        if sizes[axis:end] not in ((1,), (1, 1)):
+            return None  # the value has an entry for each sample
+        if fold in ("", POSITIONS):  # else the positions are where the folded axis was
+            sizes = sizes[:axis] + sizes[end:]
+        rows = self.first(x)
+        given = rows.shape
+        over = [n for n, size in enumerate(sizes, 1) if size == 1 != given[n]]
+        rows = rows.sum(over) if over else rows
+        if rows.shape[1:] == self.shape:
+            return Dense(rows)
+        # Other numbers of entries are those of a sample without a batch axis.
+        return Dense(rows.reshape(len(rows), *self.shape)) if rows.numel() == len(rows) * self.shape.numel() else None
+
+    def by_channel(self, x: Tensor) -> Form | None:
+        """x: N C *T.  The same for a value of shape C."""
+        if self.layout.axis or self.layout.fold == POSITIONS:
+            return None
+        rows, channel = self.first(x), 2 if self.layout.fold else 1
+        over = [n for n in range(1, rows.ndim) if n != channel]
+        return Dense(rows.sum(over) if over else rows)
+
+    def added_up(self, form: Form) -> Form:
+        """form: of M rows, where M is N·T, T·N or N"""
+        if not self.layout.fold:
+            return form
+        return gathered(form, self.layout.rows(form.samples, self.samples, self.grad.device), self.samples)
+
+
+_FIRST = Layout()
+
+Formula = Callable[[Met], Form | None]
+"""The value's form; None if the case isn't covered."""
+
+
+def of_layer(
+    formula: Callable[..., Form | None],
+    layout: str,
+    axes: int | Callable[[Any], int] = 1,
+    kept: Callable[[Any, Call, Tensor], Mapping[str, Any]] = lambda layer, call, x: {"input": x},
+    places: Mapping[str, int] = {"weight": 1, "bias": 2},
+    **more: Any,
+) -> LayerFormula:
+    """A layer's formula from its node's: what a node saves is an argument or an attribute of the layer.
+
+    layout: the expected shape of the input, for messages
+    axes: how many axes it must have
+    kept: what isn't the layer's attribute of the same name
+    places: the numbers of the node's inputs, by the parameters' names
+    more: passed to the formula
+    """
+
+    @wraps(formula)
+    def of_call(layer: Any, call: Call) -> Mapping[str, Form]:
+        x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
+        needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
+        known, found = kept(layer, call, x), dict[str, Any]()
+
+        def operand(name: str) -> Any:
+            return known[name] if name in known else getattr(layer, name)
+
+        met = Met(operand, call.grad, _FIRST, len(x), 0, x.shape)
+        for name, place in places.items():
+            if (value := layer._parameters.get(name)) is not None:
+                value = call.state[name][0] if name in call.state else value  # as it was at the call
+                met.place, met.shape = place, value.shape
+                if (form := formula(met, **more)) is None:
+                    needs_batch(x, x.ndim + 1, layout)
+                found[name] = form
+        return found
+
+    return of_call
