@@ -332,8 +332,10 @@ def _kept_by(model: nn.Module, outputs: Sequence[Tensor], began: int) -> list[Te
     began: the number of the first node that it could make"""
     found = dict[int, Tensor]()
     for module in modules_of(model):
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor | list | tuple | dict) and name not in _OF_MODULE:
+        attributes = vars(module)
+        for name in sorted(attributes.keys() - _OF_MODULE):
+            value = attributes[name]
+            if isinstance(value, Tensor | list | tuple | dict):
                 own = [value] if isinstance(value, Tensor) else tensors_of(value) if value else ()
                 found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:

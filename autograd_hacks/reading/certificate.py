@@ -59,7 +59,9 @@ class Certificate:
         known: its name in the record
         """
         arrived = recorded.along.get(known)
-        if arrived is None or not told or recorded.is_certified or known in recorded.beside | recorded.skipped:
+        if arrived is None or not told or recorded.is_certified:
+            return
+        if known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
         (use, grads, form), (at, parts) = told[0], arrived
         made_by = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", "")
@@ -79,20 +81,24 @@ class Certificate:
         """Raises if rows don't add up."""
         found, self._found = self._found, {}
         alike, numbers = [each for group in found.values() for each in group], list[Tensor]()
+        is_told = not all(callable(each.received) for each in alike)
         for group in found.values():
             terms, totals, v = (torch.stack(own) for own in zip(*((each.terms, each.total, each.v) for each in group)))
             along = totals * v
             apart = (along.sum(2).to(terms.dtype) - terms.sum(2)).abs()
-            sizes = torch.linalg.vector_norm(totals, dim=(1, 2))[:, None] / PAIRS**0.5  # about the gradient's norm
+            sizes = torch.linalg.vector_norm(totals, dim=(1, 2), keepdim=True)[..., 0] / PAIRS**0.5  # about the gradient's
             sizes = torch.maximum(sizes, torch.linalg.vector_norm(along, dim=2))
-            length = torch.linalg.vector_norm(terms, dim=2) + sizes.to(terms.dtype.to_real())
-            received = [0.0 if callable(each.received) else each.received for each in group]
-            rest = torch.stack([torch.as_tensor(x, device=length.device) for x in received])[:, None].expand_as(length)
-            numbers.append(torch.stack([x.double() for x in (apart, length, rest)], 1))
+            length = torch.linalg.vector_norm(terms, dim=2).add_(sizes)
+            given = [apart, length]
+            if is_told:
+                received = [0.0 if callable(each.received) else each.received for each in group]
+                lengths = torch.stack([torch.as_tensor(x, device=length.device) for x in received])
+                given.append(lengths[:, None].expand_as(length).to(length))
+            numbers.append(torch.stack(given, 1).double())
         if alike:
-            for each, (apart_k, length_k, (rest, *_)) in zip(
-                alike, torch.cat([x.to(numbers[0].device) for x in numbers]).tolist()
-            ):
+            every = numbers[0] if len(numbers) == 1 else torch.cat([x.to(numbers[0].device) for x in numbers])
+            for each, (apart_k, length_k, *told) in zip(alike, every.tolist()):
+                rest = told[0][0] if told else 0.0
                 wrong = [(own, size) for own, size in zip(apart_k, length_k) if own > each.unit * (size + 2 * rest)]
                 if wrong and callable(each.received):
                     more = rest + float(each.received())
