@@ -42,7 +42,7 @@ from autograd_hacks.support.untouched import Marks
 
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
-    "Samples can't be told apart in it, or independence is asked for and was shown of the outputs alone. Let the model "
+    "Samples can't be distinguished in it, or independence is asked for and was shown of the outputs alone. Let the model "
     "return it, with an axis for the samples."
 )
 
