@@ -49,6 +49,7 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
         record.names[seen] = known
         record.gathered[known] = seen
         recorder.backward.watch(seen)
+    recorder.forward.layers.clear()  # which of them layers called by other names
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, entries, tidied
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
+from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -95,7 +96,7 @@ def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
         raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
     ahead = node.next_functions
     return [
-        None if at is None or found is None or (x := found[place]) is None else fitted(x, Value(at, number))
+        None if at is None or found is None or (x := found[place]) is None else undivided(fitted(x, Value(at, number)))
         for place, (at, number) in enumerate(ahead)
     ]
 
