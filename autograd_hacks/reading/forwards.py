@@ -39,7 +39,7 @@ class Chosen:
 
     hypothesis: Hypothesis
     reader: Reader
-    out_of_order: bool  # whether the arguments have the samples elsewhere
+    in_order: bool | None  # whether the arguments have the samples there; None if parameters meet no argument itself
     found: Read | None = None  # what was read of an equal forward
     untold: str = ""  # why an output's entries can't be assigned to documents
 
@@ -54,7 +54,15 @@ class Chosen:
 
     @property
     def is_mixed(self) -> bool:
-        return self.out_of_order or bool(self.reader.walk.mixed)
+        return self.in_order is False or bool(self.reader.walk.mixed)
+
+    def replaces(self, before: Chosen | None) -> bool:
+        """Whether this is what samples do, and not what a likelier hypothesis says.
+
+        Features look like samples if there are N.  So where samples mix on the likelier axis, the arguments must show it."""
+        if before is None or not before.is_mixed:
+            return before is None or (before.by_values and self.is_sure)
+        return not self.is_mixed and self.in_order is True
 
 
 def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:
@@ -63,10 +71,10 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     reader = Reader(ran, hypothesis.samples, places, batch, memo)
     found = reader.known()
     if found is not None:
-        return Chosen(hypothesis, reader, False, found)
-    is_counted = hypothesis.counted_at is not None or hypothesis.samples < 2
-    is_wrong = not is_counted and fits(reader.trace, reader.walk, reader.given, hypothesis.samples) is False
-    return Chosen(hypothesis, reader, is_wrong)
+        return Chosen(hypothesis, reader, True, found)
+    if hypothesis.counted_at is not None or hypothesis.samples < 2:
+        return Chosen(hypothesis, reader, True)
+    return Chosen(hypothesis, reader, fits(reader.trace, reader.walk, reader.given, hypothesis.samples))
 
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
@@ -83,7 +91,7 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
         chosen = _under(ran, known, hypothesis, memo)
-        if best is None or (best.is_mixed and not chosen.is_mixed) or (best.by_values and chosen.is_sure):
+        if best is None or chosen.replaces(best):
             best = chosen
         if best.is_sure:
             break
@@ -114,7 +122,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
     found, samples = reader.read(), hypothesis.samples
-    if best.out_of_order:
+    if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
     mixed_outputs += _losses_that_mix(recorder, told, ran, best)

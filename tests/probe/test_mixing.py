@@ -216,3 +216,24 @@ def test_a_loss_that_is_computed_inside() -> None:
                 with autograd_hacks.pause_hooks():
                     losses = one_loss_at_a_time(model, lambda: F.cross_entropy(model(x, y)[1], y, reduction="none"))
                     assert_rows(model, losses)
+
+
+@pytest.mark.parametrize("kind", ["itself", "computed from", "autocast"])
+def test_as_many_features_as_samples_are_not_taken_for_these(kind: str) -> None:
+    """Layers that meet no argument itself don't show on which axis the samples are."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x if kind != "computed from" else x * 2).tanh()
+            return self.last(h - h.mean(0))
+
+    model, x = Centred(), torch.randn(3, 3)
+    with autograd_hacks.add_hooks(model), torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        for _ in range(2):
+            squares(model(x).float()).mean().backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model)
