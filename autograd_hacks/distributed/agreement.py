@@ -34,9 +34,7 @@ def summed(numbers: Sequence[float], mesh: DeviceMesh) -> list[float]:
     from torch.distributed.tensor import DTensor, Partial
 
     own = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
-    total = DTensor.from_local(own, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor()
-    found: list[float] = total.tolist()
-    return found
+    return list[float](DTensor.from_local(own, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor().tolist())
 
 
 def from_all(mine: T, mesh: DeviceMesh) -> list[T]:
@@ -93,10 +91,10 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
             check()
         return
 
-    def news(is_due: bool) -> list[float]:
-        return [is_due, not record.is_settled or not record.told.nodes.keys() <= record.read_past]
-
-    own, (due, new) = agreed(read, news, 2, mesh, what)
+    # What is new: how the model was hooked, or names read from the graph.
+    own, (due, new) = agreed(
+        read, lambda due: [due, not (record.is_settled and record.told.nodes.keys() <= record.read_past)], 2, mesh, what
+    )
     if due or new:
         said = from_all((_settings(model, recorder), frozenset(record.told.nodes)), mesh)
         _check_settings([settings for settings, _ in said])
@@ -108,10 +106,10 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    kinds = recorder.kinds
     return (
-        f"probe={kinds.probes}, independent={kinds.independent}, param_grad={recorder.backward.wants_grad}, "
-        f"{len(trained)} trainable parameters (last: {trained[-1:]}), {len(recorder.record.left_out)} left out"
+        f"probe={recorder.kinds.probes}, independent={recorder.kinds.independent}, "
+        f"param_grad={recorder.backward.wants_grad}, {len(trained)} trainable parameters (last: {trained[-1:]}), "
+        f"{len(recorder.record.left_out)} left out"
     )
 
 
