@@ -184,8 +184,8 @@ def test_an_object_that_cannot_be_copied_is_put_back() -> None:
             raise TypeError("there is but one")
 
     model, held = Cached(), Held()
-    with autograd_hacks.add_hooks(model, independent=True):
-        for times in (1, 2):
+    for times in (1, 2):
+        with autograd_hacks.add_hooks(model, independent=True):  # the first forward of its kind
             model(torch.randn(3, 5, 4), held)
             assert held.keys is not None
             assert held.keys.shape == (3, 5 * times, 4)
