@@ -144,7 +144,7 @@ def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
     used = {dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)}
     unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
     if unit < 1e-6:
-        added = max(grads.first.numel() / max(1, *form.shape[:1]) for _, grads, form in told)
+        added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
         return max(UNITS * unit * (1 + (added / MANY) ** 0.5), rounded_by((use for use, _, _ in told), like))
     leaves = [leaf for _, _, form in told for leaf in form.leaves()]
     if any(isinstance(leaf, Dense) for leaf in leaves):
