@@ -62,7 +62,9 @@ class Chosen:
         Features look like samples if there are N.  So where samples mix on the likelier axis, the arguments must show it."""
         if before is None or not before.is_mixed:
             return before is None or (before.by_values and self.is_sure)
-        return not self.is_mixed and self.in_order is True
+        usual, places = Layout(self.hypothesis.axis or 0), self.hypothesis.places.values()  # usual: the arguments' axis
+        is_told = self.in_order is True or any(isinstance(at, Layout) and at == usual for at in places)
+        return is_told and not self.is_mixed
 
 
 def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:
