@@ -187,10 +187,6 @@ class LayerCall(Use, Call):
         """The tensors among the layer's arguments."""
         return [x for x, _ in self.versions]
 
-    def at_place(self, samples: int, layouts: Layouts, labels: Tensor | None, documents: Documents | None) -> LayerCall:
-        """The same call, with its samples at a given place."""
-        return replace(self, samples=samples, layouts=layouts, labels=labels, documents=documents)
-
     def batch_size(self, grads: OutputGrads) -> int:
         if self.documents is not None:
             return self.documents.losses

@@ -17,14 +17,13 @@ from torch.autograd.function import BackwardCFunction
 
 from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
 from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, One, Owned, Several, joined, linked
-from autograd_hacks.graph.moves import MOVES, Move
+from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import VALUES
 from autograd_hacks.support.graph import put_back_by
 from autograd_hacks.support.internals import RAW, SAVED
 
-REGISTERED: dict[str, Move] = {}
 _IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 
 
@@ -57,22 +56,6 @@ class Kind:
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
 
 
-def register_law(*names: str, reads: Sequence[str] = ()) -> Callable[[Rule], Rule]:
-    """Registers the law of a kind of node: where the samples are in the gradients that it passes on.
-
-    names: as ``node.name()`` gives them
-    reads: the saved numbers that the law gets as keywords
-    """
-
-    def enter(law: Rule) -> Rule:
-        REGISTERED.update(dict.fromkeys(names, Move(law, tuple(reads))))
-        kind_of_name.cache_clear()
-        _BY_TYPE.clear()
-        return law
-
-    return enter
-
-
 def node_name(operation: str) -> str:
     """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
     return "".join(word.title() for word in operation.split("_"))
@@ -85,8 +68,6 @@ _BY_NODE = {
 
 @cache
 def kind_of_name(name: str, kind: type) -> Kind:
-    if (registered := REGISTERED.get(name)) is not None:
-        return _kind(name, kind, registered.reads, law=registered.law, is_stateless=True)
     if name in _IDENTITIES:
         return Kind(name, law=_identity)
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)

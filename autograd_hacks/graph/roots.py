@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autograd_hacks.graph.label import At, Label, One, Owned, Shape, entries
+from autograd_hacks.graph.label import Owned, Shape, entries
 from autograd_hacks.graph.laws import node_name
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
-from autograd_hacks.graph.walk import Memory, Walk, walked
+from autograd_hacks.graph.walk import Walk
 from autograd_hacks.support.graph import Leaf, Value, kept_by, made, number_of, operands_of, shape_of
 
 _SUMS = """sum mean nansum nll_loss nll_loss_forward nll_loss2d mse_loss smooth_l1_loss huber_loss binary_cross_entropy
@@ -111,39 +110,6 @@ def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tenso
     if name in _RESHAPE and own[0] and out[0] % own[0] == 0:
         return rows // (out[0] // own[0]), False
     return None, False
-
-
-def candidates(shape: Shape, samples: int, first: int = 0) -> list[Label]:
-    """Where the samples may be in a value, the likeliest first.
-
-    first: the axis on which the arguments have them
-    """
-    if samples == 1:
-        return [One(0)]
-    axes = sorted(range(len(shape)), key=lambda d: d != first)
-    plain: list[Label] = [At(d) for d in axes if shape[d] == samples]
-    folds = [(d, shape[d] // samples) for d in axes if shape[d] != samples and shape[d] and shape[d] % samples == 0]
-    return [*plain, *(at for d, times in folds for at in (At(d, 1, times), At(d, times, 1)))]
-
-
-def rooted(
-    trace: Trace, given: Mapping[int, tuple[Tensor, int]], samples: int, memory: Memory, first: int = 0
-) -> tuple[dict[int, Label], Walk] | None:
-    """The roots' labels under which the arguments' samples stay in order, and the walk from there; None without any.
-
-    given: {address of an argument's memory: the argument, and the axis of its samples}
-    """
-    shapes = [trace.shapes[k][number] or () for k, number in trace.roots]
-    likeliest: tuple[dict[int, Label], Walk] | None = None
-    for labels in product(*(candidates(shape, samples, first) for shape in shapes)):
-        roots = dict(enumerate(labels))
-        walk = walked(trace, roots, samples, memory)
-        verdict = fits(trace, walk, given, samples)
-        if verdict:
-            return roots, walk
-        if verdict is None and likeliest is None:
-            likeliest = roots, walk
-    return likeliest
 
 
 def fits(
