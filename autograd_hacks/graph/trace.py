@@ -6,7 +6,7 @@ the saved numbers that laws name, sizes, edges, parameters by identity and other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -94,6 +94,16 @@ class Trace:
     def leaf(self, k: int) -> Tensor:
         x: Tensor = self.nodes[k].variable
         return x
+
+    def behind(self, starts: Iterable[int]) -> set[int]:
+        """The nodes behind some nodes, with these."""
+        waiting = list(starts)
+        seen = set(waiting)
+        while waiting:
+            ahead = {edge[0] for edge in self.edges[waiting.pop()] if edge is not None} - seen
+            seen |= ahead
+            waiting += ahead
+        return seen
 
     def order(self) -> list[int]:
         """Nodes, each before those that made its inputs."""

@@ -314,15 +314,9 @@ def _decide(
     walk.mixed.update(_leaves(trace, own, behind))
 
 
-def _leaves(trace: Trace, own: list[bool], behind: list[int]) -> set[int]:
+def _leaves(trace: Trace, own: list[bool], starts: list[int]) -> set[int]:
     """The parameters behind some nodes."""
-    seen = set(behind)
-    while behind:
-        k = behind.pop()
-        ahead = {edge[0] for edge in trace.edges[k] if edge is not None} - seen
-        seen |= ahead
-        behind += ahead
-    return {k for k in seen if trace.kinds[k] is LEAF and own[k]}
+    return {k for k in trace.behind(starts) if trace.kinds[k] is LEAF and own[k]}
 
 
 def _kept(x: Any) -> Any:

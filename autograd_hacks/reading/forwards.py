@@ -59,12 +59,14 @@ class Chosen:
     def replaces(self, before: Chosen | None) -> bool:
         """Whether this is what samples do, and not what a likelier hypothesis says.
 
-        Features look like samples if there are N.  So where samples mix on the likelier axis, the arguments must show it."""
+        Features look like samples if there are N.  So where samples mix on the likelier axis, something must show the other:
+        the arguments, or an output on their axis.
+        """
         if before is None or not before.is_mixed:
             return before is None or (before.by_values and self.is_sure)
-        usual, places = Layout(self.hypothesis.axis or 0), self.hypothesis.places.values()  # usual: the arguments' axis
-        is_told = self.in_order is True or any(isinstance(at, Layout) and at == usual for at in places)
-        return is_told and not self.is_mixed
+        if self.is_mixed:
+            return False
+        return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
 
 
 def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:

@@ -68,7 +68,7 @@ class Reader:
         self, ran: Ran, samples: int, places: Mapping[Value, Where], batch: Sequence[tuple[Tensor, int]] = (),
         memo: Memo | None = None,
     ) -> None:  # fmt: skip
-        self.ran, self.samples, self.batch = ran, samples, batch
+        self.ran, self.samples, self.places, self.batch = ran, samples, places, batch
         roots = list(
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
@@ -91,6 +91,16 @@ class Reader:
         ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
         self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
+
+    def compares_with(self, usual: Layout) -> bool:
+        """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
+
+        The walk has compared their labels there."""
+        ahead = {n: self.trace.behind([self.trace.roots[n][0]]) for n in range(len(self.places))}
+        there = [n for n, at in enumerate(self.places.values()) if isinstance(at, Layout) and at == usual]
+        told = {k for n in there for k in ahead[n] if not self.walk.own[k]}
+        compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
+        return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
     def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
         """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
@@ -298,12 +308,7 @@ class _Below:
 
     def __getitem__(self, k: int) -> frozenset[int]:
         if k not in self._known:
-            seen, waiting = {k}, [k]
-            while waiting:
-                ahead = {edge[0] for edge in self.trace.edges[waiting.pop()] if edge is not None} - seen
-                seen |= ahead
-                waiting += ahead
-            self._known[k] = frozenset(seen & self.leaves)
+            self._known[k] = frozenset(self.trace.behind([k]) & self.leaves)
         return self._known[k]
 
 

@@ -237,3 +237,24 @@ def test_as_many_features_as_samples_are_not_taken_for_these(kind: str) -> None:
             squares(model(x).float()).mean().backward()
             with pytest.raises(SamplesMixed):
                 autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_as_many_features_as_samples_in_one_of_two_outputs(is_shared: bool) -> None:
+    """An output by a way of its own is on another axis than the first only if something shows it."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.first, self.other = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.first(x * 2).tanh()
+            return self.one(h if is_shared else x * 2), self.other(h - h.mean(0))
+
+    model = Two().double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            squares(model(torch.randn(3, 3).double())).mean().backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model)
