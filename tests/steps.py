@@ -72,9 +72,7 @@ def rows_joined(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Count:
-    """How many there were.  In slots, which the library doesn't put back as it does lists and attributes."""
-
-    __slots__ = ("number",)
+    """How many there were, without those of copies that the library runs."""
 
     def __init__(self) -> None:
         self.number = 0

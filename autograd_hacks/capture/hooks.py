@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
-from autograd_hacks.capture.kinds import Kinds, uncovered
+from autograd_hacks.capture.kinds import Kinds, Told, uncovered
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
@@ -59,7 +59,7 @@ def add_hooks(
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, as in
     ``h - h.mean(0).detach()``. This is needed for private training. The graph is analysed first; if that is not enough, the
-    model runs again with other samples replaced, in each forward whose operations are new. Reading raises if independence
+    a copy runs with other samples replaced, in each forward whose operations are new. Reading raises if independence
     was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
     argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all arguments
@@ -176,6 +176,30 @@ def remove_hooks(model: nn.Module) -> None:
         return
     with restored(partial(_take_off, recorder, model)):  # completes even if an interrupt comes
         pass
+
+
+@contextmanager
+def hooked_copy(
+    model: nn.Module, recorder: Recorder, independent: bool, told: Told | None = None, knows: bool = False
+) -> Iterator[Recorder]:
+    """A context in which a copy of a hooked model has hooks and a recorder of its own, with the same settings.
+
+    independent: see `add_hooks`; it is shown once more
+    told, knows: see `Kinds.for_copy`
+    """
+    own = Recorder()
+    recorder.connect(own)
+    own.is_aside = own.said_uncompiled = True
+    own.segments, own.record.left_out = recorder.segments, recorder.record.left_out
+    with torch.enable_grad():
+        try:
+            _hook_all(own, model)
+            own.read_by(recorder.kinds.for_copy(independent, told, knows))
+            own.attach()
+            yield own
+        finally:
+            own.interrupt()
+            own.detach()
 
 
 def _unhook(recorder: Recorder, model: nn.Module) -> None:
@@ -399,5 +423,6 @@ def drop(module: nn.Module, hook: Hook | _Unhooked) -> None:
 class _Unhooked:
     """Replaces a hook in a copy of a hooked model, until the copy first runs."""
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        drop(module, self)
+    def __call__(self, module: nn.Module, *given: object) -> None:
+        if given[-1] is not None:  # a forward that has failed has no output, and torch is iterating over its hooks
+            drop(module, self)

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch.nn as nn
@@ -13,10 +14,10 @@ from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.known_tapes import Tapes
+from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.layout import Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
-from autograd_hacks.support.untouched import Aside
 
 NESTED = (
     "the model was given a nested tensor or makes one, but rules need tensors of one shape. Give it a padded tensor, "
@@ -69,7 +70,7 @@ class Known(NamedTuple):
     samples: int | None  # N, if the arguments show it
     batch: Batch | None = None  # the arguments; None if no graph is to be read
     axis: int | None = None  # of the samples in the arguments, as the user gave it
-    aside: Aside | None = None  # everything the forward can reach, if it is to be run again
+    copy: Copy | None = None  # of the model and the leaves of the batch, if a check is to run it
 
 
 class Kinds:
@@ -91,6 +92,21 @@ class Kinds:
         """Makes the next forward of each kind show that its samples are independent, if that is asked."""
         for kind in self.seen.values():
             kind.pending = True
+
+    def for_copy(self, independent: bool, told: Told | None, knows: bool) -> "Kinds":
+        """The kinds of a copy of the model, each of which must show its independence once more.
+
+        independent: see `add_hooks`
+        told: of the forward that the copy repeats, if its graph is to be read and its samples are where they were then
+        knows: whether what the copy shows is known of the model, too
+        """
+        own = copy(self)
+        own.static, own.memo, own.independent = Told(Kind(pending=False)), Memo(), independent
+        own.seen = self.seen if knows else {key: replace(kind, tapes=Tapes()) for key, kind in self.seen.items()}
+        own.doubt()
+        if told is not None:
+            own.probes, own.batch_dim = True, self.batch_dim if told.axis is None else told.axis
+        return own
 
     def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
         """What is known of a forward that begins.  path: of the called module"""
@@ -121,8 +137,7 @@ class Kinds:
             samples = batch.samples(kind.hypothesis.axis, kind.hypothesis.counted_leaf)
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and kind.pending and not has_parts(model)
-        aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
-        return Known(Told(kind), samples, batch, axis, aside)
+        return Known(Told(kind), samples, batch, axis, Copy(model, batch.leaves) if is_kept else None)
 
 
 def runs_time_first(modules: Sequence[nn.Module], batch: Batch) -> bool:

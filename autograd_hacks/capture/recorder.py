@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,14 +30,13 @@ from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.support.contexts import plainly_saved, without_collection
+from autograd_hacks.support.copies import Marks
 from autograd_hacks.support.internals import next_node, sequence_number
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
-from autograd_hacks.support.untouched import Marks
 
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
@@ -68,6 +66,7 @@ class Recorder:
     check_tape: Callable[[Tape], None]  # raises for operations that are opaque
     why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
+    connect: Callable[[Recorder], None]  # sets all of these for the recorder of a copy
 
     def __init__(self) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
@@ -76,7 +75,7 @@ class Recorder:
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the layers that got hooks
         self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
-        self.is_aside = False  # whether the library runs its own forwards and backward passes
+        self.is_aside = False  # whether it belongs to a copy, which the library runs
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.batch: Batch | None = None  # the arguments of that forward
         self.marks: Marks | None = None  # how that forward began
@@ -130,24 +129,6 @@ class Recorder:
         self.forward.running = None
         self.reduction.release()
         self._stop()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """A context for the library's own forwards and backward passes, which leaves the record unchanged."""
-        own, theirs = kept(self, "is_aside", "_known", "tape", "batch", "marks"), kept(self.forward)
-        with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
-            self.is_aside, self._known, self.tape = True, None, None
-            self.backward.wants_grad, self.forward.running = True, None
-            self.forward.restart()
-            yield
-
-    @contextmanager
-    def proving(self, independent: bool) -> Iterator[None]:
-        """A context in which each kind of forward is checked for independence once more.  independent: see `add_hooks`"""
-        with kept(self.kinds, "independent"):
-            self.kinds.independent |= independent
-            self.kinds.doubt()
-            yield
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called as a forward begins, of the model or of a part that is called by itself."""
@@ -297,7 +278,7 @@ class Recorder:
         def show() -> None:
             if self.kinds.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
-                    self.show(self, model, known.aside, known.batch, ran, told, samples)
+                    self.show(self, model, known.copy, known.batch, ran, told, samples)
 
         if not self.is_aside:
             self.together(model, self, read, show)

@@ -26,14 +26,14 @@ from autograd_hacks.compiled.torch_names import (
 )
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.probe.batch import Batch
+from autograd_hacks.support.copies import Marks
 from autograd_hacks.support.trees import tensors_of
-from autograd_hacks.support.untouched import Marks
 
 
 def why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:
     """Why the analysis can't show that outputs and buffers don't depend on other samples; "" if it shows that.
 
-    batch: the arguments; the model may change everything that it reaches through them
+    model, batch: copies; the model may change itself, and everything that it reaches through the arguments
     axis: see `Batch.axes_of_samples`
     samples: see `Batch.axes_of_samples`
     """
@@ -61,15 +61,15 @@ class _OfTensors(nn.Module):
     def __init__(self, model: nn.Module, batch: Batch, places: list[int]) -> None:
         super().__init__()
         self.model, self._batch, self._places = model, batch, places
-        self._marks = Marks(model.modules())  # a trace runs it several times, and counters must not go on
+        self._marks = Marks([*model.modules()])  # a trace runs it several times, and counters must not go on
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self._batch.leaves)
         for place, x in zip(self._places, tensors):
             leaves[place] = x
         args, kwargs = replace(self._batch, leaves=leaves).arguments()
-        with self._marks.put_back(with_torch=False):
-            return tuple(tensors_of(self.model(*args, **kwargs)))
+        self._marks.put_on()
+        return tuple(tensors_of(self.model(*args, **kwargs)))
 
 
 def _joint(traced: fx.GraphModule, axes: list[int | None], samples: int) -> Joint:

@@ -50,7 +50,7 @@ def clip_and_noise_(
     still run a forward and a backward pass.  A sample with a NaN or infinite gradient or norm contributes nothing.
 
     No sample's outputs may depend on other samples' values, and this must be checked: hook the model by
-    ``add_hooks(model, independent=True)``.  Otherwise the recorded forward runs again once for that check, and later
+    ``add_hooks(model, independent=True)``.  Otherwise a copy repeats the recorded forward once for that check, and later
     forwards are checked as they run.
 
     max_norm: the bound, above 0; inf only without noise. Or {pattern: bound} for parts of the parameters that are bounded

@@ -13,6 +13,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError, UnseenGradient
 from autograd_hacks.forms import Concatenation, Form, Grouping, gathered
 from autograd_hacks.forms.factored import Paired
+from autograd_hacks.support.internals import tree_flatten, tree_unflatten
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.trees import tensors_of
 
@@ -88,6 +89,29 @@ class Documents:
         if x.ndim and x.shape[0] == self.ids.numel():
             return of_positions.view(-1, *[1] * (x.ndim - 1))
         return None
+
+    def replaced(self, segments: Segments, args: Sequence[Any], kwargs: Mapping[str, Any], kept: Tensor) -> Any:
+        """The arguments with the tokens of some documents replaced by tokens of other positions; None if nothing changes.
+
+        kept: D booleans, False for documents to replace
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        changed = False
+        for n, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.shape[:2] == self.ids.shape and x.dtype != torch.bool:
+                is_kept = self.over(x.new_zeros(x.shape, dtype=torch.float32), kept.float())
+                rolled = x.detach().flatten(0, 1).roll(1, 0).view(x.shape)
+                new = x.detach().where(is_kept > 0, rolled) if is_kept is not None else x
+                tried = [*leaves[:n], new, *leaves[n + 1 :]]
+                if not torch.equal(new, x) and self._fit(segments, tree_unflatten(tried, spec)):
+                    leaves, changed = tried, True
+        return tree_unflatten(leaves, spec) if changed else None
+
+    def _fit(self, segments: Segments, arguments: Any) -> bool:
+        try:
+            return torch.equal(documents_of(segments, *arguments).ids, self.ids)
+        except ValueError:
+            return False
 
     def owners(self, shape: Sequence[int], at: Layout | None, device: torch.device) -> Tensor | None:
         """The document of each entry in a tensor of some shape, up to broadcasting; None if that can't be determined."""

@@ -184,7 +184,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             return (self._found(x, key) if number is None else number,)
         if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
             return str(x._type())
-        return x
+        return x.device if isinstance(x, torch.Generator) else x  # a copy of a model has another one
 
     def _key(self, x: Tensor) -> Any:
         """What identifies a tensor until other memory takes its place."""

@@ -1,12 +1,11 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
 The operations of each forward are compared with those of forwards whose samples were shown to be independent.  For other
-operations labels show it, or a trace of the model.  If that is not possible, the model is run again with other samples
-replaced.  If the model computes a loss itself, the rows are compared too."""
+operations labels show it, or a trace of the model.  If that is not possible, copies of the
+model run with other samples replaced.  If the model computes a loss itself, the rows are compared too."""
 
 import sys
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,25 +14,24 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.hooks import hooked_copy
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.tape import MIXING, Constants, Tape
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_users
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
-from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
-from autograd_hacks.support.untouched import Aside
 
 TRACED, IMPORTED = 0.008, 2.0
 """About how many seconds a trace takes for each operation, and the import of torch's compiler."""
@@ -89,13 +87,13 @@ def _losses(ran: Ran, told: Told) -> bool:
 
 
 def show_independent(
-    recorder: Recorder, model: nn.Module, aside: Aside | None, batch: Batch, ran: Ran, told: Told, samples: int
+    recorder: Recorder, model: nn.Module, copy: Copy | None, batch: Batch, ran: Ran, told: Told, samples: int
 ) -> None:
     """Records whether outputs, and changed buffers, are independent of other samples.
 
-    aside: the state in which the forward began; None if a check was not known to be due then
+    copy: of the model as the forward began; None if a check was not known to be due then
 
-    Raises ProbeFailed if the model can't be run again.
+    Raises ProbeFailed if the model can't be copied, or the copy can't run.
     """
     kind = told.kind
     if kind.dependent is not None:  # another tape may tell another tale
@@ -108,8 +106,8 @@ def show_independent(
     if samples < 2 or told.mixing:
         kind.is_independent = not told.mixing
     elif tape is None or not (kind.is_independent and tape in kind.tapes):
-        with nullcontext() if aside is not None or recorder.marks is None else recorder.marks.put_back():
-            _show(recorder, aside or Aside(model, ran.arguments), batch, ran, told, samples)
+        copy = copy or Copy(model, batch.leaves, recorder.marks)
+        _show(recorder, copy, replace(batch, leaves=copy.given), ran, told, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if told.mixing else None
@@ -119,16 +117,15 @@ def show_independent(
         kind.tapes.add(tape, for_all_values=not kind.why_unshown)
 
 
-def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
+def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
+    """batch: the copied arguments: the forward may have overwritten its own"""
     makes_loss = _losses(ran, told)
-    # The arguments as they were when the forward began: it may have overwritten them, and hooks may have replaced them.
-    batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
-    if not makes_loss and _is_analysed(recorder, aside, batch, ran, told, samples):
+    if not makes_loss and _is_analysed(recorder, copy, batch, ran, told, samples):
         told.kind.is_independent = True
         return
     if makes_loss or told.counted_at is not None or batch.has_lists(samples):
-        _check_repeats(recorder, aside)
-    runs, arguments = _Runs(recorder, told, aside, samples, makes_loss), batch.arguments()
+        _check_repeats(recorder, copy, batch)
+    runs, arguments = _Runs(recorder, told, copy, samples, makes_loss), batch.arguments()
     draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
     reference = runs.run(arguments, with_rows=True)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
@@ -156,7 +153,7 @@ def _show(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told: Told, 
     told.kind.is_independent |= has_changed
 
 
-def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told: Told, samples: int) -> bool:
+def _is_analysed(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> bool:
     """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
     if told.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
@@ -165,19 +162,20 @@ def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, told:
     told.kind.why_unshown = ""
     if _is_by_tape(recorder, ran, told, samples):
         return True
-    _check_repeats(recorder, aside)
-    with aside.run() as copied, Switch.paused_here():
-        own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
-        told.kind.why_unshown = recorder.why_unshown(aside.module, own, told.axis, samples)
+    _check_repeats(recorder, copy, batch)
+    own = copy.again(batch.leaves)
+    with own.running(), Switch.paused_here():
+        given = replace(batch, leaves=own.given)
+        told.kind.why_unshown = recorder.why_unshown(own.model, given, told.axis, samples)
     return not told.kind.why_unshown
 
 
-def _check_repeats(recorder: Recorder, aside: Aside) -> None:
+def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch) -> None:
     """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
-    tape, batch = recorder.tape, recorder.batch
-    if tape is None or batch is None:
+    tape, own = recorder.tape, copy.again(batch.leaves)
+    if tape is None:
         return
-    model = aside.module
+    model = own.model
     if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
         print(
             f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} "
@@ -185,10 +183,9 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
             "s, and again for each new sequence of operations that labels alone don't show",
             file=sys.stderr,
         )
-    with nullcontext() if gathering(model) else alone(model), aside.run() as copied, Switch.paused_here():
-        own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
-        args, kwargs = own.arguments()
-        again = Tape(model, own.leaves, Constants())
+    with alone(model), own.running(), Switch.paused_here():
+        args, kwargs = replace(batch, leaves=own.given).arguments()
+        again = Tape(model, own.given, Constants())
         again.start()
         try:
             with torch.enable_grad():
@@ -207,21 +204,21 @@ def _check_repeats(recorder: Recorder, aside: Aside) -> None:
 
 
 class _Runs:
-    """Runs a model and restores everything afterwards."""
+    """Runs copies of a model, each once."""
 
-    def __init__(self, recorder: Recorder, told: Told, aside: Aside, samples: int, makes_loss: bool) -> None:
-        self.recorder, self.told, self.aside, self.samples = recorder, told, aside, samples
+    def __init__(self, recorder: Recorder, told: Told, copy: Copy, samples: int, makes_loss: bool) -> None:
+        self.recorder, self.told, self.copy, self.samples = recorder, told, copy, samples
         self.makes_loss = makes_loss
 
     def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], with_rows: bool) -> _Seen:
-        model, rows = self.aside.module, dict[str, Tensor]()
-        # Processes that hold shards are handled already; see `distributed/agreement.py`.
-        with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
-            for n, p in enumerate(self.aside.trained):
+        own, rows = self.copy.again(arguments), dict[str, Tensor]()
+        model = own.model
+        with alone(model), own.running():
+            for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
                 # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
                 if p.numel() and not is_part(p) and not p.detach().any():
-                    p.data.copy_(noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32)
-            args, kwargs = copied(arguments)
+                    p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
+            args, kwargs = own.given
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs)
@@ -232,7 +229,7 @@ class _Runs:
                 raise
             except Exception as error:  # the model may raise anything for other samples
                 raise ProbeFailed(
-                    "independence of samples: the check runs the model again with other samples replaced, and the model "
+                    "independence of samples: the check runs a copy of the model with other samples replaced, and it "
                     f"raised {type(error).__name__}: {error}. Training that is not "
                     "private can leave the check out: independent=False."
                 ) from error
@@ -242,10 +239,9 @@ class _Runs:
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        recorder, found = self.recorder, dict[str, Tensor]()
+        found = dict[str, Tensor]()
         # Its values may be read in another way.  It starts no further runs.
-        with recorder.aside(), kept_as_is(recorder.kinds, "independent", "probes"):
-            recorder.kinds.independent, recorder.kinds.probes = False, True
+        with hooked_copy(model, self.recorder, independent=False, told=self.told) as recorder:
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:

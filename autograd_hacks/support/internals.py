@@ -4,6 +4,7 @@ Exceptions are attributes of ``nn.Module`` and of tensors that torch has had sin
 ``_base``).
 """
 
+import copy
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -85,10 +86,10 @@ is_traced: Callable[[], Any] = _C._get_tracing_state  # true while torch.jit.tra
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # for is_grads_batched
 
 
+rebuilt: Any = vars(copy)["_reconstruct"]  # makes an object of what ``__reduce_ex__`` returned, its parts by a function
+
+
 # Memory.
-versions_kept: Any = _autograd._unsafe_preserve_version_counter  # a context that doesn't count writes
-
-
 address_of: Callable[[Tensor], int] = _C.TensorBase.data_ptr  # also while the class's method is watched
 
 

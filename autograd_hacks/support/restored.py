@@ -45,16 +45,6 @@ def kept(own: object, *names: str) -> Iterator[None]:
 
 
 @contextmanager
-def undone_by(undo: Callable[[], None]) -> Iterator[None]:
-    """A context that calls ``undo`` if an exception leaves it."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
-@contextmanager
 def switches_kept() -> Iterator[None]:
     """A context that restores torch's switches for this thread: gradients, autocast and its cache, fast attention, modes.
 

@@ -1,8 +1,10 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,9 +15,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, set_device_states
 
 from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.support.copies import is_known, places_of
 from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
-from autograd_hacks.support.reach import Reach, refill
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -145,12 +147,18 @@ def _put_back(node: Any) -> Iterator[None]:
     """A context that restores a user's function, which may free what it saved for backward, or count its calls.
 
     Later passes then find everything unchanged."""
-    function, kept = class_of_function(type(node)), dict(vars(node))
-    reach = Reach({"its function": function, "its backward": function.backward, "what it keeps": vars(node)}, strict=False)
+    function = class_of_function(type(node))
+    held = [(put, get()) for owner in (function, function.backward) for get, put in places_of(owner)]
+    boxes = [vars(node), *vars(node).values(), *(x for _, x in held)]
+    boxes += [vars(x) for x in boxes if hasattr(x, "__dict__") and not is_known(type(x))]
+    kept = [(box, copy(box)) for box in boxes if isinstance(box, dict | list | set | deque)]
 
     def undo() -> None:
-        refill(vars(node), kept)
-        reach.put_back()
+        for put, x in held:
+            put(x)
+        for box, content in kept:
+            box.clear()
+            (box.update if isinstance(box, dict | set) else box.extend)(content)
 
     with restored(undo):
         yield

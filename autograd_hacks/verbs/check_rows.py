@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,13 +24,12 @@ from autograd_hacks.errors import (
     VerificationFailed,
 )
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
+from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import percent
 from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import map_tensors
-from autograd_hacks.support.untouched import Aside
 from autograd_hacks.verbs.comparisons import (
     CheckedRows,
     Comparison,
@@ -57,10 +57,10 @@ def check_rows(
 ) -> CheckedRows:
     """Compares per-sample gradients from any source with the definition: row n is the gradient of ``losses[n]``.
 
-    The model runs once, ``losses = loss(model, *batch)``, and autograd takes one plain backward pass from each of the N
-    losses.  The library computes no gradients there.  The model needs no hooks: the library's are paused, and modules'
-    backward hooks, such as other engines', don't run.  All losses come from one forward, so dropout and BatchNorm act as in
-    a step.  If losses mix samples, row n is still the derivative of loss n.
+    A copy of the model runs once, ``losses = loss(copy, *batch)``, and autograd takes one plain backward pass from each of
+    the N losses.  The library computes no gradients there.  The model needs no hooks: the library's are paused, and
+    modules' backward hooks, such as other engines', don't run.  All losses come from one forward, so dropout and BatchNorm
+    act as in a step.  If losses mix samples, row n is still the derivative of loss n.
 
     batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
     loss: returns N losses, one for each sample
@@ -77,25 +77,24 @@ def check_rows(
     a gradient that cancels.  The verdict then says "too few digits", and in how many samples.
 
     The forward draws the random numbers that a step would draw now.  With dropout, first set the generator to the state from
-    which the engine's forward started.  Afterwards the model, ``.grad``, buffers and generators are restored, but not what
-    the loss function itself stores.  Rows are compared sample by sample, so memory is that of a step and one or two
-    gradients (for a Gram matrix up to 256 MiB more).
+    which the engine's forward started.  The model, ``.grad``, buffers, generators and what a loss function names don't
+    change, but what the object of a loss that is a method holds may.  Rows are compared sample by sample, so memory is that
+    of a step, a copy of the model and one or two gradients (for a Gram matrix up to 256 MiB more).
 
     Returns a table with a line for each parameter, and the share that was given.  Raises VerificationFailed with that table
     if a row is wrong or not finite, or if less than ``coverage`` is given; ValueError for losses that are not N numbers with
     a graph, unknown or frozen parameters, other shapes, another N; TypeError for arguments of another type;
     ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
-    something can't be restored.
+    something can't be copied.
     """
     _check_arguments(model, batch, loss, rows)
-    known, aside = _known_names(model), Aside(model, batch)
-    parameters = list(known.values())
-    with _losses(aside, model, batch, loss) as losses:
+    known = _known_names(model)
+    with _losses(model, batch, loss) as (losses, parameters):
         comparison = _comparison(model, rows, known, len(losses), tolerance)
         comparison.compare(partial(_gradients, losses, parameters))
         values = exact(losses).cpu()
     if comparison.doubtful():
-        _look_again(comparison, values, parameters, partial(_losses, aside, model, batch, loss))
+        _look_again(comparison, values, partial(_losses, model, batch, loss))
     result = comparison.result()
     wrong = [line.name for line in result.parameters if not line.is_right]
     if wrong or result.share < coverage:
@@ -224,8 +223,7 @@ def _prefix_of(name: str, every: Collection[str]) -> str:
 def _look_again(
     comparison: Comparison,
     values: Tensor,
-    parameters: Sequence[Tensor],
-    again: Callable[[bool], AbstractContextManager[Tensor]],
+    again: Callable[[bool], AbstractContextManager[tuple[Tensor, list[nn.Parameter]]]],
 ) -> None:
     """Allows for rounding in samples whose losses change only a little by it.
 
@@ -234,7 +232,7 @@ def _look_again(
     half = torch.finfo(comparison.dtype).eps ** 0.5
     for is_double in (True, False):
         try:
-            with again(is_double) as losses:
+            with again(is_double) as (losses, parameters):
                 # Dropout may draw other masks in another precision, which is not rounding.
                 apart = (exact(losses).cpu() - values).abs()
                 if (apart <= half * values.abs().clamp(min=float(values.abs().median()))).all() or not is_double:
@@ -247,14 +245,19 @@ def _look_again(
 
 @contextmanager
 def _losses(
-    aside: Aside, model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None
-) -> Iterator[Tensor]:
-    """A context with the N losses of a forward that leaves no trace.
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None
+) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
+    """A context with the N losses of a copy of the model, and its trainable parameters.
 
     is_double: whether rounded weights run in double precision or in their own; None for the weights as they are
     """
-    with aside.run() as copied, pause_hooks(), torch.enable_grad(), _without_hooks(model), ExitStack() as stack:
-        (own,) = copied((batch,))
+    originals, is_method = set(map(id, model.parameters())), isinstance(loss, MethodType)
+    copy = Copy(model, (batch, None if is_method else loss))
+    model, (own, function) = copy.model, copy.given
+    loss = loss if is_method else function
+    with copy.running(), pause_hooks(), torch.enable_grad(), ExitStack() as stack:
+        for module in model.modules():  # other engines' hooks, which may change gradients
+            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         if is_double is not None:
             _round(model, is_double)
         if is_double:
@@ -272,21 +275,15 @@ def _losses(
             why = "complex numbers" if losses.is_complex() else "losses that depend on no trainable parameter"
             raise ValueError(f"the loss given to check_rows returned {why}; expected N differentiable losses" + ON_CHECKING)
         # A reentrant checkpoint's graph doesn't lead to the parameters inside it, whose gradients would be zero.
-        if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
+        graph = Graph([losses.grad_fn] if losses.grad_fn is not None else [])
+        if any(id(leaf.variable) in originals for leaf in graph.leaves):
+            raise ValueError(
+                "the loss given to check_rows did not run its first argument, which is a copy of the model. Call that one: "
+                "loss(model, *batch)" + ON_CHECKING
+            )
+        if any(node.name() == CHECKPOINT for node in graph.nodes):
             raise UnsupportedLayer(f"check_rows {REENTRANT}" + ON_CHECKING)
-        yield losses
-
-
-@contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which modules' backward hooks don't run: other engines put them on, and they may change gradients."""
-    names = ("_backward_hooks", "_backward_pre_hooks")
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(kept(module, *names))
-            for name in names:
-                setattr(module, name, OrderedDict())
-        yield
+        yield losses, list(_known_names(model).values())
 
 
 def _round(model: nn.Module, is_double: bool) -> None:
@@ -300,8 +297,8 @@ def _round(model: nn.Module, is_double: bool) -> None:
             if p.is_floating_point() or p.is_complex():
                 by = torch.rand(p.shape, generator=draws, device="cpu", dtype=torch.float32) - 0.5
                 by = by * (torch.finfo(p.dtype).eps * (1 if is_double else 4))
-                p.data = _doubled(p.data) if is_double else p.data
-                p.add_(p * by.to(p.device))
+                own = _doubled(p.data) if is_double else p.data
+                p.data = own + own * by.to(p.device)
 
 
 def _doubled(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.batch import Batch, BatchDim
@@ -50,14 +51,18 @@ def add_hooks(
         left_out = set(names).difference(names_matching(only, model, names))
     handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, independent, left_out, segments)
     recorder = recorder_of(model)
-    recorder.learn, recorder.together = begin, together
+    _connect(recorder)
+    recorder.record.is_settled = False
+    recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
+    return Hooked(model, handle._before)
+
+
+def _connect(recorder: Recorder) -> None:
+    recorder.learn, recorder.together, recorder.connect = begin, together, _connect
     recorder.read_forward, recorder.assume = read_forward, assume
     recorder.is_shown, recorder.show = is_shown, show_independent
     recorder.why_unshown, recorder.why_not_by_tape, recorder.check_tape = _why_unshown, _why_not_by_tape, _check_tape
     recorder.backward.created = partial(follow, weakref.ref(recorder))
-    recorder.record.is_settled = False
-    recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
-    return Hooked(model, handle._before)
 
 
 def _why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.hooks import hooked_copy, recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.distributed.shards import alone
@@ -26,19 +26,19 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import kept_samples
-from autograd_hacks.probe.documents import documents_of
+from autograd_hacks.probe.documents import Documents, documents_of
 from autograd_hacks.reading.certificate import agree, rounded_by
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import is_shown
+from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
-from autograd_hacks.support.untouched import untouched
-from autograd_hacks.verbs.leaks import check_values
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
@@ -56,7 +56,7 @@ def verify(
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
-    It runs the model again, with random gradients g at the model's outputs and random weights w.  For every trainable
+    It runs a copy of the model, with random gradients g at the model's outputs and random weights w.  For every trainable
     parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
     mixed samples or a wrong axis can't pass.  If a step is recorded, it
     also compares the sum of its rows with ``.grad``, which must have been cleared before the step.
@@ -64,8 +64,8 @@ def verify(
     With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
     that the outputs of the others in the same sample don't change.
 
-    The model, ``.grad`` and the record don't change.  If processes share a batch, all must call it together; each checks its
-    own rows, but not ``.grad``, which contains those of the others.
+    The model, what its hooks keep, ``.grad`` and the record don't change.  If processes share a batch, all must call it
+    together; each checks its own rows, but not ``.grad``, which contains those of the others.
 
     samples: how many single samples to compare as well, by one backward pass each
     args: positional arguments for the model. Needed if the arguments of the last forward no longer exist: the library
@@ -77,7 +77,7 @@ def verify(
 
     Raises VerificationFailed with a table of the parameters that differ; NothingRecorded if the model has not run with
     hooks, or its arguments no longer exist; SamplesMixed if samples mix, or no output has a batch axis; ProbeFailed if
-    independence can't be checked; and what reading raises.
+    independence can't be checked, or something can't be copied; and what reading raises.
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder)
@@ -111,8 +111,8 @@ def last_step(record: Record) -> Arguments:
 def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: str) -> None:
     """Checks that the recorded forward's samples are independent, and makes later forwards check it, too.
 
-    It has the effect of ``add_hooks(independent=True)``; the recorded forward runs again for it.  All processes that share a
-    batch call it.
+    It has the effect of ``add_hooks(independent=True)``; a copy of the model repeats the recorded forward for it.  All
+    processes that share a batch call it.
 
     verb: the function that needs it, for the message
 
@@ -144,13 +144,14 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     except NothingRecorded as error:
         raise ProbeFailed(
             f"{verb} needs a check that no sample's outputs depend on other samples' values. The recorded forward was not "
-            "checked, and it can't run again, because its arguments no longer exist or another forward ran after it. Hook "
+            "checked, and it can't be repeated, because its arguments no longer exist or another forward ran after it. Hook "
             "the model by add_hooks(model, independent=True)."
         ) from error
-    with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent=True):
-        args, kwargs = copied(arguments)
-        model(*args, **kwargs)
-        told = record.told
+    copy = Copy(model, arguments)
+    with copy.running(), hooked_copy(copy.model, recorder, independent=True, knows=True) as own:
+        args, kwargs = copy.given
+        copy.model(*args, **kwargs)
+        told = own.record.told
     if told.mixing:
         raise SamplesMixed(told.mixing)
     for use in unshown:
@@ -222,16 +223,19 @@ def _with_autograd(
                 "verify(model) can't check rows of segments='tokens', which are parts of samples' gradients. Verify with "
                 "add_hooks(model), without segments." + ON_SEGMENTS
             )
-        check_values(model, recorder, arguments, told)
-    parameters = record.asked({name: p for name, p in model.named_parameters() if p.requires_grad})
+        _check_values(model, recorder, arguments, told)
+    copy = Copy(model, arguments)
+    parameters = record.asked({name: p for name, p in copy.model.named_parameters() if p.requires_grad})
     draws = torch.Generator().manual_seed(0)  # a separate generator, so that the user's random numbers don't change
-    with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
-        args, kwargs = copied(arguments)
-        output = model(*args, **kwargs)
-        outputs, forward = tensors_of(output), record.told
+    asked, independent = independent, independent or recorder.kinds.independent
+    with copy.running(), hooked_copy(copy.model, recorder, independent) as own:
+        args, kwargs = copy.given
+        output = copy.model(*args, **kwargs)
+        outputs, record = tensors_of(output), own.record
+        forward = record.told
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
-        if independent and not forward.kind.is_independent and not rule_for(model):
+        if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
             raise ProbeFailed(
                 "verify(model, independent=True) could not check that samples are independent: no argument has samples that "
                 "can be replaced by others of the batch. Give it a batch of tensors in which samples differ."
@@ -242,7 +246,7 @@ def _with_autograd(
                 "verify(model) found no output with a batch axis; the model's outputs have shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
             )
-        slot, count = next(iter(places)), recorder.forward.samples
+        slot, count = next(iter(places)), own.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         documents = record.documents
         weights_of: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
@@ -254,8 +258,8 @@ def _with_autograd(
             return []
         if loss is not None:
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        own = {slot: outputs[slot] for slot in places}
-        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot, x in own.items()}
+        given = {slot: outputs[slot] for slot in places}
+        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot, x in given.items()}
         if documents is not None:  # zero at padding
             grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
         # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
@@ -266,18 +270,51 @@ def _with_autograd(
         rows = torch.eye(min(singles, samples), samples, device="cpu")
         weights += [(f"row {n}", slice(n, n + 1), w) for n, w in enumerate(rows)]
         expected = []
-        with recorder.backward.silent():
+        with own.backward.silent():
             for _, _, w in weights:
                 weighted = {slot: g * weights_of[slot](g, w.to(g)) for slot, g in grads.items()}
                 expected.append(_pull(outputs, weighted, parameters))
         _pull(outputs, grads, parameters)
-        forms, comparison = read(model, dict(model.named_parameters()), recorder, "sum"), _Comparison(record)
+        named = dict(copy.model.named_parameters())
+        forms, comparison = read(copy.model, named, own, "sum"), _Comparison(record)
         for (what, some, w), totals in zip(weights, expected):
             for name, total in totals.items():
                 form = forms.get(name)
                 form = form if form is None or some == every else form[some]
                 comparison.add(name, what, form, w[some], total, float(w.abs().max()))
     return comparison.wrong
+
+
+def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, documents: Documents) -> None:
+    """Replaces the tokens of some documents and compares the outputs of the others.  Each pair of documents is tried.
+
+    Raises SamplesMixed if those outputs change, ProbeFailed if no argument has tokens that can be replaced.
+    """
+    assert recorder.segments is not None  # documents exist only with segments
+
+    def run(given: Arguments) -> list[Tensor]:
+        copy = Copy(model, given)
+        with copy.running(), Switch.paused_here(), torch.no_grad():
+            args, kwargs = copy.given
+            return [x.detach() for x in tensors_of(copy.model(*args, **kwargs))]
+
+    outputs, draws = run(arguments), torch.Generator().manual_seed(0)
+    for kept in kept_samples(documents.count, draws) if documents.count > 1 else ():
+        others = documents.replaced(recorder.segments, *arguments, kept)
+        if others is None:
+            raise ProbeFailed(
+                "verify could not check that documents are independent. Apart from the argument that separates documents, "
+                "no argument has values for each position, (B, T, ...), that can be replaced. Use documents with other "
+                "tokens."
+            )
+        for slot, (x, y) in enumerate(zip(outputs, run(others))):
+            weights = documents.over(x, kept)
+            if weights is not None and bool((differs(x, y, rounding_of(x)) & (weights > 0)).any()):
+                raise SamplesMixed(
+                    f"documents mix: when the tokens of some documents were replaced, the model's output {slot}, of shape "
+                    f"{tuple(x.shape)}, changed at the positions of others. Mask attention by document, and check whatever "
+                    "else reads all positions."
+                )
 
 
 def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:

@@ -258,3 +258,22 @@ def test_as_many_features_as_samples_in_one_of_two_outputs(is_shared: bool) -> N
             squares(model(torch.randn(3, 3).double())).mean().backward()
             with pytest.raises(SamplesMixed):
                 autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_mixing_in_a_part_that_is_called_by_itself(batch_dim: int) -> None:
+    """The samples of a part are on axis 0 of its input, whatever the axis of the model's."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:  # only the gradient depends on other samples
+            return x * self.scale + (self.scale - self.scale.detach()) * x.detach().mean(0)
+
+    model = nn.Sequential(Centred(), nn.Linear(3, 2))
+    with autograd_hacks.add_hooks(model, batch_dim=batch_dim, independent=True):
+        squares(model[0](torch.randn(4, 5, 3))).mean().backward()
+        with pytest.raises(SamplesMixed, match="rows of scale changed"):
+            autograd_hacks.compute_grad1(model)

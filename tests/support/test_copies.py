@@ -1,0 +1,389 @@
+"""Checks run a copy of the model: what a program can reach is afterwards as it was, or is refused by name."""
+
+import copy
+import gc
+import io
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import Between
+from oracle import one_backward_per_sample, squares
+from steps import at_most, check
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import ProbeFailed, VerificationFailed
+from autograd_hacks.support.copies import Copy
+
+CALLS: list[str] = []
+COUNT = 0
+
+
+def count_globally(h: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006  # users do this
+    global COUNT
+    COUNT += 1
+    CALLS.append("called")
+    seen.append(len(h))
+    vars(count_globally)["calls"] = vars(count_globally).get("calls", 0) + 1
+    return h
+
+
+class Net(nn.Module):
+    """Its forward reads a value, so no analysis shows that samples are independent, and a check has to run it."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(3, 3), nn.Linear(3, 2), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.first(x))
+        return self.last(h if h.detach().abs().sum() < 1e9 else h.relu())
+
+
+Program = tuple[nn.Module, Callable[[], Any]]
+"""A model, and a function that returns what it has changed so far."""
+
+
+def closure() -> Program:
+    model, features, count = Net(), [], 0
+
+    def keep(layer: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal count
+        count += 1
+        features.append(output)
+
+    model.first.register_forward_hook(keep)
+    return model, lambda: (count, [h.tolist() for h in features])
+
+
+def names_of_a_function() -> Program:
+    def calls() -> list[int]:
+        return [COUNT, len(CALLS), len(count_globally.__defaults__[0]), vars(count_globally).get("calls", 0)]  # type: ignore
+
+    before = calls()
+    return Net(count_globally), lambda: [now - then for then, now in zip(before, calls())]
+
+
+def attributes_of_a_class() -> Program:
+    class Counting(Net):
+        runs, log = 0, list[int]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).runs += 1
+            self.log.append(len(x))
+            return super().forward(x)
+
+    return Counting(), lambda: (Counting.runs, Counting.log)
+
+
+def methods_and_weak_references() -> Program:
+    class Child(nn.Module):
+        def __init__(self, parent: nn.Module) -> None:
+            super().__init__()
+            self.parent, self.others = weakref.ref(parent), [weakref.proxy(parent)]
+
+        def act(self, h: Tensor) -> Tensor:
+            self.parent().runs += 1  # type: ignore[union-attr,operator]
+            self.others[0].note(len(h))
+            return h.tanh()
+
+    model, log = Net(), list[int]()
+    model.runs, model.log, model.note, model.child = 0, log, log.append, Child(model)
+    model.act = model.child.act
+    return model, lambda: (model.runs, model.log)
+
+
+def random_numbers() -> Program:
+    own = torch.Generator().manual_seed(1), numpy.random.default_rng(1), random.Random(1), iter([*range(99)])
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generators = own
+
+        def forward(self, h: Tensor) -> Tensor:
+            a, b, c, d = self.generators
+            shared = float(torch.rand(())) + random.random() + float(numpy.random.rand())
+            return F.dropout(h) * (float(torch.rand((), generator=a)) + b.random() + c.random() + next(d) + shared)
+
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(0)
+
+    def drawn() -> Any:
+        states = own[0].get_state().tolist(), own[1].bit_generator.state, own[2].getstate(), own[3].__length_hint__()
+        return *states, torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+    return Net(Drawing()), drawn
+
+
+def files_and_locks() -> Program:
+    file, lock = io.StringIO("1\n" * 100), threading.Lock()
+
+    def act(h: Tensor) -> Tensor:
+        with lock:
+            return h + float(file.readline())
+
+    return Net(act), lambda: (file.tell(), lock.locked())
+
+
+class Queue:
+    """A user's own object, with memory."""
+
+    def __init__(self) -> None:
+        self.keys, self.at, self.log = torch.zeros(8, 3), 0, {"lengths": [0]}
+
+    def put(self, keys: Tensor) -> None:
+        for key in keys.detach():
+            self.keys[self.at % 8] = key
+            self.at += 1
+        self.log["lengths"].append(len(keys))
+
+
+def buffers_and_objects() -> Program:
+    class Keeping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.queue, self.norm = torch.zeros(3, requires_grad=True) * 1, Queue(), nn.BatchNorm1d(3)
+            self.register_buffer("mean", torch.zeros(3))
+            self.norm.register_buffer("mean", self.mean)  # two modules share it
+            self.lazy: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.lazy = torch.ones(3) if self.lazy is None else self.lazy
+            self.kept = self.kept + self.lazy
+            self.mean.add_(1)
+            self.queue.put(x)
+            with torch.no_grad():
+                self.norm(x)
+            return super().forward(x) + self.kept.sum().detach() + self.norm.mean.sum()
+
+    model = Keeping()
+    own = model.queue.keys, model.queue.log, model.kept
+
+    def state() -> Any:
+        assert model.norm.mean is model.mean
+        return own, model.kept.tolist(), model.queue.at, model.queue.keys is own[0], model.norm.num_batches_tracked.item()
+
+    return model, state
+
+
+def parameters_that_are_written() -> Program:
+    class Clamped(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+            self.first.bias.data[:2].add_(1)
+            torch.mul(self.last.bias.data, 0.5, out=self.last.bias.data)
+            self.last.weight.data = self.last.weight.data + 1
+            return super().forward(x)
+
+    model = Clamped()
+    return model, lambda: [(p.tolist(), p._version) for p in model.parameters()]
+
+
+PROGRAMS = [
+    *(closure, names_of_a_function, attributes_of_a_class, methods_and_weak_references, random_numbers),
+    *(files_and_locks, buffers_and_objects, parameters_that_are_written),
+]
+
+
+def known(model: nn.Module) -> Any:
+    """What a check must not change."""
+    return (
+        [(id(x), x._version, x.tolist()) for x in (*model.parameters(), *model.buffers())],
+        [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("check", ["verify", "check_rows"])
+def test_a_check_changes_nothing(program: Callable[[], Program], check: str) -> None:
+    (model, state), x = program(), torch.randn(4, 3)
+    rows = {name: torch.zeros(4, *p.shape) for name, p in model.named_parameters()}
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        before = repr(state()), known(model)
+        if check == "verify":
+            autograd_hacks.verify(model, args=(x,), samples=1)
+        else:
+            with pytest.raises(VerificationFailed):
+                autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
+        assert (repr(state()), known(model)) == before
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_check_of_independence_changes_nothing(program: Callable[[], Program]) -> None:
+    found = []
+    for independent in (False, True):
+        torch.manual_seed(1)
+        model, state = program()
+        model.eval()
+        torch.manual_seed(2)
+        x = torch.randn(4, 3)
+        with autograd_hacks.add_hooks(model, independent=independent):
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            found.append((repr(state()), [p.grad1 if p.grad1 is None else p.grad1.tolist() for p in model.parameters()]))
+    assert found[0] == found[1]
+
+
+def test_a_hook_that_removes_itself_does_so_in_the_models_own_forward() -> None:
+    model, x, calls = Net(), torch.randn(4, 3), []
+
+    def once(*_: Any) -> None:
+        calls.append(1)
+        handle.remove()
+
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        handle = model.first.register_forward_hook(once)
+        autograd_hacks.verify(model, args=(x,))
+        assert not calls
+        model(x), model(x)
+        assert len(calls) == 1
+
+
+class Single:
+    """An object of which there can be no second one."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError("there is but one")
+
+
+@pytest.mark.parametrize("what", [Single, lambda: (n for n in range(9))])
+@pytest.mark.parametrize("check", ["verify", "check_rows", "independent"])
+def test_what_can_not_be_copied_is_refused_by_name(what: Callable[[], Any], check: str) -> None:
+    model, x, runs = Net(), torch.randn(4, 3), []
+    model.first.register_forward_hook(lambda *_: runs.append(1))
+    model.first.held = [what()]
+    rows = {name: torch.zeros(4, *p.shape) for name, p in model.named_parameters()}
+    with autograd_hacks.add_hooks(model, independent=check == "independent"):
+        checks: dict[str, Callable[[], object]] = {
+            "verify": lambda: (model(x), autograd_hacks.verify(model, args=(x,))),
+            "check_rows": lambda: autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows),
+            "independent": lambda: model(x),
+        }
+        with pytest.raises(ProbeFailed, match=r"the model\.first\.held, of type .*can't be copied.*copy\.deepcopy accepts"):
+            checks[check]()
+        assert len(runs) == (check == "verify")
+
+
+def test_a_model_that_fails_with_other_samples() -> None:
+    class Fussy(Net):
+        def forward(self, given: Tensor) -> Tensor:
+            return super().forward({True: given}[torch.equal(given, x)])
+
+    model, x = Fussy(), torch.randn(4, 3)
+    asked = autograd_hacks.add_hooks(model, independent=True)
+    with asked, pytest.raises(ProbeFailed, match=r"KeyError: False.*independent=False"):
+        model(x)
+
+
+class Hiding:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_arguments_that_hide_their_tensors() -> None:
+    """What can't be replaced shows nothing of independence."""
+    model, x = Between(lambda h: h), torch.randn(4, 3)
+    model.forward = lambda batch: model.last(model.first(batch.x))
+    with autograd_hacks.add_hooks(model, independent=True):
+        squares(model(Hiding(x))).mean().backward()
+        with pytest.raises(ProbeFailed, match="no argument had samples to replace"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_loss_may_name_the_model_but_not_keep_it() -> None:
+    """A function's names hold the copy meanwhile; a method runs its own object's model, of which nothing is compared."""
+    model, x = Net(), torch.randn(4, 3)
+    rows = one_backward_per_sample(model, squares, x)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def loss(self, given: nn.Module, x: Tensor) -> Tensor:
+            return squares(self.model(x))
+
+    autograd_hacks.check_rows(model, (x,), lambda _, x: squares(model(x)), rows, coverage=1.0)
+    with pytest.raises(ValueError, match="did not run its first argument"):
+        autograd_hacks.check_rows(model, (x,), Trainer().loss, rows)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_hooked_model_fails_with_its_own_error(is_copied: bool) -> None:
+    model = Net(act=lambda h: h[:, :1])
+    autograd_hacks.add_hooks(model)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        (copy.deepcopy(model) if is_copied else model)(torch.randn(4, 3))
+
+
+class Named(nn.Module):
+    """A module under two names, and a weight with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.scale, self.tied = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+        self.alias, self.tied.weight = self.base, self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(torch.tanh(self.alias(x) * self.scale))
+
+
+def test_what_has_two_names_is_copied_once() -> None:
+    model, x = Named().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+        autograd_hacks.verify(model, samples=2)
+    copied = Copy(model).again(()).model
+    assert copied.alias is copied.base
+    assert copied.tied.weight is copied.base.weight
+
+
+def test_parameters_of_zeros_stay_zeros() -> None:
+    """Checks of independence run copies with small numbers in their place."""
+    model = Net()
+    nn.init.zeros_(model.last.weight)
+    version = model.last.weight._version
+    with autograd_hacks.add_hooks(model, independent=True):
+        squares(model(torch.randn(4, 3))).mean().backward()
+        assert not model.last.weight.any()
+        assert model.last.weight._version == version
+
+
+def test_a_copy_is_freed_after_the_check() -> None:
+    model, x = nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 2)), torch.randn(4, 13)
+    with autograd_hacks.add_hooks(model, independent=True):
+        squares(model(x)).mean().backward()
+        autograd_hacks.verify(model)
+        gc.collect()
+        assert sum(isinstance(p, nn.Parameter) and p.shape == (17, 13) for p in gc.get_objects()) == 1
+
+
+class Weight(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+def test_copies_share_the_memory_of_parameters() -> None:
+    """The frozen layer has 4 MB."""
+    model = nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1000, 3), Net())
+    model[0].bias, x = Weight(torch.zeros(1000)), torch.randn(4, 3)
+    rows = one_backward_per_sample(model, squares, x)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        with at_most(2_000_000):
+            autograd_hacks.verify(model, args=(x,))
+            autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
+    for p, q in zip(model.parameters(), Copy(model).again(()).model.parameters()):
+        assert p is not q
+        assert type(p) is type(q)
+        assert p.data_ptr() == q.data_ptr()
