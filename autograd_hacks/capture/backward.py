@@ -328,6 +328,8 @@ class Backward:
         if not self.hears():
             return
         record, running, left = self.record, self.running, self._left
+        if grad is None and left is None and record.on_arrival is None:  # as for each parameter without gradients
+            return
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
         if running is not None and uses and grad is not None and name not in running.beside:

@@ -53,12 +53,17 @@ def _is_own(hook: Any) -> bool:
 
 
 def watch(
-    backward: weakref.ref[Backward], hooks: Iterable[tuple[dict[int, Any], int]], labels: Labels | None, samples: int
+    backward: weakref.ref[Backward],
+    hooks: Iterable[tuple[dict[int, Any], int]],
+    labels: Callable[[], Labels] | None,
+    samples: int,
 ) -> None:
-    """Watches hooks.  labels: of the forward in which they were registered; None if they are unknown"""
+    """Watches hooks.  labels: gives those of the forward in which they were registered; None if they are unknown"""
+    found: Labels | None = None
     for hooks_of, key in hooks:
         if key in hooks_of and not isinstance(hooks_of[key], _Watched):
-            hooks_of[key] = _Watched(backward, hooks_of[key], labels, samples)
+            found = labels() if found is None and labels is not None else found
+            hooks_of[key] = _Watched(backward, hooks_of[key], found, samples)
 
 
 class _Watched:

@@ -100,9 +100,14 @@ class Ran:
         return {memory_of(x) for module in self.modules for x in (*module.parameters(), *module.buffers())}
 
     @cached_property
+    def nodes(self) -> Collection[Node]:
+        """All nodes."""
+        return self.graph.nodes
+
+    @cached_property
     def checkpoints(self) -> list[Any]:
         """The nodes of reentrant checkpoints."""
-        return [node for node in self.graph.nodes if node.name() == CHECKPOINT]
+        return [node for node in self.nodes if node.name() == CHECKPOINT]
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
@@ -172,6 +177,8 @@ class OffGraph:
         self._below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
+        self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
+        self.note_lowest: Callable[[Sequence[Node]], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""

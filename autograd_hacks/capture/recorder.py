@@ -226,7 +226,7 @@ class Recorder:
         self.backward.hooks_before, self._users_hooks = count(), []
         return returned
 
-    def watch_hooks(self, labels: Labels | None, samples: int) -> None:
+    def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins; see `gradient_hooks.watch`."""
         of = weakref.ref(self.backward)
         watch(of, self._users_hooks, labels, samples)

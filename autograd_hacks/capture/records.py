@@ -25,6 +25,8 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import parameters_of, plain, version_of
 
 NO_GRAD = 0, 0
+SMALL = 2**14
+"""Up to how many numbers a gradient is kept until it is compared, together with others: then a copy costs less than a call."""
 P = TypeVar("P", bound=Tensor)
 
 
@@ -54,8 +56,8 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    # By parameter: random directions, and what arrived along them.
-    along: dict[str, tuple[Directions, list[Tensor]]] = field(default_factory=dict)
+    # By parameter: random directions, what arrived along them, and the gradients that are compared later.
+    along: dict[str, tuple[Directions, list[Tensor], list[Tensor]]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
@@ -68,14 +70,17 @@ class Pass:
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
-        """Notes a gradient that arrived at a parameter, as a few numbers."""
+        """Notes a gradient that arrived at a parameter: as a few numbers, or itself if it has few."""
         if grad.is_meta or grad.is_nested or is_part(grad):
             return
         if type(grad) is not Tensor or grad.requires_grad:
             grad = part_of(plain(grad))
         if (before := self.along.get(name)) is None:
             at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
-            before = self.along[name] = at, []
+            before = self.along[name] = at, [], []
+        if grad.numel() <= SMALL and grad.layout is torch.strided:  # then torch copies it into .grad
+            before[2].append(grad)
+            return
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
             before[1].append(along(grad, before[0]))
 
@@ -171,7 +176,8 @@ class Segment:
         return told[0][1]
 
     def can_be_run_again(self) -> bool:
-        return any(call.graph() is not None for recorded in self.passes for call in recorded.received)
+        graphs = (call.graph() for recorded in self.passes for call in recorded.received)
+        return any(graph is not None and not graph.is_over for graph in graphs)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -70,9 +71,11 @@ def _read(
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
-            for name, parameter in trainable.items():
-                gate.certify(certificate, name, record.name_of(parameter))
-        certificate.check()
+            with torch.no_grad():
+                for name, parameter in trainable.items():
+                    gate.certify(certificate, name, record.name_of(parameter))
+        with torch.no_grad():
+            certificate.check()
         return dict(_forms_of(gates, trainable, record, scaling))
 
 
@@ -125,7 +128,9 @@ class Gate:
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
-            certificate.add(name, known, recorded, read.pop(known, ()))
+            told = read.pop(known, ())
+            if told and known in recorded.along:
+                certificate.add(name, known, recorded, told)
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None if no call leads to it.

@@ -216,7 +216,7 @@ def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Paramet
             seen.add(id(p))
             found[prefix + name] = p
     for name, child in module._modules.items():
-        if child is not None and id(child) not in seen:
+        if child is not None and (child._parameters or child._modules) and id(child) not in seen:
             _find_parameters(child, f"{prefix}{name}.", found, seen)
 
 

@@ -239,7 +239,8 @@ def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: F
         out = pool.take(key, (form.samples, *form.shape), like)
     attributes.pop("grad1", None)  # free the old rows before writing new ones
     if trains:
-        attributes["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
+        rows = None if form is None else form.dense(out)
+        attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
