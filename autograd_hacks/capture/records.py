@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.kinds import Told
@@ -22,11 +21,11 @@ from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import parameters_of, plain, version_of
+from autograd_hacks.support.trees import plain, version_of
 
 NO_GRAD = 0, 0
 SMALL = 2**14
-"""Up to how many numbers a gradient is kept until it is compared, together with others: then a copy costs less than a call."""
+"""Up to how many numbers a gradient is kept, to be compared together with others: a copy costs less than a call."""
 P = TypeVar("P", bound=Tensor)
 
 
@@ -285,14 +284,13 @@ class Record:
     def is_parameter(self, x: Tensor) -> bool:
         return x in self.names or any(x is other for other in self.gathered.values())
 
-    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
+    def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
-        own = self.asked(parameters_of(model))
-        return {name: self.gathered.get(name, p) for name, p in own.items()}
+        return {name: self.gathered.get(name, p) for name, p in self.asked(dict(parameters)).items()}
 
-    def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """The same for trainable parameters.  Also works for a part, at a path, with the names used here."""
-        named = {self.name_of(p, path, name): p for name, p in parameters_of(module).items() if p.requires_grad}
+    def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+        """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""
+        named = {self.name_of(p, path, name): p for name, p in parameters.items() if p.requires_grad}
         return {name: self.gathered.get(name, p) for name, p in self.asked(named).items()}
 
     def asked(self, named: dict[str, P]) -> dict[str, P]:

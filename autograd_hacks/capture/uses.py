@@ -41,7 +41,7 @@ class Whose(NamedTuple):
 
 
 class GraphAlive:
-    """Held only by a use's hooks in the graph, or such a hook: when it is gone or over, no pass can arrive there any more."""
+    """Held only by a use's hooks in the graph, or such a hook: when it is gone or over, no pass can arrive there."""
 
     __slots__ = ("__weakref__",)
 
@@ -277,7 +277,7 @@ class LayerCall(Use, Call):
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
         args, kwargs, at = self.args, self.kwargs, tuple(grads.at)
-        if layout is not None or not all([_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)]):
+        if layout is not None or not all(_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)):
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
         given = self.training, at, self.state
@@ -287,7 +287,7 @@ class LayerCall(Use, Call):
             forms = rule.formula(self.layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        if not isinstance(forms, dict | Mapping) or not all([isinstance(form, Form) for form in forms.values()]):
+        if not isinstance(forms, dict | Mapping) or not all(isinstance(form, Form) for form in forms.values()):
             raise TypeError(
                 f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
             )

@@ -124,7 +124,7 @@ def compute_hess_over(
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = _output(model, given) if forward is None else forward(model, given)
-            seen = record.parameters_of(model)
+            seen = record.as_seen(recorder_of(model).tree.parameters())
             is_all = len(sums.names) == sum(p.requires_grad for p in seen.values())
             passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in sums.names])
             into.spread = spread_of(model, recorder_of(model))

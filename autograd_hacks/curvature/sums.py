@@ -62,7 +62,8 @@ class Sums:
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit, self.skip = model, kfac_approx, limit, skip
         self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
-        every = recorder_of(model).record.parameters_of(model)
+        recorder = recorder_of(model)
+        every = recorder.record.as_seen(recorder.tree.parameters())
         self.names = [name for name, p in every.items() if p.requires_grad]
         self.left_out = recorder_of(model).record.left_out
         if parameters is not None:

@@ -21,7 +21,6 @@ from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
-from autograd_hacks.support.trees import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -155,7 +154,7 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
     """The processes that have samples of the latest record.  group: see `Where`"""
-    parameters, parts = parameters_of(model), gathering(model)
+    parameters, parts = recorder.tree.parameters(), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
     return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)

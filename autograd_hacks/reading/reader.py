@@ -83,10 +83,8 @@ class Reader:
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
-        asks = any(
-            kind.entry is None and kind.law is None and is_users(node)
-            for kind, node in zip(self.trace.kinds, self.trace.nodes)
-        )
+        kinds = zip(self.trace.kinds, self.trace.nodes)
+        asks = [node for k, node in kinds if k.entry is None and k.law is None and k is not LEAF and is_users(node)]
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():
             walk = walked if memo is None else memo.walk
@@ -359,7 +357,7 @@ def _are(label: Owned, shape: Sequence[int], samples: int, rows: Tensor) -> bool
 @contextmanager
 def grads_kept(ran: Ran) -> Iterator[None]:
     """A context that restores ``.grad``, because a user's function may run its own backward pass inside backward."""
-    every = [*ran.parameters.values(), *(p for module in ran.modules for p in module.parameters())]
+    every = [*ran.parameters.values(), *(p for m in ran.modules for p in m._parameters.values() if p is not None)]
     grads = {p: p.grad for p in every if p.is_leaf}
 
     def undo() -> None:

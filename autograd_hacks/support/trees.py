@@ -209,6 +209,33 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+class Tree:
+    """A model's modules and parameters.  To see that they are those of before takes a fraction of finding them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[nn.Module] = []
+        self._children: list[tuple[nn.Module | None, ...]] | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._owned: list[tuple[str, int]] | None = None
+
+    def modules(self) -> list[nn.Module]:
+        """`modules_of` the model."""
+        if self._children is None or [tuple(m._modules.values()) for m in self._modules] != self._children:
+            model = self._model()
+            self._modules, self._owned = [] if model is None else modules_of(model), None
+            self._children = [tuple(m._modules.values()) for m in self._modules]
+        return self._modules
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters_of` the model, which must not be changed."""
+        owned = [(name, id(p)) for module in self.modules() for name, p in module._parameters.items()]
+        model = self._model()
+        if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
+            self._parameters, self._owned = parameters_of(model), owned
+        return self._parameters
+
+
 def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Parameter], seen: set[int]) -> None:
     seen.add(id(module))
     for name, p in module._parameters.items():

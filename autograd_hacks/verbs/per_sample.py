@@ -79,7 +79,7 @@ def grads_of(
     spread: the processes that share the batch
     """
     record = recorder.record
-    parameters = record.parameters_of(model)
+    parameters = record.as_seen(spread.parameters)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
     samples = _samples(forms.values())
@@ -177,7 +177,7 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, None if set_grad else False)
-    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.parameters_of(model)
+    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.as_seen(spread.parameters)
     names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
