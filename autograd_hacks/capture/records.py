@@ -13,7 +13,7 @@ from torch import Tensor
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
-from autograd_hacks.forms.directions import Directions, along, directions
+from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
@@ -55,8 +55,9 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    # By parameter: random directions, what arrived along them, and the gradients that are compared later.
-    along: dict[str, tuple[Directions, list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    # By parameter, the gradients that arrived there: small ones themselves, and others along random directions.
+    small: dict[str, list[Tensor]] = field(default_factory=dict)
+    along: dict[str, list[Tensor]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
@@ -69,19 +70,19 @@ class Pass:
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
-        """Notes a gradient that arrived at a parameter: as a few numbers, or itself if it has few."""
-        if grad.is_meta or grad.is_nested or is_part(grad):
-            return
+        """Notes a gradient that arrived at a parameter: as a few numbers, or itself if it is small."""
         if type(grad) is not Tensor or grad.requires_grad:
+            if is_part(grad):
+                return
             grad = part_of(plain(grad))
-        if (before := self.along.get(name)) is None:
-            at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
-            before = self.along[name] = at, [], []
-        if grad.numel() <= SMALL and grad.layout is torch.strided:  # then torch copies it into .grad
-            before[2].append(grad)
+        if grad.is_meta or grad.is_nested:
             return
+        if grad.layout is torch.strided and grad.numel() <= SMALL:  # then torch copies it into .grad
+            self.small.setdefault(name, []).append(grad)
+            return
+        at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
-            before[1].append(along(grad, before[0]))
+            self.along.setdefault(name, []).append(along(grad, at))
 
     @property
     def is_hess(self) -> bool:

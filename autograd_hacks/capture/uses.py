@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class OutputGrads:
 
 
 @dataclass(eq=False, kw_only=True)
-class Use(ABC):
+class Use:
     """A place in the graph that gives rows of parameters.  It holds no graph."""
 
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from autograd_hacks.capture.records import SMALL, Pass, Record
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, Outer, magnitudes
-from autograd_hacks.forms.directions import PAIRS, Directions, along
+from autograd_hacks.forms.directions import PAIRS, along, directions, stacked
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
@@ -43,14 +42,16 @@ Told = tuple[Use, OutputGrads, Form]
 """A use, the gradients that a pass gave to it, and the rows that follow for a parameter."""
 
 
-class _Mark(NamedTuple):
+class _Compared(NamedTuple):
     """A parameter that is compared.
 
-    unit: the tolerance    received: see `received_by`; a function, where the host may ask at once"""
+    unit: the tolerance    told: what gives its rows    received: see `received_by`; None where the host may ask at once
+    """
 
     name: str
     unit: float
-    received: Callable[[], Tensor | float] | Tensor | float
+    told: Sequence[Told]
+    received: Tensor | float | None
 
 
 class Certificate:
@@ -61,10 +62,9 @@ class Certificate:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._units = dict[tuple[object, ...], float | None]()
-        # What is compared, by the shapes of the tensors: with terms and sums along directions, or with what gives them.
-        self._found = dict[tuple[object, ...], list[tuple[_Mark, Tensor, Tensor, Tensor]]]()
-        self._small = dict[tuple[object, ...], list[tuple[_Mark, Form, Directions, Tensor]]]()
+        # What is compared, by kinds and shapes.  Small parameters of one kind are compared together.
+        self._small = dict[tuple[object, ...], list[tuple[str, str, int, Sequence[Told], Tensor]]]()
+        self._found = dict[tuple[object, ...], list[tuple[_Compared, Tensor, Tensor, Tensor]]]()
 
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
@@ -72,77 +72,83 @@ class Certificate:
         name: the parameter's name in messages
         known: its name in the record
         """
-        arrived = recorded.along.get(known)
-        if arrived is None or not told or recorded.is_certified:
-            return
-        if known in recorded.beside or known in recorded.skipped:
+        if recorded.is_certified or known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
-        (use, grads, form), (at, parts, small) = told[0], arrived
-        made_by, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
-        kind = made_by, type(form), use.precision, g.dtype, form.samples, len(told), g.numel(), form.shape
-        if (unit := self._units.get(kind, -1.0)) == -1.0:
-            unit = self._units[kind] = tolerance_of(told, (parts or small)[0])
-        if unit is None or not form.samples or not form.shape.numel():
+        small, sums = recorded.small.get(known, ()), recorded.along.get(known, ())
+        use, grads, form = told[0]
+        if not form.samples or not form.shape.numel() or not (small or sums):
             return
-        received = partial(received_by, [form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
-        mark = _Mark(name, unit, received if looks_free(form.like) else received())
-        if len(told) == len(small) == 1 and not parts and _is_small(use, form, small[0]):
-            key = type(form), small[0].device, small[0].dtype, *[x.shape for x in form.held]
-            self._small.setdefault(key, []).append((mark, form, at, small[0]))
+        if len(told) == len(small) == 1 and not sums and _is_small(use, form, small[0]):
+            kind, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
+            key = kind, type(form), g.dtype, g.shape, small[0].dtype, small[0].device, form.shape, form.samples
+            self._small.setdefault(key, []).append((name, known, recorded.task, told, small[0]))
             return
+        like = small[0] if small else sums[0]
+        if (unit := tolerance_of(told, like)) is None:
+            return
+        at = directions(known, recorded.task % 4, form.shape, like.dtype, like.device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
-        sums = parts + [along(x, at) for x in small]
+        sums = [*sums, *[along(x, at) for x in small]]
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        self._found.setdefault(key, []).append((mark, own, total, at[1]))
+        self._found.setdefault(key, []).append((_compared(name, unit, told), own, total, at[1]))
 
-    def _compared(self) -> Iterator[tuple[list[_Mark], Tensor, Tensor, Tensor]]:
-        """Parameters, with the terms of their rows along directions, what arrived, and v, of all at once: (P, K, ...)."""
+    def _groups(self) -> Iterator[tuple[list[_Compared], Tensor, Tensor, Tensor]]:
+        """P parameters with the terms of their rows along directions, P K *, what arrived, P K I, and v, P K I."""
         (small, self._small), (found, self._found) = (self._small, {}), (self._found, {})
         for group in small.values():
-            marks, forms, at, grads = zip(*group)
-            u, v = (torch.stack(own) for own in zip(*at))
-            terms = _terms_of_all(forms, u, v)
-            yield list(marks), terms, torch.bmm(u, torch.stack(grads).view(len(grads), u.shape[2], v.shape[2])), v
-        for group in found.values():
-            marks, *tensors = zip(*group)
+            names, numbers, grads = [own[1] for own in group], [own[2] % 4 for own in group], [own[4] for own in group]
+            if (unit := tolerance_of(group[0][3], grads[0])) is not None:
+                u, v = stacked(tuple(names), tuple(numbers), grads[0].shape, grads[0].dtype, grads[0].device)
+                terms = _terms_of_all([own[3][0][2] for own in group], u, v)
+                totals = torch.bmm(u, torch.stack(grads).view(len(grads), u.shape[2], v.shape[2]))
+                yield [_compared(own[0], unit, own[3]) for own in group], terms, totals, v
+        for group_of in found.values():
+            compared, *tensors = zip(*group_of)
             terms, totals, v = (torch.stack(own) for own in tensors)
-            yield list(marks), terms, totals, v
+            yield list(compared), terms, totals, v
 
     def check(self) -> None:
         """Raises if rows don't add up."""
-        marks, numbers = list[_Mark](), list[Tensor]()
-        for own, terms, totals, v in self._compared():
+        compared, numbers = list[_Compared](), list[Tensor]()
+        for group, terms, totals, v in self._groups():
             moved = totals * v
             apart = (moved.sum(2).to(terms.dtype) - terms.sum(2)).abs()
             sizes = torch.linalg.vector_norm(totals, dim=(1, 2), keepdim=True)[..., 0] / PAIRS**0.5  # about the gradient's
             sizes = torch.maximum(sizes, torch.linalg.vector_norm(moved, dim=2))
             length = torch.linalg.vector_norm(terms, dim=2).add_(sizes)
-            units = torch.tensor([mark.unit for mark in own], dtype=torch.float64, device="cpu").to(length.device)[:, None]
-            rest: Tensor | float = 0.0
-            if not all(callable(mark.received) for mark in own):
-                given = [0.0 if callable(mark.received) else mark.received for mark in own]
-                rest = torch.stack([torch.as_tensor(x, device=length.device) for x in given])[:, None]
-            left = apart / units - length - 2 * rest
-            numbers.append(left.where(apart > units * (length + 2 * rest), 0.0).amax(1))
-            marks += own
-        if marks:
+            if any(own.received is not None for own in group):
+                given = [torch.as_tensor(own.received or 0.0, device=length.device) for own in group]
+                length = length + 2 * torch.stack(given)[:, None]
+            units = torch.tensor([own.unit for own in group], dtype=torch.float64, device="cpu").to(length.device)[:, None]
+            numbers.append((apart / units - length).where(apart > units * length, 0.0).amax(1))
+            compared += group
+        if compared:
             every = numbers[0] if len(numbers) == 1 else torch.cat([x.to(numbers[0].device) for x in numbers])
-            if bool(every.any()):
-                for mark, more in zip(marks, every.tolist()):
-                    if more and not (callable(mark.received) and more <= 2 * float(mark.received())):
-                        raise unexplained(mark.name, self._record)
+            for own, more in zip(compared, every.tolist()) if bool(every.any()) else ():
+                if more and (own.received is not None or more > 2 * float(_received(own.told))):
+                    raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
             recorded.is_certified = recorded.finished
 
 
+def _compared(name: str, unit: float, told: Sequence[Told]) -> _Compared:
+    return _Compared(name, unit, told, None if looks_free(told[0][2].like) else _received(told))
+
+
+def _received(told: Sequence[Told]) -> Tensor | float:
+    return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
+
+
 def _is_small(use: Use, form: Form, grad: Tensor) -> bool:
-    """Whether a parameter is compared together with others of its shape."""
-    is_plain = type(form) is (Dense if grad.ndim == 1 else Outer) and grad.ndim in (1, 2) and grad.shape == form.shape
-    is_plain = is_plain and not (grad.ndim == 2 and (form.fan_out, form.fan_in) != grad.shape)  # type: ignore[attr-defined]
-    is_exact = use.precision is None and grad.dtype == form.like.dtype and grad.element_size() >= 4
-    return is_plain and is_exact and max(x.numel() for x in (grad, *form.held)) <= SMALL
+    """Whether a parameter may be compared together with others of its shape."""
+    if use.precision is not None or grad.ndim not in (1, 2) or grad.dtype != form.like.dtype or grad.element_size() < 4:
+        return False
+    if grad.ndim == 1:
+        return type(form) is Dense and form.values.numel() <= SMALL
+    is_outer = type(form) is Outer and (form.fan_out, form.fan_in) == grad.shape
+    return is_outer and form.left.numel() <= SMALL and form.right.numel() <= SMALL
 
 
 def _terms_of_all(forms: Sequence[Any], u: Tensor, v: Tensor) -> Tensor:

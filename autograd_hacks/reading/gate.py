@@ -66,30 +66,30 @@ def _read(
 ) -> dict[str, Form | None]:
     segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    names = {name: record.name_of(parameter) for name, parameter in trainable.items()}
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in segments]
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
             with torch.no_grad():
-                for name, parameter in trainable.items():
-                    gate.certify(certificate, name, record.name_of(parameter))
+                for name, known in names.items():
+                    gate.certify(certificate, name, known)
         with torch.no_grad():
             certificate.check()
-        return dict(_forms_of(gates, trainable, record, scaling))
+        return dict(_forms_of(gates, trainable, names, scaling))
 
 
 def _forms_of(
     gates: Sequence[Gate],
     parameters: Mapping[str, Tensor],
-    record: Record,
+    names: Mapping[str, str],
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
-    """(name, form) pairs."""
+    """(name, form) pairs.  names: in the record"""
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
-        known = record.name_of(parameter)
-        forms = [gate.form(known) for gate in gates]
+        forms = [gate.form(names[name]) for gate in gates]
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -129,7 +129,7 @@ class Gate:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
             told = read.pop(known, ())
-            if told and known in recorded.along:
+            if told and (known in recorded.small or known in recorded.along):
                 certificate.add(name, known, recorded, told)
 
     def form(self, name: str) -> Form | None:
