@@ -236,7 +236,7 @@ class Forward:
     def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
         own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
         owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
-        read = [(local, p) for local, p in own.items() if p is not None]
+        read: list[tuple[str, Tensor]] = [(local, p) for local, p in own.items() if p is not None]
         named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]
         wanted = tuple([one for one in named if one[2] not in self.record.left_out])
         for _, p, _ in wanted:

@@ -141,7 +141,7 @@ def _received(told: Sequence[Told]) -> Tensor | float:
     return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
 
 
-def _is_small(use: Use, form: Form, grad: Tensor) -> bool:
+def _is_small(use: Use, form: Any, grad: Tensor) -> bool:
     """Whether a parameter may be compared together with others of its shape."""
     if use.precision is not None or grad.ndim not in (1, 2) or grad.dtype != form.like.dtype or grad.element_size() < 4:
         return False

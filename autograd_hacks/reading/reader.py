@@ -262,7 +262,8 @@ class Reader:
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
         refused = {names[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in names}
-        leaf_of = {id(leaf.variable): leaf for leaf in names}
+        leaves: Iterable[Any] = names
+        leaf_of = {id(leaf.variable): leaf for leaf in leaves}
         for noted, whose in zip(ran.noted, found.calls):
             call = noted.call
             call.told, call.samples, call.leaves = off.told, samples, leaf_of
