@@ -332,6 +332,9 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
+_SIMPLE = {int, float, bool, str, type(None)}
+
+
 def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
 
@@ -341,12 +344,21 @@ def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int
         attributes = vars(module)
         for name in sorted(attributes.keys() - _OF_MODULE):
             value = attributes[name]
-            if isinstance(value, Tensor | list | tuple | dict):
-                own = [value] if isinstance(value, Tensor) else tensors_of(value) if value else ()
+            if isinstance(value, Tensor):
+                own = [value]
+            elif not isinstance(value, list | tuple | dict) or {type(x) for x in _items(value)} <= _SIMPLE:
+                continue  # most are sizes
+            else:
+                own = tensors_of(value)
+            if own:
                 found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:

@@ -74,14 +74,14 @@ class Certificate:
         """
         if recorded.is_certified or known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
-        small, sums = recorded.small.get(known, ()), recorded.along.get(known, ())
+        small, sums = recorded.small.get(known, []), recorded.along.get(known, [])
         use, grads, form = told[0]
         if not form.samples or not form.shape.numel() or not (small or sums):
             return
         if len(told) == len(small) == 1 and not sums and _is_small(use, form, small[0]):
             kind, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
-            key = kind, type(form), g.dtype, g.shape, small[0].dtype, small[0].device, form.shape, form.samples
-            self._small.setdefault(key, []).append((name, known, recorded.task, told, small[0]))
+            alike = kind, type(form), g.dtype, g.shape, small[0].dtype, small[0].device, form.shape, form.samples
+            self._small.setdefault(alike, []).append((name, known, recorded.task, told, small[0]))
             return
         like = small[0] if small else sums[0]
         if (unit := tolerance_of(told, like)) is None:
@@ -111,23 +111,26 @@ class Certificate:
 
     def check(self) -> None:
         """Raises if rows don't add up."""
-        compared, numbers = list[_Compared](), list[Tensor]()
+        compared, parts = list[_Compared](), list[list[Tensor]]()
         for group, terms, totals, v in self._groups():
-            moved = totals * v
-            apart = (moved.sum(2).to(terms.dtype) - terms.sum(2)).abs()
-            sizes = torch.linalg.vector_norm(totals, dim=(1, 2), keepdim=True)[..., 0] / PAIRS**0.5  # about the gradient's
-            sizes = torch.maximum(sizes, torch.linalg.vector_norm(moved, dim=2))
-            length = torch.linalg.vector_norm(terms, dim=2).add_(sizes)
-            if any(own.received is not None for own in group):
-                given = [torch.as_tensor(own.received or 0.0, device=length.device) for own in group]
-                length = length + 2 * torch.stack(given)[:, None]
-            units = torch.tensor([own.unit for own in group], dtype=torch.float64, device="cpu").to(length.device)[:, None]
-            numbers.append((apart / units - length).where(apart > units * length, 0.0).amax(1))
+            moved, norm = totals * v, torch.linalg.vector_norm
+            whole = norm(totals, dim=(1, 2))[:, None].expand(-1, PAIRS)
+            apart = moved.sum(2).to(terms.dtype) - terms.sum(2)
+            parts.append([x.double() for x in (apart.abs(), norm(terms, dim=2), whole, norm(moved, dim=2))])
             compared += group
         if compared:
-            every = numbers[0] if len(numbers) == 1 else torch.cat([x.to(numbers[0].device) for x in numbers])
-            for own, more in zip(compared, every.tolist()) if bool(every.any()) else ():
-                if more and (own.received is not None or more > 2 * float(_received(own.told))):
+            device = parts[0][0].device
+            apart, length, whole, moved = (torch.cat([x.to(device) for x in own]) for own in zip(*parts))
+            length += torch.maximum(whole / PAIRS**0.5, moved)  # about the gradient's
+            if any(own.received is not None for own in compared):
+                given = [torch.as_tensor(own.received or 0.0, device=device) for own in compared]
+                length += 2 * torch.stack(given)[:, None]
+            units = torch.tensor([own.unit for own in compared], dtype=torch.float64, device="cpu").to(device)[:, None]
+            more = apart - units * length
+            for n in (more > 0).any(1).nonzero()[:, 0].tolist():
+                own = compared[n]
+                allowed = 0.0 if own.received is not None else 2 * own.unit * float(_received(own.told))
+                if bool((more[n] > allowed).any()):
                     raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
             recorded.is_certified = recorded.finished
