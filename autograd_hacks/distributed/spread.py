@@ -38,7 +38,7 @@ _GATHERED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKe
 """By model, the ids of the ``fully_shard`` modules whose weights are gathered for reading now."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Spread:
     """The processes that have the samples of one batch."""
 
@@ -113,6 +113,10 @@ class Spread:
         """The process groups that together have all samples; none for this process alone."""
         return [] if self.mesh is None else self.mesh.get_all_groups()
 
+    def from_all(self, mine: T) -> list[T]:
+        """The value of each process, in the processes' order.  All must call it at once."""
+        return [mine] if self.mesh is None else from_all(mine, self.mesh)
+
     def firsts(self, x: Tensor) -> Tensor:
         """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
         for group in self.groups():
@@ -125,7 +129,7 @@ class Spread:
             return rows
         from torch.distributed.tensor import DTensor, Shard
 
-        counts = from_all(len(rows), self.mesh)
+        counts = self.from_all(len(rows))
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = DTensor.from_local(padded, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False).full_tensor()

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import BlockTooLarge, NotReduced
+from autograd_hacks.errors import BlockTooLarge, NotReduced, UnsupportedLayer
 
 SIZES = (5, 3)
 WAYS = ["replicas", "shards"]
@@ -112,6 +112,23 @@ def switches(m: Any, x: Tensor) -> Tensor:
     w, b = m.inner.weight, m.inner.bias
     out: Tensor = m.inner(x) if m.training else nn.functional.linear(x, w * w, b)
     return out
+
+
+def read_apart() -> None:
+    """One process's weight is a layer's, and the other's is read by its value, so its factors have other shapes."""
+    model = wrapped(Bare(switches, inner=nn.Linear(3, 2)).double(), "inner")[2].train(dist.get_rank() == 0)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(batch(0, 4)[0]), "LeastSquares")
+    why = "it is read in other ways on another process"
+    with pytest.raises(UnsupportedLayer, match=rf"weight of .*: {why}"):
+        autograd_hacks.compute_hess(model, "kfac")
+    table = autograd_hacks.compute_hess(model, "kfac", skip=True)
+    assert list(table.skipped.values()) == [why]
+    assert [name.split(".")[-1] for name in table.covered] == ["bias"]
+
+
+def test_a_weight_that_processes_read_apart(both: Both) -> None:
+    both(read_apart)
 
 
 def two(m: Any, x: Tensor) -> Tensor:
