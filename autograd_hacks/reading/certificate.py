@@ -17,7 +17,7 @@ from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
 """How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
