@@ -22,7 +22,7 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
-from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.parts import memory_of, part_of
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
@@ -274,21 +274,18 @@ class _Step:
                     del table[key]
             for p, _ in parameters:
                 p.grad = None
+            chosen: list[Tensor] | None = None  # None for all: processes need all, because they wait for each other
+            if self.only is not None and not has_processes():
+                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                chosen = [trained[name] for name in names_matching(self.only, self.model, list(trained))]
             with torch.enable_grad():
-                backward_to(self.loss(self.model, batch), self._chosen(), "sum")
+                backward_to(self.loss(self.model, batch), chosen, "sum")
             return per_sample_grads(self.model, only=self.only)
         finally:
             for p, grad in parameters:
                 p.grad = grad
             for table, before in hooks:
                 table.update(before)
-
-    def _chosen(self) -> list[Tensor] | None:
-        """The parameters that the pass must reach; None for all.  Processes need all, because they wait for each other."""
-        if self.only is None or has_processes():
-            return None
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return [trained[name] for name in names_matching(self.only, self.model, list(trained))]
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
@@ -363,8 +360,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
     states = list(checkpoints)
     if not states:
         raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}" + ON_DATA_SETS)
-    trained, live = {_memory_of(p) for p in model.parameters() if p.requires_grad}, 0
-    memory = trained | {_memory_of(x) for x in (*model.parameters(), *model.buffers())}
+    trained, live = _memory([p for p in model.parameters() if p.requires_grad]), 0
+    memory = trained | _memory([*model.parameters(), *model.buffers()])
     for number, pair in enumerate(states):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
@@ -372,7 +369,7 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
         state, weight = pair
         check("over", ON_DATA_SETS, weight=weight)
         if isinstance(state, Mapping):
-            places = {_memory_of(x) for x in state.values() if isinstance(x, Tensor)}
+            places = _memory([x for x in state.values() if isinstance(x, Tensor)])
             live += not places.isdisjoint(trained)
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
@@ -383,9 +380,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
     return states
 
 
-def _memory_of(x: Tensor) -> object:
-    part = part_of(x)
-    return part.untyped_storage().data_ptr() if part.layout == torch.strided and part.numel() else object()
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    return {memory_of(x) for x in map(part_of, tensors) if x.numel()}
 
 
 # Rows that outlive their activations.

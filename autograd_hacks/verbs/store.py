@@ -15,7 +15,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_STORES
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
-from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.row_files import RowFile, by_file, digest_of, names_in
 from autograd_hacks.verbs.arguments import differing, kind_of, some
 
@@ -145,10 +145,7 @@ class Store(Shown):
         an unknown metric; TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
-        if metric not in METRICS:
-            raise ValueError(
-                f"search was given metric={metric!r}; expected one of {', '.join(map(repr, METRICS))}" + ON_STORES
-            )
+        check_word("search", ON_STORES, METRICS, metric=metric)
         if k > len(self):
             raise ValueError(
                 f"search was given k={k}, but {self.path} has {len(self)} rows; expected at most that many" + ON_STORES
