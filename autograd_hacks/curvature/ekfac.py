@@ -202,8 +202,8 @@ class Eigenvalues:
                         total[some] += (rows if b is None else rows @ b).square().sum(0)
                     continue
                 for own, samples, at in products_of(grads[name], lay, grads.batches):
-                    sides = (x if x is None else x[at] for x in (a, b))
-                    for form in _rotated(own, *sides, lay.is_turned, samples, name in self._names):
+                    q_a, q_b = (x if x is None else x[at] for x in (a, b))
+                    for form in _rotated(own, q_a, q_b, lay.is_turned, samples, name in self._names):
                         total[at] += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 

@@ -209,8 +209,8 @@ def factors_of(
     a = b.new_zeros(shape_a) if memory is None else memory(shape_a, b).zero_()
     counts = torch.zeros(lay.blocks, dtype=torch.int64, device=b.device)
     if lay.is_by_rows:
-        for at, rows in rows_by(form, lay):
-            a[at] += rows.square().sum((0, 2))
+        for some, rows in rows_by(form, lay):
+            a[some] += rows.square().sum((0, 2))
             _add_products(b, rows)
         return Factors(a, b, counts)
     for own, samples, at in products_of(form, lay, batches):
