@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,10 +199,6 @@ class Sums:
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
             return [form.cross(form).view(*form.shape, *form.shape)]
-
-        def memory(shape: tuple[int, ...], like: Tensor) -> Tensor:
-            return self._pool.take(f"A of {name}", shape, like)
-
         lay, of = self.lays[name], self._shared_by(name, grads)
         if of is not None:
             found = self._lay(of, grads)
@@ -210,8 +207,8 @@ class Sums:
             ones = factors.b.new_ones(lay.factors[0])
             factors = Factors(ones, factors.b, torch.ones_like(factors.positions))
         else:
-            joint, is_matrix = name in self.joint.values(), len(form.shape) > 1
-            factors = factors_of(form, lay, self.kfac_approx, grads.batches, joint, memory if is_matrix else None)
+            memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
+            factors = factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
         return [*factors]
 
     def _shared_by(self, name: str, grads: PerSampleGrads) -> str | None:
