@@ -104,6 +104,7 @@ class Forward:
         self.running: str | None = None  # the path of the module whose forward runs
         self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
+        self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
@@ -229,6 +230,8 @@ class Forward:
         call.graph = weakref.ref(hook)
         if not is_first:
             call.is_first = False
+        if self.is_taped:
+            _ = call.edges  # to find them later would be a step of the tape
         put_on(node, hook)
         self.noted.append(Noted(call, [(node, hook)], inputs))
         return True

@@ -180,6 +180,7 @@ class Recorder:
             tapes = known.told.kind.tapes
             self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
+        self.forward.is_taped = self.tape is not None
 
     def _forget(self) -> None:
         self._known = None

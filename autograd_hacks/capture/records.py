@@ -15,13 +15,12 @@ from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import plain, version_of
+from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
 SMALL = 2**14

@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.support.contexts import as_written
 from autograd_hacks.support.internals import COMPILER, disable_dynamo
-from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 

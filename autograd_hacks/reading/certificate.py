@@ -16,7 +16,7 @@ from autograd_hacks.forms import Chained, Convolution, Dense, Form, Outer, magni
 from autograd_hacks.forms.directions import PAIRS, along, directions, stacked
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
 """How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
@@ -80,7 +80,16 @@ class Certificate:
             return
         if len(told) == len(small) == 1 and not sums and _is_small(use, form, small[0]):
             kind, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
-            alike = kind, type(form), g.dtype, g.shape, small[0].dtype, small[0].device, form.shape, form.samples
+            alike = (
+                kind,
+                type(form),
+                g.dtype,
+                g.shape,
+                small[0].dtype,
+                small[0].device,
+                form.shape,
+                *[x.shape for x in form.held],
+            )
             self._small.setdefault(alike, []).append((name, known, recorded.task, told, small[0]))
             return
         like = small[0] if small else sums[0]

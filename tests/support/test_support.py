@@ -11,9 +11,8 @@ import torch.nn as nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.row_files import digest_of
-from autograd_hacks.support.trees import leaves_of, modules_of
+from autograd_hacks.support.trees import ByTensor, leaves_of, modules_of
 
 
 def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:
