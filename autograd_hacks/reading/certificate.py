@@ -132,15 +132,15 @@ class Certificate:
             apart, length, whole, moved = (torch.cat([x.to(device) for x in own]) for own in zip(*parts))
             length += torch.maximum(whole / PAIRS**0.5, moved)  # about the gradient's
             if any(own.received is not None for own in compared):
-                given = [torch.as_tensor(own.received or 0.0, device=device) for own in compared]
-                length += 2 * torch.stack(given)[:, None]
-            units = torch.tensor([own.unit for own in compared], dtype=torch.float64, device="cpu").to(device)[:, None]
-            more = apart - units * length
-            for n in (more > 0).any(1).nonzero()[:, 0].tolist():
+                given = [0.0 if own.received is None else own.received for own in compared]
+                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])[:, None]
+            # Of infinite gradients nothing is known.
+            for n, most in enumerate((apart / length).nan_to_num(0.0).amax(1).tolist()):
                 own = compared[n]
-                allowed = 0.0 if own.received is not None else 2 * own.unit * float(_received(own.told))
-                if bool((more[n] > allowed).any()):
-                    raise unexplained(own.name, self._record)
+                if most > own.unit:
+                    more = 0.0 if own.received is not None else 2 * float(_received(own.told))
+                    if bool((apart[n] > own.unit * (length[n] + more)).any()):
+                        raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
             recorded.is_certified = recorded.finished
 
