@@ -18,6 +18,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.switch import current_task
@@ -88,7 +89,7 @@ class _Watched:
     def _check(self, backward: Backward, args: tuple[Any, ...], result: Any, is_overwritten: bool) -> None:
         """Called when the hook has changed gradient.  Notes it in the pass unless it keeps samples apart."""
         node: Any = current_node()
-        if self.samples < 2 or not hasattr(node, "_input_metadata"):  # at a leaf, after all uses
+        if self.samples < 2 or type(node) is Leaf or not hasattr(node, "_input_metadata"):  # a leaf is after all uses
             return
         given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)
         values = [(node, n) for n in range(len(node._input_metadata))] if len(args) < 2 else [*node.next_functions]
