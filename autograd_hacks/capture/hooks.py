@@ -98,7 +98,7 @@ def add_hooks(
             f"{len(left_out)} parameters. Leave param_grad out." + ON_HOOKS
         )
     known = _recorder_of(model)
-    recorder = Recorder() if known is None else known
+    recorder = Recorder(model) if known is None else known
     record = recorder.record
     before = (
         None
@@ -187,7 +187,7 @@ def hooked_copy(
     independent: see `add_hooks`; it is shown once more
     told, knows: see `Kinds.for_copy`
     """
-    own = Recorder()
+    own = Recorder(model)
     recorder.connect(own)
     own.is_aside = own.said_uncompiled = True
     own.segments, own.record.left_out = recorder.segments, recorder.record.left_out

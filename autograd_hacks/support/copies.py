@@ -22,11 +22,10 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
-from autograd_hacks.support.contexts import cuda_devices_of, without_collection
+from autograd_hacks.support.contexts import as_written, cuda_devices_of, without_collection
 from autograd_hacks.support.internals import rebuilt
 from autograd_hacks.support.parts import memory_of, part_of
 from autograd_hacks.support.restored import restored, switches_kept
-from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.trees import like_its_kind, slots_of, tensors_of
 
 _OF_MODULE = frozenset(vars(nn.Module()))
