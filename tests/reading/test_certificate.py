@@ -200,7 +200,7 @@ def test_what_others_do_to_a_gradient_later_is_no_difference() -> None:
     autograd_hacks.add_hooks(model)
     for p in model.parameters():
         p.register_hook(lambda grad: grad.mul_(3))
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+        p.register_post_accumulate_grad_hook(lambda p: torch._foreach_mul_([p.grad], 2))
     for _ in range(3):
         squares(model(data(model))).mean().backward()
         for p in model.parameters():
