@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import AsyncGeneratorType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -39,6 +39,8 @@ _KNOWN = frozenset(sys.stdlib_module_names - {"types", "collections", "test", "_
     *("torch", "numpy", "autograd_hacks", "lightning", "pytorch_lightning", "datasets")
 }
 """Packages whose functions and classes hold nothing of the user's."""
+_ON_HEAP = 1 << 9
+"""The flag of classes that Python code has made."""
 
 
 Place = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -72,7 +74,9 @@ def _mentioned(code: CodeType) -> list[str]:
 
 def is_known(thing: Any) -> bool:
     """Whether a class or function holds nothing of the user's."""
-    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in _KNOWN
+    top = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    # Code that runs without a module's name makes classes, which are on the heap, and functions of "builtins", too.
+    return top in _KNOWN and not (top == "builtins" and getattr(thing, "__flags__", _ON_HEAP) & _ON_HEAP)
 
 
 class Copy:
@@ -94,6 +98,7 @@ class Copy:
         self._memo: dict[int, Any] = {}  # copies, by the id of the original
         self._alive: list[Any] = []  # originals, so that no id is used again
         self._is_first = before is None
+        self._not_ours: set[int] = {id(p) for p in model.parameters()} | (set() if before is None else before._not_ours)
         self._places = list[tuple[Place, Any]]()  # with what each holds while the copy runs
         places: list[Place] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         for device in cuda_devices_of(model):
@@ -124,7 +129,7 @@ class Copy:
         Afterwards all else is as before: what names stand for, random numbers, torch's switches and its caches of weights.
         """
         now = [(put, get()) for (get, put), _ in self._places]
-        writes = _Writes(self.model.parameters())
+        writes = _Watch(self.model.parameters(), self._not_ours)
 
         def undo() -> None:
             for put, held in now:
@@ -221,14 +226,16 @@ class Copy:
         return made
 
 
-class _Writes(torch.utils._python_dispatch.TorchDispatchMode):
+class _Watch(torch.utils._python_dispatch.TorchDispatchMode):
     """Keeps the numbers in parameters' memory that an operation is about to write.
 
+    parameters: the copy's    not_ours: the ids of the model's own, which a copy must not use
     before: by address, the memory and its numbers
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], not_ours: Collection[int]) -> None:
         super().__init__()
+        self._not_ours = not_ours
         self._shared = {memory_of(p) for p in parameters} - {0}
         self.before: dict[int, tuple[Any, Any]] = {}
 
@@ -236,8 +243,14 @@ class _Writes(torch.utils._python_dispatch.TorchDispatchMode):
     _should_skip_dynamo = classmethod(lambda cls: False)  # skipping imports torch's compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tensors_of((args, kwargs)) if func._schema.is_mutable else ():
-            if (at := memory_of(x)) in self._shared and at not in self.before:
+        for x in tensors_of((args, kwargs)):
+            if id(x) in self._not_ours:
+                raise ProbeFailed(
+                    "the check runs a copy of the model, but the copy used a parameter of the model itself, of shape "
+                    f"{tuple(x.shape)}. Something that isn't copied led there, such as an object of a package. "
+                    "Keep in the model what its forward uses, and let a loss call the model that it is given."
+                )
+            if func._schema.is_mutable and (at := memory_of(x)) in self._shared and at not in self.before:
                 memory = part_of(x).untyped_storage()
                 self.before[at] = memory, memory.clone()
         return func(*args, **kwargs or {})
