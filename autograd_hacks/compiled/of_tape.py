@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled import routed as routed
@@ -215,3 +216,6 @@ def _as_function(func: Any) -> tuple[Any, int | None]:
 def _overwrites(entry: Any) -> bool:
     """Whether an operation of `FILLS` reads no tensor."""
     return entry.func._schema.name.removeprefix("aten::") in FILLS and not any(type(x) is tuple for x in entry.args[1:])
+
+
+ABOVE.why_not_by_tape, ABOVE.check_opaque = why_not_by_tape, check_opaque

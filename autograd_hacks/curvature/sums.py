@@ -30,7 +30,8 @@ from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLaye
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import with_unit
-from autograd_hacks.verbs.arguments import check_size, names_matching
+from autograd_hacks.support.patterns import names_matching
+from autograd_hacks.verbs.arguments import check_size
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.graph import Node
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known, Told
 from autograd_hacks.capture.log import INSIDE_PASS
@@ -299,3 +300,6 @@ def assume(ran: Ran, off: OffGraph) -> None:
             if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
                 found.calls[n] = Whose(noted.usual_layouts(off.samples))
     reader.follow(found, off)
+
+
+ABOVE.read_forward, ABOVE.assume = read_forward, assume

@@ -23,8 +23,9 @@ from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
+from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.trees import overwritten_in, versions_of
-from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]

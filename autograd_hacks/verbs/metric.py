@@ -16,9 +16,10 @@ from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
+from autograd_hacks.verbs.arguments import kind_of, parts_by
 from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
