@@ -24,7 +24,7 @@ from autograd_hacks.graph.values import VALUES
 from autograd_hacks.support.graph import put_back_by
 from autograd_hacks.support.internals import RAW, SAVED
 
-_IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,11 @@ class Kind:
     is_stateless: bool = False
     has_operands: bool = True
 
+    @property
+    def is_entrywise(self) -> bool:
+        """Whether each entry of its output is made of one entry of each input."""
+        return self.entry is not None and self.entry.rule is None
+
     def named(self, values: Any) -> dict[str, Any]:
         if not self.numbers:
             return {}
@@ -68,7 +73,7 @@ _BY_NODE = {
 
 @cache
 def kind_of_name(name: str, kind: type) -> Kind:
-    if name in _IDENTITIES:
+    if name in IDENTITIES:
         return Kind(name, law=_identity)
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)
     operation = _BY_NODE.get(found[1]) if found else None

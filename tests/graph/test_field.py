@@ -16,6 +16,7 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import frontier
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, addresses, walked
+from autograd_hacks.support.graph import Value
 
 N, D = 4, 4
 PERMUTED = torch.tensor([1, 0, 3, 2])
@@ -103,8 +104,8 @@ def test_a_loss_is_followed_to_the_values_that_are_added_up(reduction: str) -> N
     logits = net[1](net[0](x).tanh())
     loss = F.cross_entropy(logits.view(-1, D), y.view(-1), reduction=reduction) * 0.5 + 0.1 * logits.square().mean()
     assert loss.grad_fn is not None
-    values = frontier([(loss.grad_fn, 0)])
-    assert values is not None
+    values, is_scaled = frontier(Value(loss.grad_fn, 0), N, ())
+    assert not is_scaled
     trace = Trace(values, ids(net))
     memory = Memory(lambda: addresses(net.parameters()), addresses([x]))
     shapes = [trace.shapes[k][number] or () for k, number in trace.roots]
@@ -113,11 +114,11 @@ def test_a_loss_is_followed_to_the_values_that_are_added_up(reduction: str) -> N
     assert len(walk.uses) == 4
 
 
-def test_a_loss_that_compares_samples_has_no_roots() -> None:
+def test_a_loss_that_compares_samples_is_followed_no_further() -> None:
     h = linear()[0](inputs(N, D))
     loss = h.logsumexp((0, 1))
     assert loss.grad_fn is not None
-    assert frontier([(loss.grad_fn, 0)]) is None
+    assert frontier(Value(loss.grad_fn, 0), N, ()) == ([Value(loss.grad_fn, 0)], False)
 
 
 # Loops over a hooked cell, and models that share a layer.
