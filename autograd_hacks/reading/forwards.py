@@ -130,7 +130,8 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
 
 def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
-    told, mixed_outputs = known.told, list[int]()
+    told, mixed_outputs, lost = known.told, list[int](), best.lost()
+    told.is_scaled = best.hypothesis.is_scaled
     if best.is_mixed:
         best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
@@ -138,8 +139,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
-    lost, told.is_scaled = best.lost(), hypothesis.is_scaled
-    mixed_outputs += lost
+    mixed_outputs += [slot for slot in lost if slot not in mixed_outputs]
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
