@@ -50,6 +50,8 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
     ends: nodes at which to stop
     """
     found, waiting, is_scaled = dict[Value, None](), [loss], False
+    if shape_of(loss).numel() != 1:  # no loss
+        return [loss], False
     while waiting:
         value = waiting.pop()
         node: Any = value.node

@@ -16,7 +16,7 @@ from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, Entries, Label
+from autograd_hacks.graph.label import NOBODY, Entries, Label, is_owned
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
@@ -86,8 +86,17 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
+    if in_order is None and hypothesis.losses and _are_features(reader):
+        in_order = False
     is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
     return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
+
+
+def _are_features(reader: Reader) -> bool:
+    """Whether what is taken for samples in a loss is an axis of a parameter, which may be as long."""
+    trace, walk = reader.trace, reader.walk
+    penalties = trace.behind([k for k, _ in trace.roots if walk.own[k]])
+    return any(is_owned(use.label) and use.node not in penalties for use in walk.uses)
 
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
@@ -263,10 +272,11 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
     if lost and not mixed:
         slot, value = next(iter(lost.items()))
         return (
-            f"{MIXING}: output number {slot} of the model is a loss that the model computes itself, and the graph doesn't "
-            f"show that it is a sum or a mean over the samples. {value.node.name()}{_line_of(value.node)} returned shape "
-            f"{tuple(shape_of(value))}, in which no axis has them, and isn't linear. Return the model's outputs, or a loss "
-            "for each sample, and add them up outside of the model: autograd_hacks.backward(losses)."
+            f"{MIXING}: output number {slot} of the model, of shape {tuple(ran.outputs[slot].shape)}, has no axis with the "
+            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
+            f"of one such sum. {value.node.name()}{_line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
+            "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
+            "autograd_hacks.backward(losses)."
         )
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
     name, node = next(iter(mixed.items()), ("a parameter", "its node"))

@@ -34,12 +34,12 @@ class Hypothesis:
     axis: int | None
     samples: int
     places: Mapping[int | Value, Where]  # also in the tensors that the model's own losses add up
-    losses: Mapping[int, Sequence[Value]] = field(default_factory=dict)  # by output, the tensors that a loss adds up
-    is_scaled: bool = False  # whether a loss is a function of its sum
-    taken_from: Collection[Value] = ()  # values with the samples on axis 0, in order, if entries were picked from them
     counted_at: int | None = None  # the output whose axis 0 gives N
     counted_leaf: int | None = None  # the argument that gives N, if not the first
     is_whole: bool = True  # whether these are all places, and samples weren't mixed
+    losses: Mapping[int, Sequence[Value]] = field(default_factory=dict)  # by output, the tensors that a loss adds up
+    is_scaled: bool = False  # whether a loss is a function of its sum
+    taken_from: Collection[Value] = ()  # values with the samples on axis 0, in order, if entries were picked from them
 
     @property
     def keeps_axis(self) -> bool:
@@ -148,7 +148,10 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             for slot, x in outputs.items()
         }
         ends = {x.grad_fn for slot, x in outputs.items() if options[slot] and x.grad_fn is not None}
-        losses = [slot for slot, x in outputs.items() if not options[slot] and x.numel() == 1] if samples > 1 else ()
+        alone = not any(options.values())  # then other outputs without samples say as little as a loss
+        losses = (
+            [slot for slot, x in outputs.items() if not options[slot] and (alone or x.numel() == 1)] if samples > 1 else ()
+        )
         added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
         for value in (value for values, _ in added.values() for value in values):
             options[value] = candidates(shape_of(value), samples, axes)
