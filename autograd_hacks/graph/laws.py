@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.autograd.function import BackwardCFunction
 
 from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
-from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, One, Owned, Several, joined, linked
+from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, Links, One, Owned, Several, joined, linked
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
@@ -54,6 +54,12 @@ class Kind:
     def is_entrywise(self) -> bool:
         """Whether each entry of its output is made of one entry of each input."""
         return self.entry is not None and self.entry.rule is None
+
+    def links(self, o: int, outs: Shapes, ins: Shapes, values: Any) -> Sequence[Links]:
+        """For each axis of each input the axis of output number o with which it is walked in step."""
+        if self.entry is None or self.entry.rule is None:
+            return [broadcast(outs[o] or (), own) for own in ins]
+        return self.entry.rule(o, outs, ins, **self.named(values))
 
     def named(self, values: Any) -> dict[str, Any]:
         if not self.numbers:

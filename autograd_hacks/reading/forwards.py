@@ -16,7 +16,7 @@ from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, Entries, Label, is_owned
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, varying
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
@@ -86,17 +86,29 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
-    if in_order is None and hypothesis.losses and _are_features(reader):
-        in_order = False
+    if in_order is None and hypothesis.losses and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
+        in_order = False  # nothing but sizes shows the samples
     is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
     return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
 
 
-def _are_features(reader: Reader) -> bool:
-    """Whether what is taken for samples in a loss is an axis of a parameter, which may be as long."""
+def _is_elsewhere(reader: Reader, axis: int) -> bool:
+    """Whether the samples are along an axis of a parameter, which may be as long, or along another axis than the arguments'
+    where parameters meet tensors without a graph."""
     trace, walk = reader.trace, reader.walk
-    penalties = trace.behind([k for k, _ in trace.roots if walk.own[k]])
-    return any(is_owned(use.label) and use.node not in penalties for use in walk.uses)
+    for k, edges in enumerate(trace.edges):
+        kind, outs, own = trace.kinds[k], trace.shapes[k], [edge is not None and walk.own[edge[0]] for edge in edges]
+        if walk.own[k] or not any(own):
+            continue
+        ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in edges]
+        for o, label in enumerate(walk.labels[k]):
+            along = set(varying(label)) if isinstance(label, Owned) else set()
+            if None in edges and along - {axis % max(1, len(outs[o] or ()))}:
+                return True
+            links = kind.links(o, outs, ins, trace.numbers[k]) if along and kind.entry is not None else []
+            if any(is_own and along.intersection(own_links) for is_own, own_links in zip(own, links)):
+                return True
+    return False
 
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:

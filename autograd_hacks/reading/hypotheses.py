@@ -190,6 +190,7 @@ def chosen_rows(
         rows, below = taken
         usual = [own for own in layouts if not own.axis]
         if not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
-            found[at] = One(int(rows)) if len(rows) == 1 else rows
+            is_of_one = len(rows) > 0 and bool((rows == rows[0]).all())
+            found[at] = One(int(rows[0])) if is_of_one else rows
             taken_from.append(below)
     return found, taken_from

@@ -138,7 +138,7 @@ def _how(name: str, parameter: nn.Parameter, layer: nn.Module, told: Told) -> st
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss divides by something of the whole batch" if told.is_scaled else ""
+    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if told.is_scaled else ""
     return " and ".join(parts) + scaled
 
 
