@@ -57,7 +57,6 @@ GONE = {
 A file or class that defines most of the same is the same under another name, so it isn't gone.
 """
 LAWS_ARE_TO_REPLACE = {
-    "reading/inner_losses.py",
     "support/reach.py",
     "support/untouched.py",
     "verbs/leaks.py",
