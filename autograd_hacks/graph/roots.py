@@ -30,7 +30,7 @@ _ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_l
 binary_cross_entropy binary_cross_entropy_with_logits"""
 _MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze expand repeat flip slice select unbind split
 split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
-masked_select masked_fill where cat stack clone alias _to_copy add sub rsub neg"""
+masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg"""
 _VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsafe_split unsafe_split_with_sizes"
 _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _RESHAPE, _SPLIT = (
     {node_name(name) for name in names.split()}
@@ -49,16 +49,17 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
 
     ends: nodes at which to stop
     """
-    found, waiting, is_scaled = dict[Value, None](), [loss], False
+    found, waiting, is_whole, is_scaled = dict[Value, None](), [loss], True, False
     if shape_of(loss).numel() != 1:  # no loss
         return [loss], False
     while waiting:
+        is_whole &= len(waiting) == 1
         value = waiting.pop()
         node: Any = value.node
         if value in found or node in ends or type(node) is Leaf:
             continue
         name, shape, ahead = _name(node), shape_of(value), list(inputs_of(node))
-        is_one, is_whole = shape.numel() == 1, not (found or waiting)
+        is_one = shape.numel() == 1
         if name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
         elif not is_one and candidates(shape, samples, range(len(shape))):
@@ -93,13 +94,14 @@ def picked(root: Value, samples: int) -> tuple[Tensor, Value] | None:
     """
     shape = shape_of(root)
     own = torch.arange(shape[0] if shape else 1, device="cpu")[:, None]
-    seen, in_order, by_values = {root}, deque([(*root, own)]), deque[tuple[Any, int, Tensor]]()
+    seen, in_order, by_values = {tuple(root)}, deque([(*root, own)]), deque[tuple[Any, int, Tensor]]()
     while in_order or by_values:  # what an index picked comes last, since tables are read by an index too
         node, number, rows = (in_order or by_values).popleft()
         shape = shape_of(Value(node, number))
         if shape and shape[0] == samples:
             are_of_one = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
             return (rows[:, 0], Value(node, number)) if are_of_one else None
+        other: Any
         for other, at in node.next_functions:
             is_parameter = type(other) is Leaf and isinstance(other.variable, Parameter)
             if other is None or is_parameter or (other, at) in seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -303,7 +304,8 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
 
 def _line_of(node: Node) -> str:
     """The line that made a node, which torch notes while it looks for anomalies."""
-    frames = node.metadata.get("traceback_")
+    noted: Any = node.metadata
+    frames = noted.get("traceback_")
     return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
 
 
