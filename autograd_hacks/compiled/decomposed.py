@@ -12,11 +12,15 @@ aten: Any = torch.ops.aten
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """x[mask] = a number, as a pointwise operation."""
+    """x[mask] = a value that is the same wherever the mask is true, as an operation entry by entry."""
     mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or accumulate:
         return NotImplemented
-    return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), values.view(()).to(x.dtype), x)
+    rest = x.ndim - mask.ndim
+    if values.ndim > rest and any(s != 1 for s in values.shape[: values.ndim - rest]):
+        return NotImplemented
+    own = values.reshape(values.shape[max(0, values.ndim - rest) :])
+    return torch.where(mask.view(*mask.shape, *[1] * rest), own.to(x.dtype), x)
 
 
 def trilinear(

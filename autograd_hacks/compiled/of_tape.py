@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.compiled import operations as operations  # which register rules
-from autograd_hacks.compiled import products as products
-from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import RULES, Joint, Labels, labelled, name_of
+from autograd_hacks.compiled.labelled import labelled
+from autograd_hacks.compiled.labels import RULES, Joint, Labels, name_of
 from autograd_hacks.errors import ON_PRIVATE, PerSampleGradientError, ProbeFailed, UnsupportedOperation
 from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of, size
-from autograd_hacks.compiled.operations import Axes, axes_of
+from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.experts import Experts
@@ -22,6 +20,9 @@ from autograd_hacks.forms.opaque import squares
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
+from autograd_hacks.graph.axes import some_axes
+from autograd_hacks.graph.label import SUM, At
+from autograd_hacks.support.internals import tree_flatten, tree_unflatten
 
 aten: Any = torch.ops.aten
 GROUPED = "transformers::grouped_mm_fallback"
@@ -158,7 +159,7 @@ class TakenApart:
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
         if node.target is aten.sum.dim_IntList and not node.kwargs:
-            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))  # type: ignore[arg-type]
+            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))
         if node.target is aten.embedding_dense_backward.default and not node.args[4]:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
@@ -206,11 +207,11 @@ class TakenApart:
         )
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
 
-    def _summed(self, x: Tensor, dims: Axes, at: At, keepdim: bool) -> Dense:
+    def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
         """The form of a sum over axes of x that include the samples' axis."""
-        if axes_of(dims, x.ndim) == [0] and at == At(0):
+        if some_axes(dims, x.ndim) == [0] and at == At(0):
             return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
-        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, axes_of(dims, x.ndim)
+        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
         axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
         axes += [at.dim + 1] if has_outer else []
         rows = rows.sum(axes, keepdim=True) if axes else rows
@@ -281,7 +282,8 @@ class TakenApart:
 
     def rounded(self, norms: Tensor) -> Tensor:
         """Norms in the parameters' precision, float32 at least."""
-        return norms.to(reduce(torch.promote_types, (form.like.dtype for form in self.forms.values()), torch.float32))
+        kinds = (form.like.dtype for form in map(self.form_of, self.joint.gradients.values()) if form is not None)
+        return norms.to(reduce(torch.promote_types, kinds, torch.float32))
 
     @staticmethod
     def _squares(form: Form, rows: Tensor | None) -> Tensor:
