@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,14 +238,11 @@ class _Compilation:
         """The backward for AOTAutograd, which checks the number of outputs."""
         if not self.results:
             return backward
-        graph, last = fx.Graph(), backward.graph.output_node()
-        copies: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(backward.graph, copies)
-        kept = last.args[0][: -len(self.results)]  # type: ignore[index]
-        own = graph.output(tuple(copies[x] if isinstance(x, fx.Node) else x for x in kept))  # type: ignore[union-attr]
-        own.meta = dict(last.meta)
-        if "desc" in own.meta:
-            own.meta["desc"] = list(own.meta["desc"])[: -len(self.results)]
+        graph = deepcopy(backward.graph)
+        last, kept = graph.output_node(), slice(-len(self.results))
+        last.args = (last.args[0][kept],)  # type: ignore[index]
+        if "desc" in last.meta:
+            last.meta["desc"] = last.meta["desc"][kept]
         return fx.GraphModule(backward, graph)
 
     # 3. Both compiled.

@@ -168,28 +168,21 @@ def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     return None
 
 
-def _is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-    below = 1
-    for own, stride in zip(reversed(sizes), reversed(strides)):
-        if size(own) != 1 and size(stride) != below:
-            return False
-        below *= size(own)
-    return True
-
-
 @rule("as_strided", "as_strided_scatter")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any) -> Found:
     """The label of a whole tensor's memory in another shape, or with other strides of the same shape."""
     source = given[0] if isinstance(given[0], fx.Node) and isinstance(given[0].meta["val"], Tensor) else x
-    sizes, strides, *offset = given if source is x else given[1:]
+    sizes, strides, *offset = number(given if source is x else given[1:])
     at, memory = labels[source], x.meta["val"]
-    if not (offset and offset[0]) and prod(shape(source)) == prod(shape(x)) == prod(number(sizes)):
-        if shape(source) == shape(x) == number(sizes) and number(strides) == [size(s) for s in memory.stride()]:
+    if not any(offset) and prod(shape(source)) == prod(shape(x)) == prod(sizes):
+        if shape(source) == shape(x) == sizes and strides == [size(s) for s in memory.stride()]:
             return at
-        is_view = memory.is_contiguous() and _is_contiguous(number(sizes), number(strides))
-        found = viewed(at, shape(source), shape(node), labels.samples) if is_view and at is not None else at
-        if is_view and (found is None or isinstance(found, At)):
-            return found
+        if memory.is_contiguous() and all(
+            n == 1 or s == prod(sizes[d + 1 :]) for d, (n, s) in enumerate(zip(sizes, strides))
+        ):
+            found = at and viewed(at, shape(source), shape(node), labels.samples)
+            if found is None or isinstance(found, At):
+                return found
     return labels.unsupported(node, "reads or writes memory by strides")
 
 
