@@ -61,7 +61,8 @@ class Certificate:
         ]
         with torch.random.fork_rng(devices):
             graph: Any = self.joint.graph
-            sums = dict(zip(graph.output_node().args[0], _AsTraced(graph.owning_module, graph=graph).run(*weighted)))
+            made = _AsTraced(graph.owning_module, graph=graph).run(*weighted, enable_io_processing=False)
+            sums = dict(zip(graph.output_node().args[0], made))
         whole = [torch.linalg.vector_norm(sums[node].double()) for node in self.joint.gradients.values()]
         scale = float(torch.linalg.vector_norm(torch.stack([x.cpu() for x in whole])))
         for name, gradient in self.joint.gradients.items():

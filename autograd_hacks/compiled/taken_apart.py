@@ -22,7 +22,7 @@ from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
 from autograd_hacks.graph.axes import some_axes
 from autograd_hacks.graph.label import SUM, At
-from autograd_hacks.support.internals import tree_flatten, tree_unflatten
+from autograd_hacks.support.internals import tree_flatten, tree_leaves, tree_unflatten
 
 aten: Any = torch.ops.aten
 GROUPED = "transformers::grouped_mm_fallback"
@@ -54,6 +54,15 @@ def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if target in (aten.view.default, aten._unsafe_view.default):
         return args[0].reshape(args[1])
     return target(*args, **kwargs)
+
+
+def run_contraction(found: Contraction, values: list[Any], spec: Any) -> Any:
+    """The sum, from the flattened arguments."""
+    if found.node.target is aten.convolution_backward.default:
+        values[-3:] = [found.output == k for k in range(3)]
+    args, kwargs = tree_unflatten(values, spec)
+    made = found.node.target(*args, **kwargs)  # type: ignore[operator]
+    return made if found.output is None else made[found.output]
 
 
 class TakenApart:
@@ -95,6 +104,11 @@ class TakenApart:
     def _arguments(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
 
+    def _flat(self, node: fx.Node) -> tuple[list[Any], Any]:
+        """An operation's arguments in one list, and the tree that they came from.  Sums over samples are None."""
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        return [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
+
     # Forms.
 
     def _form(self, node: fx.Node) -> Form | list[Form]:
@@ -125,10 +139,9 @@ class TakenApart:
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
-        flat: list[Any]
-        flat, spec = tree_flatten((node.args, node.kwargs))
-        places = [n for n, x in enumerate(flat) if isinstance(x, fx.Node) and self.labels[x] is SUM]
-        values = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        values, spec = self._flat(node)
+        flat: list[Any] = tree_leaves((node.args, node.kwargs))
+        places = [n for n, x in enumerate(flat) if self.labels[x] is SUM]
         if node.target is aten.cat.default:  # torch's vmap rule for it holds for one N only
             given: Any = node.args
             tensors, dim = given[0], given[1] if len(given) > 1 else 0
@@ -148,9 +161,7 @@ class TakenApart:
         return vmap(one)(*[self.forms[flat[n]].dense() for n in places])
 
     def _contracted(self, found: Contraction) -> Form:
-        node = found.node
-        flat, spec = tree_flatten((node.args, node.kwargs))
-        values: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        node, (values, spec) = found.node, self._flat(found.node)
         if any(isinstance(at, Sorted) for at in found.at.values()):
             return self._routed(found, values)
         is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
@@ -201,10 +212,7 @@ class TakenApart:
         """The form of a product of left (O, M) and right (M, I), with the samples in M."""
         if (at[0].outer, at[0].inner) == (1, 1):
             return Outer(values[0].permute(1, 0), values[1])
-        left, right = (
-            unfolded(values[0].permute(1, 0), at[0].moved(0), self.samples),
-            unfolded(values[1], at[1], self.samples),
-        )
+        left, right = unfolded(values[0].mT, at[0].moved(0), self.samples), unfolded(values[1], at[1], self.samples)
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
 
     def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
@@ -240,11 +248,7 @@ class TakenApart:
             for n, x in zip(parts, tensors):
                 where = at.get(n)
                 own[n] = x.flatten(where.dim, where.dim + 1) if where is not None and where.outer > 1 else x
-            if found.output is not None:
-                own[-3:] = [found.output == k for k in range(3)]
-            args, kwargs = tree_unflatten(own, spec)
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
-            return made if found.output is None else made[found.output]
+            return run_contraction(found, own, spec)
 
         return vmap(one)(*parts.values())
 
@@ -275,10 +279,7 @@ class TakenApart:
                 self.rows(gradient)
                 budget -= held
             found.append(self._squares(form, self._rows.get(gradient)))
-        total = found[0]
-        for other in found[1:]:
-            total = total + other
-        return total.sqrt()
+        return reduce(torch.add, found).sqrt()
 
     def rounded(self, norms: Tensor) -> Tensor:
         """Norms in the parameters' precision, float32 at least."""
@@ -313,17 +314,12 @@ class TakenApart:
                 args, kwargs = self._arguments(node, values)
                 values[node] = run_operation(node.target, args, kwargs)
                 continue
-            flat, spec = tree_flatten((found.node.args, found.node.kwargs))
-            own: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+            own, spec = self._flat(found.node)
             if taken is not None:  # 0 · inf is NaN
                 for n, at in found.at.items():
                     own[n] = own[n].where(self._over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
             own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
-            if found.node.target is aten.convolution_backward.default:
-                own[-3:] = [found.output == k for k in range(3)]
-            args, kwargs = tree_unflatten(own, spec)
-            made = found.node.target(*args, **kwargs)  # type: ignore[operator]
-            values[node] = made if found.output is None else made[found.output]
+            values[node] = run_contraction(found, own, spec)
         sums = {node: values[node] for node in self.forms if node in values}
         for gradient, rows in self._rows.items():
             kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)
