@@ -6,8 +6,8 @@ import operator
 
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, Routed, behind, name_of
-from autograd_hacks.compiled.operations import rule_of, tensors_of
+from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, Routed, behind, name_of, tensors_of
+from autograd_hacks.compiled.operations import rule_of
 from autograd_hacks.compiled.routed import routed
 from autograd_hacks.graph.label import SUM, At
 from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
@@ -77,7 +77,8 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     given = [labels[x] for x in node.all_input_nodes]
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
-    if not any(isinstance(x, Tensor) for x in tree_leaves(node.meta.get("val"))):  # sizes, and arithmetic on them
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) and not any(isinstance(x, Tensor) for x in tree_leaves(made)):  # sizes
         return None
     name = name_of(node)
     if not hasattr(node.target, "_schema"):

@@ -28,10 +28,11 @@ from autograd_hacks.compiled.labels import (
     results_of,
     shape,
     size,
+    tensors_of,
 )
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
-from autograd_hacks.graph.axes import AXES, Axes, axis, broadcast
+from autograd_hacks.graph.axes import AXES, Axes, axis
 from autograd_hacks.graph.label import ALONE, MIX, At, viewed
 from autograd_hacks.graph.moves import MOVES
 
@@ -77,41 +78,35 @@ def _moved(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Fou
 
 
 def _by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
-    entry, found, made = AXES.get(name_of(node), Axes()), list[Label | Exception](), results_of(node)
-    for o in range(len(made)):
+    made, axes, found = results_of(node), AXES.get(name_of(node), Axes()), list[Label | Exception]()
+    is_one = not isinstance(node.meta["val"], tuple | list)
+    if axes.rule is None:  # entry by entry
+        most = made[0].ndim
+        given = [labels[x].moved(most - len(x.meta["val"].shape) + labels[x].dim) for x in node.all_input_nodes if labels[x]]
+        return labels.same(node, given) if is_one else [labels.same(node, given)] * len(made)
+    outs = [None if y is None else [size(s) for s in y.shape] for y in made]
+    for o, out in enumerate(outs):
         try:
-            found.append(_of_output(labels, node, entry, o))
+            found.append(None if out is None else _of_output(labels, node, axes, o, outs))
         except PerSampleGradientError as error:
-            if not isinstance(node.meta["val"], tuple | list):
+            if is_one:
                 raise
             found.append(error)  # nobody may want this one
-    return found if isinstance(node.meta["val"], tuple | list) else found[0]  # type: ignore[return-value]
+    return found[0] if is_one else found  # type: ignore[return-value]
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node | None]:
-    """An operation's tensors in the order of its arguments, None for those that aren't given."""
-    given, found = by_name(node), list[Any]()
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]  # rules are of operations alone
-        if "Tensor" in str(argument.type):
-            x = given.get(argument.name)
-            found += x if isinstance(x, list | tuple) else [x]
-    return [x if isinstance(x, fx.Node) else None for x in found]
-
-
-def _of_output(labels: Labels, node: fx.Node, entry: Axes, o: int) -> Label:
+def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence[Any]) -> Label:
     """The label of output number o, by a law of axes."""
-    name, given = name_of(node), by_name(node)
-    outs: list[Any] = [None if y is None else [size(s) for s in y.shape] for y in results_of(node)]
-    if outs[o] is None or (name.startswith(ATTENTION) and o > 1):  # seeds, which depend on sizes alone
+    name, given, ins = name_of(node), by_name(node), tensors_of(node)
+    if name.startswith(ATTENTION) and o > 1:  # seeds, which depend on sizes alone
         return None
-    ins = tensors_of(node)
     others: list[Any] = [x for x in ins if x is not None and not _is_float(x)]
-    if entry.rule is None or name.startswith(ATTENTION) or len(others) == len([x for x in ins if x is not None]):
+    if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
-    sizes = [None if x is None else shape(x) for x in ins]
-    numbers = {key: number(given[key]) for key in entry.reads if key in given}
-    links = [broadcast(outs[o], s) for s in sizes] if entry.rule is None else entry.rule(o, outs, sizes, **numbers)
+    assert axes.rule is not None
+    numbers = {key: number(given[key]) for key in axes.reads if key in given}
+    links = axes.rule(o, outs, [None if x is None else shape(x) for x in ins], **numbers)
     owned, lost = list[At](), dict[fx.Node, At]()
     for k, x in enumerate(ins):
         if x is None or (at := labels[x]) is None:
@@ -264,11 +259,6 @@ def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
 # Tables and indices.
 
 
-@rule("embedding")
-def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Found:
-    return labels.mixed(node, "looks samples up") if labels[w] is not None else labels[index]
-
-
 @rule("embedding_dense_backward")
 def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Found:
     at = labels.same(node, [labels[g], labels[index]])
@@ -295,13 +285,6 @@ def _(
     if mode == 2:
         return labels.unsupported(node, "the largest entries of bags")
     return labels.contract(node, {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)}, 0)
-
-
-@rule("index_select")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> Found:
-    if labels[index] is None:
-        return labels.along(node, x, dim)
-    return labels.mixed(node, "looks samples up") if labels[x] is not None else labels[index].moved(axis(dim, len(shape(x))))
 
 
 _SAME_NUMBERS = ("view", "unsqueeze", "clone", "alias", "_to_copy", "squeeze", "lift_fresh_copy")
@@ -350,7 +333,7 @@ class _Indices:
 
 
 @rule("index", "_unsafe_index")
-def _(labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> Found:
+def _indexed(labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> Found:
     at, given = labels[x], _Indices(labels, x, indices)
     own = given.own()
     if at is None:
@@ -361,8 +344,23 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | Non
     return labels.mixed(node, "each sample looks up others") if own else at.moved(given.place_of(at.dim))
 
 
+@rule("embedding")
+def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Found:
+    return _indexed(labels, node, w, [index])
+
+
+@rule("index_select")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> Found:
+    return _indexed(labels, node, x, [*[None] * axis(dim, len(shape(x))), index])
+
+
+@rule("index_add")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: fx.Node, **_: Any) -> Found:
+    return _written(labels, node, x, [*[None] * axis(dim, len(shape(x))), index], values, accumulate=True)
+
+
 @rule("index_put", "_unsafe_index_put")
-def _(
+def _written(
     labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None], values: fx.Node, accumulate: bool = False
 ) -> Found:
     given = _Indices(labels, x, indices)
@@ -404,17 +402,3 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value
     if labels[x] is not None or name_of(node) != "scatter_add":
         return labels.mixed(node, "writes to samples by index")
     return labels.contract(node, {values: at, index: at})
-
-
-@rule("index_add")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: fx.Node, **_: Any) -> Found:
-    at, dim = labels[values], axis(dim, len(shape(x)))
-    if at is None:
-        if labels[index] is not None or labels[x].dim == dim:
-            return labels.unsupported(node, "adds the same numbers at places of samples' own")
-        return labels[x]
-    if at.dim != dim:
-        return labels.mixed(node, "writes to samples by index") if labels[index] else labels.same(node, [labels[x], at])
-    if labels[x] is not None:
-        return labels.mixed(node, "writes to samples by index")
-    return labels.contract(node, {values: at, index: at.moved(0)})

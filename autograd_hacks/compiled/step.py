@@ -59,20 +59,10 @@ class CompiledStep(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        verb: str,
-        batch: BatchDim,
-        loss_type: str,
-        param_grad: bool,
-        numbers: Mapping[str, float | None],
-        noise: Noise,
-        seed: int,
-        budget: int,
-        backend: str | None,
-        dynamic: bool | None,
+        self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str, param_grad: bool,
+        numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
         options: Mapping[str, Any] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
