@@ -176,7 +176,7 @@ def shape(node: fx.Node) -> list[int]:
 
 
 def number(x: Any) -> Any:
-    """An operation's argument with the traced batch's values in the place of symbolic sizes."""
+    """An operation's argument with the values that symbolic sizes have in the traced batch."""
     if isinstance(x, list | tuple):
         return [number(y) for y in x]
     return size(x.meta["val"]) if isinstance(x, fx.Node) else x

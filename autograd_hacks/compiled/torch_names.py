@@ -101,7 +101,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(graph: fx.Graph) -> Ends:
-    """What torch says of a graph's placeholders and outputs.  Arguments have numbers; parameters and buffers have names."""
+    """A graph's placeholders and outputs, by their kinds.  Arguments have numbers; parameters and buffers have names."""
     ends, last = Ends({}, {}, {}, {}, {}, {}), graph.output_node()
     for place, (node, kind) in enumerate(zip(last.args[0], last.meta["desc"])):  # type: ignore[arg-type]
         if isinstance(node, fx.Node) and isinstance(kind, descriptors.PlainAOTOutput):
@@ -127,7 +127,7 @@ def _name_of(kind: Any) -> Any:
 
 
 def describe_more(graph: fx.Graph, kinds: Sequence[Any]) -> None:
-    """Says of what kind a graph's outputs are.  Those beyond ``kinds`` are further outputs of the forward."""
+    """Sets the kinds of a graph's outputs.  Those beyond ``kinds`` are further outputs of the forward."""
     last = graph.output_node()
     more = range(len(last.args[0]) - len(kinds))  # type: ignore[arg-type]
     last.meta["desc"] = [*kinds, *(descriptors.PlainAOTOutput(idx=10**6 + n) for n in more)]

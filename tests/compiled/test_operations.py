@@ -56,10 +56,6 @@ def with_negatives_overwritten(h: Tensor) -> Tensor:
     return h
 
 
-def at_first_positive(h: Tensor) -> Tensor:
-    return h[torch.arange(N), (h[..., 0] > 0).sum(1).clamp(max=N - 1)]
-
-
 def with_first_overwritten(h: Tensor) -> Tensor:
     h = h.clone()
     h[:, 0] = 1.0
@@ -98,7 +94,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda h: torch.where(h > 0, h, 0.1 * h),
     "written": with_first_overwritten,
     "written by masks": with_negatives_overwritten,
-    "by sample and index": at_first_positive,
+    "by sample and index": lambda h: h[torch.arange(N), (h[..., 0] > 0).sum(1).clamp(max=N - 1)],
     "gathered": lambda h: h.gather(1, h.argsort(1)),
     "scattered": lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h),
     "products of positions": lambda h: torch.bmm(h, h.mT).softmax(-1) @ h,
@@ -217,9 +213,12 @@ def bilinear(model: Around, h: Tensor) -> Tensor:
 
 def parameters_alone(model: Around, h: Tensor) -> Tensor:
     table, square = model.table.weight, model.conv.weight[..., 1]
-    attended = F.scaled_dot_product_attention(table[None, None], square[None, None], table[None, None])[0, 0]
-    turned = torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(model.bare), n=N)
-    return turned + attended * torch.linalg.slogdet(square)[1] + torch.linalg.solve_ex(square, table)[0]
+    return (
+        F.scaled_dot_product_attention(table[None, None], square[None, None], table[None, None])[0, 0]
+        * torch.linalg.slogdet(square)[1]
+        + torch.linalg.solve_ex(square, table)[0]
+        + torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(model.bare), n=N)
+    )
 
 
 @pytest.mark.parametrize("inner", [bags, bilinear, parameters_alone])
