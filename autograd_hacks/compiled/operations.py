@@ -59,8 +59,8 @@ def rule_of(node: fx.Node) -> Any:
     entry = AXES.get(name)
     if entry is None and torch.Tag.pointwise in target.tags:  # type: ignore[union-attr]  # rules are of operations alone
         entry = Axes()
-    # Of some operations the law knows only that everything depends on everything.
-    return None if entry is None or entry.rule is AXES["dot"].rule else _by_law
+    # Of some operations the law knows only that everything depends on everything, or nothing of the scales of channels.
+    return None if entry is None or entry.rule is AXES["dot"].rule or "_per_channel_" in name else _by_law
 
 
 def _moved(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:

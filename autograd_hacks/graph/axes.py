@@ -131,9 +131,9 @@ nextafter normal pin_memory poisson polar polygamma pow prelu_kernel rad2deg ran
 rrelu_with_noise rrelu_with_noise_functional rsqrt rsub sgn sigmoid sign silu sin sinc sinh softplus softshrink special_entr
 special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_xlog1py special_zeta sqrt sub tan tanh
 threshold copy _to_copy tril triu trunc uniform where xlogy zero frexp standard_gamma _lazy_clone detach lift_fresh_copy
-rand_like randn_like native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward leaky_relu_backward
-log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward tanh_backward
-threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
+rand_like randn_like native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward
+leaky_relu_backward log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward
+tanh_backward threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
 fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"""
 AXES.update(dict.fromkeys(_ENTRYWISE.split(), Axes()))
 
