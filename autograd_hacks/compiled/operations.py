@@ -87,7 +87,7 @@ def _by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     outs = [None if y is None else [size(s) for s in y.shape] for y in made]
     for o, out in enumerate(outs):
         try:
-            found.append(None if out is None else _of_output(labels, node, axes, o, outs))
+            found.append(None if out is None or 0 in out else _of_output(labels, node, axes, o, outs))
         except PerSampleGradientError as error:
             if is_one:
                 raise
@@ -111,13 +111,13 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     for k, x in enumerate(ins):
         if x is None or (at := labels[x]) is None:
             continue
-        to = links[k][at.dim] if k < len(links) else MIX
+        to = links[k][at.dim] if k < len(links) and at.dim < len(links[k]) else MIX
         if to == MIX:
             what = " (BatchNorm in training mode)" if "batch_norm" in name else ""
             return labels.mixed(node, f"the operation works along the samples' axis{what}")
         if to == ALONE:
             lost[x] = at
-        elif outs[o][to] != shape(x)[at.dim]:
+        elif outs[o][to : to + 1] != [shape(x)[at.dim]]:
             return labels.unsupported(node, "the result has no axis of samples")
         else:
             owned.append(at.moved(to))
