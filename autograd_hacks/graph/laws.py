@@ -86,8 +86,7 @@ def kind_of_name(name: str, kind: type) -> Kind:
     if operation is None or issubclass(kind, BackwardCFunction):
         return Kind(name)
     for table, by_values in ((VALUES, True), (MOVES, False)):
-        if operation in table:
-            own = table[operation]
+        if (own := table.get(operation)) is not None:
             return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
     return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True)
 
