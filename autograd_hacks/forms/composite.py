@@ -18,10 +18,8 @@ from autograd_hacks.forms.projection import AnyMap
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
-    if isinstance(factor, Tensor) and factor.ndim:
-        return Weighted(form, factor)
-    if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
-        factor, form = form.factor * factor, form.form
+    if type(form) is Scaled and form.by_row is None and not (isinstance(factor, Tensor) and factor.ndim):
+        factor, form = form.factor * factor, form.form  # isinstance takes three times as long for abstract classes
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
@@ -175,84 +173,68 @@ class Composite(Form):
 class Scaled(Composite):
     """factor · J.
 
-    factor: a number
+    factor: a number, or one for each row, N
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
+        self.by_row = factor if isinstance(factor, Tensor) and factor.ndim else None
+        if self.by_row is not None and self.by_row.shape != (form.samples,):
+            raise ValueError(
+                f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
+            )
         self.parts, self.samples, self.shape = (form,), form.samples, form.shape
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
         self.form, self.factor = form, factor
 
+    def _factor(self, rows: Tensor) -> float | Tensor:
+        """The factor in the shape and dtype that rows are multiplied in."""
+        if self.by_row is None:
+            return self.factor
+        return self.by_row.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        return value * self.factor if isinstance(self.factor, Tensor) or value.requires_grad else value.mul_(self.factor)
+        is_plain = not isinstance(self.factor, Tensor) and not value.requires_grad
+        return value.mul_(self.factor) if is_plain else value * self._factor(value)
 
     def _split(self, w: Tensor) -> Sequence[Tensor]:
         return [w * self.factor]
 
     def _of(self, parts: Sequence[Form]) -> Form:
-        return type(self)(parts[0], self.factor)
+        return Scaled(parts[0], self.factor)
+
+    def __getitem__(self, index: Index) -> Form:
+        return Scaled(self.form[index], self.factor if self.by_row is None else self.by_row[index])
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return super().terms(u, v) * self.factor
+        # A form's terms needn't be one for each row.
+        return super().terms(u, v) * self.factor if self.by_row is None else Form.terms(self, u, v)
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        return self.form.dense(out, self.factor * factor)
+        if self.by_row is None:
+            return self.form.dense(out, self.factor * factor)
+        rows = self.form.dense(out, factor)
+        return self._join([rows]) if out is None else rows.mul_(self._factor(rows))
 
     def written(self, out: Tensor) -> Form:
         return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        inside = None if about is None else about / self.factor
-        return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
+        if self.by_row is None:
+            inside = None if about is None else about / self.factor
+            return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
+        if about is not None:
+            return super().second_moment(w, about, budget)
+        return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         norms, factor = self.form.norms(budget), self.factor
         if isinstance(factor, Tensor) or norms.requires_grad:
             return self._join([norms]).abs()
         return norms.mul_(abs(factor))
-
-
-class Weighted(Scaled):
-    """Row n of J, times factor[n].
-
-    factor: N
-    """
-
-    factor: Tensor
-
-    def __init__(self, form: Form, factor: Tensor) -> None:
-        if factor.shape != (form.samples,):
-            raise ValueError(
-                f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
-            )
-        super().__init__(form, factor)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        (value,) = values
-        return value * self._column(value)
-
-    def _column(self, rows: Tensor) -> Tensor:
-        """The factor in the shape and dtype that rows are multiplied in."""
-        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
-
-    def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return Form.terms(self, u, v)  # a form's terms needn't be one for each row
-
-    def __getitem__(self, index: Index) -> Form:
-        return Weighted(self.form[index], self.factor[index])
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        rows = self.form.dense(out, factor)
-        return self._join([rows]) if out is None else rows.mul_(self._column(rows))
-
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if about is not None:
-            return Form.second_moment(self, w, about, budget)
-        return self.form.second_moment(w * self.factor.to(w.dtype).square(), None, budget)
 
 
 class Sum(Composite):
