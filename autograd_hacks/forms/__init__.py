@@ -9,8 +9,6 @@ from autograd_hacks.forms.composite import (
     Concatenation,
     Grouping,
     Scaled,
-    Sum,
-    add,
     gathered,
     group,
     magnitudes,
@@ -21,9 +19,8 @@ from autograd_hacks.forms.lookup import Bags, Lookup
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
-from autograd_hacks.forms.passes import Passes
-from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap, SparseMap
+from autograd_hacks.forms.terms import Placed, Sum, add
 
 __all__ = [
     "mapped",
@@ -43,7 +40,6 @@ __all__ = [
     "Grouping",
     "Lookup",
     "Outer",
-    "Passes",
     "Placed",
     "RandomMap",
     "Scaled",

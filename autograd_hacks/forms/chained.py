@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.composite import add
 from autograd_hacks.forms.directions import directions
 from autograd_hacks.forms.numerics import put, slices_of
+from autograd_hacks.forms.terms import add
 
 Pull = Callable[[Tensor, bool], Tensor]
 """φ's vector-Jacobian product, from v's shape to θ's.  The second argument says whether there are several rows or one.  It

@@ -1,7 +1,7 @@
-"""Forms that are made of others: scaled, added up, relabelled, or below each other."""
+"""S J: forms made of others, whose rows are scaled, relabelled, or below each other."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
-from autograd_hacks.forms.cost import cache_budget, gram_by_positions
-from autograd_hacks.forms.factored import Factored, Paired, norms_by_positions
-from autograd_hacks.forms.numerics import slices_of
+from autograd_hacks.forms.cost import gram_by_positions
+from autograd_hacks.forms.factored import Factored, Paired
+from autograd_hacks.forms.numerics import pairs_of, slices_of
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
 
@@ -35,25 +35,6 @@ def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float
     plain = {name: unscaled(form) for name, form in forms.items()}
     factors = {factor for _, factor in plain.values()}
     return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)
-
-
-def add(forms: Sequence[Form]) -> Form:
-    """J₁ + J₂ + …, row by row, for a parameter that several calls share; every verb keeps the cross terms.
-
-    forms: at least one, for the same samples and of the same shape.  Those that can be merged are, so that the fast verbs
-    of their kind see the cross terms.
-    """
-    if len(forms) == 1 and not (forms[0].form if type(forms[0]) is Scaled else forms[0]).parts:
-        return forms[0]
-    scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
-    if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
-        return Scaled(add([form.form for form in scaled]), scaled[0].factor)
-    alike: dict[Hashable, list[Form]] = {}
-    terms = [term for form in forms for term in (form.parts if isinstance(form, Sum) else [form])]
-    for position, term in enumerate(terms):
-        alike.setdefault(term.merge_key() or position, []).append(term)
-    merged = [group[0] if len(group) == 1 else group[0].merge(group[1:]) for group in alike.values()]
-    return merged[0] if len(merged) == 1 else Sum(merged)
 
 
 def magnitudes(form: Form) -> Form:
@@ -126,6 +107,10 @@ class Composite(Form):
     @abstractmethod
     def _of(self, parts: Sequence[Form]) -> Form:
         """S of other parts."""
+
+    def _below(self, others: Sequence[Form]) -> Form | None:
+        """The rows of this form and others below it as one form of the same kind; None if S differs."""
+        return None
 
     @property
     def like(self) -> Tensor:
@@ -237,64 +222,6 @@ class Scaled(Composite):
         return norms.mul_(abs(factor))
 
 
-class Sum(Composite):
-    """J₁ + J₂ + …
-
-    parts: forms for the same samples and of the same shape
-    """
-
-    def __init__(self, parts: Sequence[Form]) -> None:
-        super().__init__(parts, parts[0].samples, parts[0].shape)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        values = iter(values)  # one after the other, so that two of them are never held at once
-        total = next(values)
-        for value in values:
-            total += value
-        return total
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
-
-    def _of(self, parts: Sequence[Form]) -> Form:
-        return Sum(parts)
-
-    def row_size(self) -> int:
-        return max(self.shape.numel(), super().row_size())
-
-    def saving(self, fresh: bool = False) -> float:
-        return sum(part.saving(fresh) for part in self.parts)
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        total = self.parts[0].dense(out, factor)
-        # What is added passes through little memory: 36 ms and 53, of 16 samples of 256 -> 256 channels, 3×3, twice.
-        fits = cache_budget(BUDGET, total) // max(1, self.row_size() * total.element_size())
-        for part in self.parts[1:]:
-            if fits >= self.samples or total.requires_grad or part.like.dtype != total.dtype:
-                total = torch.add(total, part.dense(factor=factor), out=out)
-                continue
-            for piece in slices_of(self.samples, fits):
-                total[piece] += part[piece].dense(factor=factor)
-        return total
-
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        if isinstance(other, Scaled):
-            return other.gram(self, budget).mH
-        pairs, theirs = ([term.pair for term in (form.parts or [form])] for form in (self, other))
-        is_slow = None not in (*pairs, *theirs) and not gram_by_positions(pairs, theirs, self.shape.numel(), other is self)
-        if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
-
-    def _cancels(self, budget: int) -> bool:
-        """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
-        size = self._join(part.norms(budget) for part in self.parts).detach()
-        square = self.norms(budget).detach() ** 2
-        return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
-
-    norms = norms_by_positions
-
-
 class Grouping(Composite):
     """A form whose rows were relabelled: ragged input, routed tokens, users of several samples.
 
@@ -316,6 +243,13 @@ class Grouping(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Grouping(parts[0], self.rows, self.samples)
+
+    def _below(self, others: Sequence[Form]) -> Form | None:
+        parts = [part for part in (self, *others) if isinstance(part, Grouping) and _same(part.rows, self.rows)]
+        if len(parts) <= len(others):
+            return None
+        rows = torch.cat([self.rows + k * self.samples for k in range(len(parts))])
+        return Grouping(Concatenation.of([part.form for part in parts]), rows, len(parts) * self.samples)
 
     def held_size(self) -> int:
         return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
@@ -360,13 +294,35 @@ class Grouping(Composite):
 
 
 class Concatenation(Composite):
-    """The rows of several forms, one form below the other: appended micro-batches.
+    """The rows of several forms, one form below the other: micro-batches, or backward passes.
+
+    Passes through one call differ only in their gradients and share the other factor.  Then K passes cost little more than
+    one: for J v the output's tangent along v is computed once, and for Jᵀ w the gradients are added up first.
 
     parts: forms of the same shape
+    varying: the number in ``held`` of the factor that differs, where the others are shared
     """
 
-    def __init__(self, parts: Sequence[Form]) -> None:
+    def __init__(self, parts: Sequence[Form], varying: int | None = None) -> None:
         super().__init__(parts, sum(part.samples for part in parts), parts[0].shape)
+        self.varying, self.each = varying, parts[0].samples
+        self._sharing = [part for part in parts if isinstance(part, Factored)] if varying is not None else []
+
+    @staticmethod
+    def of(parts: Sequence[Form]) -> Form:
+        """The rows of several passes through one call: row k · N + n belongs to pass k and sample n.  Equal factors are
+        stored once."""
+        first = parts[0]
+        if all(isinstance(part, Dense) for part in parts):
+            values = torch.cat([part.matrix() for part in parts])
+            return Dense(values.view(len(values), *first.shape))
+        if isinstance(first, Composite) and (found := first._below(parts[1:])) is not None:
+            return found
+        alike = [part for part in parts if isinstance(part, Factored) and type(part) is type(first)]
+        for varying in alike[0].varies if len(alike) == len(parts) else ():
+            if all(_same(alike[0].held[1 - varying], part.held[1 - varying]) for part in alike[1:]):
+                return Concatenation([alike[0].varied(varying, part.held[varying]) for part in alike], varying)
+        return Concatenation(parts)
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         return torch.cat(list(values))
@@ -376,6 +332,14 @@ class Concatenation(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Concatenation(parts)
+
+    def to(self, dtype: torch.dtype) -> Form:
+        if self.varying is None or self.like.dtype == dtype:
+            return super().to(dtype)
+        first, *more = self._sharing
+        own = first.to(dtype)
+        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
+        return Concatenation([own, *others], self.varying)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is None:
@@ -399,3 +363,51 @@ class Concatenation(Composite):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return self._join(part.norms(budget) for part in self.parts)
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        if not gram_by_positions(self, other):  # then each row is written out once, not once for each part of the other form
+            return Form.gram(self, other, budget)
+        return super().gram(other, budget)
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        if self.varying is None:
+            return super().dot(v, budget)
+        found = []
+        for piece in slices_of(self.each, budget // (2 * self._size(self.varying))):
+            tangent = self._sharing[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
+            found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(self.varying, piece)]))
+        return torch.cat(found, dim=1).flatten()
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if self.varying is None:
+            return super().weighted_sum(w, budget, total)
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        for each, weights in pairs_of(total, w):
+            by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
+            for piece in slices_of(self.each, budget // (4 * self._size(self.varying))):
+                form, factors = self._sharing[0][piece].wide(), self._factors(self.varying, piece)
+                combined = next(factors) * by_pass[0, piece]
+                for factor, scales in zip(factors, by_pass[1:, piece]):
+                    combined = combined.addcmul_(factor, scales)
+                form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
+                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+        return total
+
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        first, *more = self._sharing or [None]
+        return first.factors(more) if first is not None and self.varying == first.varies[0] else ()
+
+    def _factors(self, varying: int, piece: slice) -> Iterator[Tensor]:
+        """The factors that differ, for some samples, pass by pass: N F."""
+        return (part.held[varying][piece].flatten(1).to(self.sum_dtype) for part in self._sharing)
+
+    def _size(self, varying: int) -> int:
+        """The bytes of a sample's factor."""
+        return max(1, self._sharing[0].held[varying].shape[1:].numel() * self.sum_dtype.itemsize)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their memory, or have the same numbers."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()) or torch.equal(one, other)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
-from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, Sum, add
+from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled
 from autograd_hacks.forms.convolution import FORWARD, Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
+from autograd_hacks.forms.terms import Sum, add
 
 
 class LinearMap(ABC):
