@@ -16,7 +16,7 @@ from autograd_hacks.forms.composite import (
 )
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
-from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.projection import RandomMap, SparseMap
@@ -30,7 +30,6 @@ __all__ = [
     "InTurn",
     "Elementwise",
     "BUDGET",
-    "BlockSides",
     "Bags",
     "Chained",
     "Concatenation",

@@ -394,8 +394,8 @@ class Concatenation(Composite):
         return total
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
-        first, *more = self._sharing or [None]
-        return first.factors(more) if first is not None and self.varying == first.varies[0] else ()
+        first = next(iter(self._sharing), None)
+        return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
 
     def _factors(self, varying: int, piece: slice) -> Iterator[Tensor]:
         """The factors that differ, for some samples, pass by pass: N F."""

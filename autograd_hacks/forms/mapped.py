@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import reduce
 
@@ -38,13 +39,15 @@ class LinearMap(ABC):
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         """Mᵀ(V), shape.  v: shape_of(shape)"""
 
-    @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors that the map consists of."""
+        """The tensors that the map consists of: its attributes that are tensors."""
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
-    @abstractmethod
     def to(self, like: Tensor) -> LinearMap:
         """The map in another dtype, on another device."""
+        made = copy(self)
+        vars(made).update({name: x.to(like) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        return made
 
     def rows(self, form: Form) -> Form | None:
         """M(Gₙ) as a form that is cheaper than `Mapped`; None if there is none."""
@@ -72,12 +75,6 @@ class Elementwise(LinearMap):
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         return v * self.scale
 
-    def tensors(self) -> Sequence[Tensor]:
-        return [self.scale]
-
-    def to(self, like: Tensor) -> Elementwise:
-        return Elementwise(self.scale.to(like))
-
     def block(self, rows: slice) -> Elementwise:
         return Elementwise(self.scale[rows])
 
@@ -89,50 +86,70 @@ class Sides(LinearMap):
     left: (O', O), or the diagonal of a diagonal matrix, O; None for the identity
     right: (I, I'), or the diagonal, I; None for the identity
     If R is a matrix with I' != I, the result has shape (O', I').
+
+    With ``right`` of shape (K, I, I) the parameter consists of K matrices (O, I), stacked along its first axis, and ``left``
+    is (K, O, O), or diagonals, (K, O); None for identities.
     """
 
     left: Tensor | None = None
     right: Tensor | None = None
 
+    @property
+    def _stack(self) -> tuple[int, ...]:
+        """K, for a stack of matrices."""
+        return self.right.shape[:-2] if self.right is not None else ()
+
+    def _matrix(self, shape: torch.Size) -> tuple[int, ...]:
+        """(O, I) or (K, O, I): a parameter as a matrix or as several."""
+        if not self._stack or self.right is None:
+            return shape[:1].numel(), shape[1:].numel()
+        blocks, columns = self.right.shape[:2]
+        return blocks, shape.numel() // max(1, blocks * columns), columns
+
     def shape_of(self, shape: torch.Size) -> torch.Size:
-        fan_out, fan_in = _fans(shape)
-        left_fits = self.left is None or (self.left.ndim in (1, 2) and self.left.shape[-1] == fan_out)
-        if not left_fits or not (self.right is None or (self.right.ndim in (1, 2) and len(self.right) == fan_in)):
-            given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
+        *stack, fan_out, fan_in = self._matrix(shape)
+        left, right = (None if x is None else list(x.shape) for x in (self.left, self.right))
+        rows = fan_out if not left or stack else left[0]
+        columns = fan_in if not right or len(right) == 1 or stack else right[1]
+        left_fits = left in (None, [*stack, fan_out], [*stack, rows, fan_out])
+        right_fits = right in (None, [fan_in], [*stack, fan_in, columns])
+        is_whole = not stack or (shape[:1].numel() % stack[0] == 0 and stack[0] * fan_out * fan_in == shape.numel())
+        if not (left_fits and right_fits and is_whole):
+            expected = f"(any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},)"
+            if stack:
+                k = stack[0]
+                expected = f"({k}, {fan_out}, {fan_out}) or ({k}, {fan_out}), and R of shape ({k}, {fan_in}, {fan_in})"
             raise ValueError(
-                f"L and R of shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected L of "
-                f"shape (any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},). The gradient is "
-                f"seen as a matrix {fan_out} × {fan_in}."
+                f"L and R of shapes {left and tuple(left)} and {right and tuple(right)}, for a parameter of shape "
+                f"{tuple(shape)}; expected L of shape {expected}. The gradient is "
+                f"seen as {f'{stack[0]} matrices' if stack else 'a matrix'} {fan_out} × {fan_in}."
             )
-        rows = fan_out if self.left is None else len(self.left)
-        columns = fan_in if self.right is None or self.right.ndim == 1 else self.right.shape[1]
         if columns != fan_in:
             return torch.Size((rows, columns))
         return shape if rows == fan_out else torch.Size((rows, *shape[1:]))
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
-        before = x.shape[: x.ndim - len(shape)]
-        matrix = _to_right(_to_left(x.reshape(*before, *_fans(shape)), self.left), self.right)
+        before, diagonal = x.shape[: x.ndim - len(shape)], 1 + len(self._stack)
+        matrix = x.reshape(*before, *self._matrix(shape))
+        if self.left is not None:
+            matrix = self.left[..., None] * matrix if self.left.ndim == diagonal else self.left @ matrix
+        if self.right is not None:
+            matrix = matrix * self.right if self.right.ndim == 1 else matrix @ self.right
         return matrix.reshape(*before, *self.shape_of(shape))
 
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
-        turned = [x if x is None or x.ndim == 1 else x.mT for x in (self.left, self.right)]
-        rows, columns = (n if x is None else x.shape[k] for n, x, k in zip(_fans(shape), (self.left, self.right), (0, -1)))
-        return _to_right(_to_left(v.reshape(rows, columns), turned[0]), turned[1]).reshape(shape)
-
-    def tensors(self) -> Sequence[Tensor]:
-        return [x for x in (self.left, self.right) if x is not None]
-
-    def to(self, like: Tensor) -> Sides:
-        return Sides(*(None if x is None else x.to(like) for x in (self.left, self.right)))
+        turned = [x if x is None or x.ndim == 1 + len(self._stack) else x.mT for x in (self.left, self.right)]
+        return Sides(*turned)(v, self.shape_of(shape)).reshape(shape)
 
     def block(self, rows: slice) -> Sides | None:
-        if self.left is not None and self.left.ndim == 2:
+        if self._stack or (self.left is not None and self.left.ndim == 2):
             return None
         return Sides(None if self.left is None else self.left[rows], self.right)
 
     def rows(self, form: Form) -> Form | None:
         shape, fan_out = self.shape_of(form.shape), form.shape[:1].numel()
+        if self._stack:
+            return None
         if isinstance(form, Outer) and fan_out == form.fan_out:
             factors = _of_factor(form.left, self.left, -1), _of_factor(form.right, self.right, 0)
             return Outer(*factors, shape, form.gradient, form.present)
@@ -146,47 +163,6 @@ class Sides(LinearMap):
             g = _of_factor(form.g.movedim(1, -1), self.left, -1).movedim(-1, 1)
             return form.varied(1, g) if self.right is None else Outer(g.flatten(2).mT, _windows(form, self.right), shape)
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class BlockSides(LinearMap):
-    """G ↦ L_k G_k R_k, for a parameter that consists of K matrices (P, Q), stacked along its first axis.
-
-    left: (K, P, P), or diagonals, (K, P); None for identities
-    right: (K, Q, Q)
-    """
-
-    left: Tensor | None
-    right: Tensor
-
-    def shape_of(self, shape: torch.Size) -> torch.Size:
-        blocks, columns = self.right.shape[:2]
-        rows = shape.numel() // (blocks * columns)
-        fits = self.left is None or self.left.shape in ((blocks, rows), (blocks, rows, rows))
-        if shape[:1].numel() % blocks or blocks * rows * columns != shape.numel() or not fits:
-            given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
-            raise ValueError(
-                f"L and R of shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected (K, P, "
-                "P) and (K, Q, Q), for K matrices (P, Q) along its first axis."
-            )
-        return shape
-
-    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
-        blocks, columns = self.right.shape[:2]
-        matrices = x.reshape(*x.shape[: x.ndim - len(shape)], blocks, -1, columns) @ self.right
-        if self.left is not None:
-            matrices = self.left[..., None] * matrices if self.left.ndim == 2 else self.left @ matrices
-        return matrices.reshape(x.shape)
-
-    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
-        left = self.left if self.left is None or self.left.ndim == 2 else self.left.mT
-        return BlockSides(left, self.right.mT)(v, shape)
-
-    def tensors(self) -> Sequence[Tensor]:
-        return [x for x in (self.left, self.right) if x is not None]
-
-    def to(self, like: Tensor) -> BlockSides:
-        return BlockSides(None if self.left is None else self.left.to(like), self.right.to(like))
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,19 +284,6 @@ class Mapped(Form):
     def _wide_map(self) -> LinearMap:
         """The map in the dtype that verbs use for sums."""
         return self.by.to(self.new_sums())
-
-
-def _fans(shape: torch.Size) -> tuple[int, int]:
-    """O and I, for a parameter seen as a matrix."""
-    return shape[:1].numel(), shape[1:].numel()
-
-
-def _to_left(matrix: Tensor, left: Tensor | None) -> Tensor:
-    return matrix if left is None else left[:, None] * matrix if left.ndim == 1 else left @ matrix
-
-
-def _to_right(matrix: Tensor, right: Tensor | None) -> Tensor:
-    return matrix if right is None else matrix * right if right.ndim == 1 else matrix @ right
 
 
 def _of_factor(factor: Tensor, side: Tensor | None, axis: int) -> Tensor:

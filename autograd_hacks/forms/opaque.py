@@ -41,7 +41,7 @@ def _(kind: str, held: Sequence[Tensor], numbers: Sequence[int], verb: str, name
 def _taken(form: Form) -> tuple[str, Sequence[Tensor], list[int]]:
     """A form as its kind, tensors and numbers, for operations.  The first tensor has the rows' dtype."""
     if isinstance(form, Outer):
-        return "Outer", form.pair, list(form.shape)
+        return "Outer", (form.left, form.right), list(form.shape)
     if isinstance(form, Lookup):
         return "Lookup", (form.g, form.index), [form.entries]
     if isinstance(form, Convolution):
@@ -60,8 +60,8 @@ def _made(kind: str, held: Sequence[Tensor], numbers: Sequence[int]) -> Form:
         return Lookup(held[1], held[0], numbers[0])
     if kind == "Convolution":
         n, lists = held[0].ndim - 2, list(numbers[1:])
-        settings = (lists[2 + n * k : 2 + n * (k + 1)] for k in (1, 2, 3))
-        return Convolution(held[0], held[1], torch.Size(lists[: 2 + n]), *settings, groups=numbers[0])
+        stride, padding, dilation = (lists[2 + n * k : 2 + n * (k + 1)] for k in (1, 2, 3))
+        return Convolution(held[0], held[1], torch.Size(lists[: 2 + n]), stride, padding, dilation, numbers[0])
     if kind == "Experts":
         return of_experts(held[1], held[0], held[2], held[3], numbers[0])
     return Dense(held[0])

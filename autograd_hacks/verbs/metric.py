@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms import Form
-from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
@@ -277,7 +277,7 @@ def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> Line
         if right is None or right.shape[0] == shape[1:].numel():
             return Sides(left, right)
         left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
-    return BlockSides(left, right)  # of a matrix whose rows are several axes, one block
+    return Sides(left, right)  # of a matrix whose rows are several axes, one block
 
 
 @dataclass(frozen=True, eq=False)
