@@ -7,12 +7,11 @@ from contextvars import ContextVar
 from math import prod
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
-from autograd_hacks.forms.composite import unscaled, without_factor
+from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.ranges import checked
@@ -78,10 +77,7 @@ class Algebra(Matrix):
         def along(name: str, form: Form) -> Tensor:
             return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
 
-        with self.reading():
-            if per_parameter:
-                return self._each(along)
-            return self._added(along)
+        return self._read(along, per_parameter)
 
     @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
@@ -99,17 +95,7 @@ class Algebra(Matrix):
             return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
         given = w
         with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            # Weights in the form's accumulation dtype, or a wider one.
-            weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-            def total(form: Form) -> Tensor:
-                plain, factor = unscaled(form)
-                like, dtype = plain.like, plain.sum_dtype
-                if (kind := (like.device, dtype, factor)) not in weights:
-                    weights[kind] = w.to(like.device, torch.promote_types(w.dtype, dtype)) * factor
-                return plain.weighted_sum(weights[kind], budget).to(like.dtype)
-
-            sums = ((name, total(form)) for name, form in self.items())
+            sums = ((name, total.to(self[name].like.dtype)) for name, total in self._totals(w, budget))
             return self.spread.settled(sums)
 
     @overload
@@ -292,10 +278,7 @@ class Algebra(Matrix):
             random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
             return form.project(random, budget)
 
-        with self.reading():
-            if per_parameter:
-                return self._each(projected)
-            return self._added(projected, dim)
+        return self._read(projected, per_parameter, dim)
 
     @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
-from autograd_hacks.forms import Dense, Form, RandomMap, SparseMap
+from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled
 from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
@@ -345,6 +345,11 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A verb's results summed over parameters, (N, *shape)."""
         return self._placed(added(starmap(verb, self.items()), (self._row_count, *shape)))
 
+    def _read(self, verb: Verb, per_parameter: bool, *shape: int) -> Tensor | dict[str, Tensor]:
+        """A verb's results for each parameter, or summed over parameters."""
+        with self.reading():
+            return self._each(verb) if per_parameter else self._added(verb, *shape)
+
     def _each(self, verb: Verb) -> dict[str, Tensor]:
         """A verb's results for each parameter, {name: (N, ...)}."""
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
@@ -358,12 +363,21 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = self._added(product, other._row_count)
             return other._placed(total, total.ndim - 1)
 
+    def _totals(self, w: Tensor, budget: int) -> Iterator[tuple[str, Tensor]]:
+        """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row"""
+        weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
+        for name, form in self.items():
+            plain, factor = unscaled(form)
+            kind = plain.like.device, torch.promote_types(w.dtype, plain.sum_dtype), factor
+            if kind not in weights:
+                weights[kind] = w.to(*kind[:2]) * factor
+            yield name, plain.weighted_sum(weights[kind], budget)
+
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
         w = self._by_row(w)
         with self.reading():
-            sums = ((name, form.weighted_sum(w.to(form.like.device, form.sum_dtype))) for name, form in self.items())
-            return self.spread.settled(sums)
+            return self.spread.settled(self._totals(w, BUDGET))
 
     def _check_alone(self, what: str) -> None:
         """Raises NotReduced if other processes have rows, too."""
