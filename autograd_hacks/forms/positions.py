@@ -221,18 +221,24 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
 
 def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
-    (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
+    t, s = mine[1].shape[1], theirs[1].shape[1]
     mine, theirs = _wide(mine), _wide(theirs)
     dtype = mine[1].dtype
     if dtype == torch.float32 and not looks_free(mine[1]):
         mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
     elif max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
         return None
-    each, parts = 2 * t * m * s * mine[1].element_size(), []
-    for piece in slices_of(n, budget // max(1, each)):
+    return products_of_pairs(mine, theirs, budget).to(dtype)
+
+
+def products_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor:
+    """The same in the dtype for sums, also where positions cancel."""
+    mine, theirs = _wide(mine), _wide(theirs)
+    each, parts = 2 * mine[1].shape[1] * theirs[1].shape[:2].numel() * mine[1].element_size(), []
+    for piece in slices_of(len(mine[1]), budget // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
-    return torch.cat(parts).to(dtype)
+    return torch.cat(parts)
 
 
 def is_written(pair: Pair) -> TypeGuard[Written]:

@@ -22,6 +22,8 @@ from autograd_hacks.verbs.matrix import Matrix
 if TYPE_CHECKING:
     from typing import Self
 
+Kind = Literal["signs", "sjlt"]
+"""The kinds of random maps."""
 WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
 """Verbs that compare rows of a batch with each other note it here, for `over`."""
 
@@ -220,13 +222,7 @@ class Algebra(Matrix):
 
     @overload
     def project(
-        self,
-        dim: int,
-        seed: int = 0,
-        budget: int = BUDGET,
-        *,
-        kind: Literal["signs", "sjlt"] = "signs",
-        entries: int = 1,
+        self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs", entries: int = 1
     ) -> Tensor: ...
     @overload
     def project(
@@ -236,7 +232,7 @@ class Algebra(Matrix):
         budget: int = BUDGET,
         *,
         per_parameter: bool,
-        kind: Literal["signs", "sjlt"] = "signs",
+        kind: Kind = "signs",
         entries: int = 1,
     ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
@@ -247,7 +243,7 @@ class Algebra(Matrix):
         budget: int = BUDGET,
         *,
         per_parameter: bool = False,
-        kind: Literal["signs", "sjlt"] = "signs",
+        kind: Kind = "signs",
         entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
         """J R, the rows projected by a random map R, (N, dim).

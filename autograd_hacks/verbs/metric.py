@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -47,7 +47,7 @@ def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
     }
 
 
-class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
+class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
     """A linear map of each parameter's gradients, for ``grads.preconditioned(metric)``.
 
     maps: {name or pattern, or the parameter itself: map}, where a map is
@@ -63,16 +63,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
     """
 
     def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
-        self._maps: dict[str | nn.Parameter, LinearMap] = {key: _map_of(key, given) for key, given in maps.items()}
-
-    def __getitem__(self, key: str | nn.Parameter) -> LinearMap:
-        return self._maps[key]
-
-    def __iter__(self) -> Iterator[str | nn.Parameter]:
-        return iter(self._maps)
-
-    def __len__(self) -> int:
-        return len(self._maps)
+        super().__init__({key: _map_of(key, given) for key, given in maps.items()})
 
     def _table(self) -> Table:
         rows = [("parameter", "map", "made of tensors of shape")]
