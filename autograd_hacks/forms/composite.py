@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -349,8 +349,13 @@ class Concatenation(Composite):
         return out
 
     def __getitem__(self, index: Index) -> Form:
+        if isinstance(index, slice):  # nothing is copied
+            first, last, _ = index.indices(self.samples)
+            starts = accumulate((part.samples for part in self.parts[:-1]), initial=0)
+            cut = [part[max(0, first - start) : max(0, last - start)] for part, start in zip(self.parts, starts)]
+            return Concatenation([part for part in cut if part.samples] or cut[:1])
         places = [(p, n) for p, part in enumerate(self.parts) for n in range(part.samples)]
-        wanted = torch.arange(self.samples, device="cpu")[index.cpu() if isinstance(index, Tensor) else index].tolist()
+        wanted = torch.arange(self.samples, device="cpu")[index.cpu()].tolist()
         runs = [(p, [n for _, n in run]) for p, run in groupby([places[n] for n in wanted], key=lambda place: place[0])]
         pieces = [self.parts[p][torch.tensor(run, device=self.like.device)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]
