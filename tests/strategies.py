@@ -25,9 +25,8 @@ from autograd_hacks.forms import (
     put,
     scale,
 )
-from autograd_hacks.forms.chained import Pull
 from autograd_hacks.forms.factored import Factored
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Pull, Sides, mapped
 
 small = st.integers(1, 3)
 

@@ -4,7 +4,6 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
-from autograd_hacks.forms.chained import Chained
 from autograd_hacks.forms.composite import (
     Concatenation,
     Grouping,
@@ -16,7 +15,7 @@ from autograd_hacks.forms.composite import (
 )
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms.mapped import Chained, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.projection import RandomMap, SparseMap

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
-from autograd_hacks.forms.cost import gram_by_positions
-from autograd_hacks.forms.factored import Factored, Paired
+from autograd_hacks.forms.factored import Factored, Paired, takes_positions
 from autograd_hacks.forms.numerics import pairs_of, slices_of
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
@@ -370,7 +369,7 @@ class Concatenation(Composite):
         return self._join(part.norms(budget) for part in self.parts)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        if not gram_by_positions(self, other):  # then each row is written out once, not once for each part of the other form
+        if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
             return Form.gram(self, other, budget)
         return super().gram(other, budget)
 

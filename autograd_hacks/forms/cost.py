@@ -5,8 +5,6 @@ The numbers are in ``costs.json``, by device or by card; ``python benchmarks/cho
 clock, and ``--device cuda --write`` measures a card's numbers and adds them there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +12,12 @@ from functools import lru_cache
 from itertools import product
 from math import inf, log2, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
-
-if TYPE_CHECKING:
-    from autograd_hacks.forms.base import Form
 
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
@@ -136,23 +131,26 @@ def by_writing(pairs: Sequence[Pair]) -> float:
     return numbers * (_positions(pairs) + costs.write) + costs.shift * cut * len(pairs)
 
 
-def gram_by_positions(form: Form, other: Form) -> bool:
+def gram_by_positions(
+    mine: Sequence[Pair | None], theirs: Sequence[Pair | None], samples: tuple[int, int], numbers: int, is_same: bool
+) -> bool:
     """Whether inner products of N and M rows should come from products between all positions, instead of from written-out
-    rows."""
-    both = [[leaf.pair for leaf in each.leaves()] for each in (form, other)]
-    mine, theirs = ([pair for pair in own if pair is not None and is_written(pair)] for own in both)
-    some = [*mine, *theirs]
-    if len(some) < sum(map(len, both)) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
+    rows of this many numbers.
+
+    mine, theirs: of all forms that the rows consist of    samples: N, M    is_same: whether both are the same rows"""
+    own, others = ([pair for pair in each if pair is not None and is_written(pair)] for each in (mine, theirs))
+    some, (n, m) = [*own, *others], samples
+    if len(some) < len(mine) + len(theirs) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
         return False
     if any(right.is_complex() for _, right in some):
         return False
-    costs, is_same, numbers, spent = _costs(some), other is form, form.shape.numel(), 0.0
-    for one, another in product(mine, theirs):
+    costs, spent = _costs(some), 0.0
+    for one, another in product(own, others):
         between = one[1].shape[:2].numel() * another[1].shape[:2].numel()
         spent += between * (costs.pair + costs.short * min(multiplications(one), multiplications(another)))
-    rows = form.samples if is_same else form.samples + other.samples
-    positions = sum(pair[1].shape[:2].numel() for pair in (mine if is_same else some) if isinstance(pair[0], Tensor))
-    return spent <= numbers * (positions + costs.write * rows + max(form.samples * other.samples, costs.read * rows))
+    rows = n if is_same else n + m
+    positions = sum(pair[1].shape[:2].numel() for pair in (own if is_same else some) if isinstance(pair[0], Tensor))
+    return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
 
 
+def takes_positions(form: Form, other: Form) -> bool:
+    """Whether inner products of rows should come from products between their positions."""
+    mine, theirs = ([leaf.pair for leaf in each.leaves()] for each in (form, other))
+    return gram_by_positions(mine, theirs, (form.samples, other.samples), form.shape.numel(), other is form)
+
+
 def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
     """The norms of a form, or of a sum of forms.
 
@@ -117,7 +123,7 @@ class Paired(Factored):
     """(N, T) booleans: the positions that aren't padding; None for all."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        if isinstance(other, Paired) and gram_by_positions(self, other):
+        if isinstance(other, Paired) and takes_positions(self, other):
             products = gram_of_pairs(self.pair, other.pair, budget)
             if products is not None:
                 return products

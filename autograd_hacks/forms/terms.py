@@ -9,8 +9,8 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Concatenation, Scaled
-from autograd_hacks.forms.cost import cache_budget, gram_by_positions
-from autograd_hacks.forms.factored import norms_by_positions
+from autograd_hacks.forms.cost import cache_budget
+from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Zero
 from autograd_hacks.forms.positions import Positions
@@ -80,7 +80,7 @@ class Sum(Composite):
         if isinstance(other, Scaled):
             return other.gram(self, budget).mH
         are_pairs = all(leaf.pair is not None for form in (self, other) for leaf in form.leaves())
-        is_slow = are_pairs and not gram_by_positions(self, other)
+        is_slow = are_pairs and not takes_positions(self, other)
         if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
             return Form.gram(self, other, budget)
         return super().gram(other, budget)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.forms import Convolution, Dense, Form, Outer, add, scale
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, add, scale
 
 
 def factors(lead_back: bool = False) -> list[Tensor]:
@@ -94,3 +94,24 @@ def test_such_rows_lead_back_to_factors() -> None:
     for one, other in zip(*pairs):
         for x, y in zip(one.held, other.held):
             assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-2)
+
+
+def test_inner_products_of_passes_write_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, shape, rest = torch.randn(8, 1, 12, 12).double(), torch.Size((4, 1, 3, 3)), ((1, 1), (1, 1), (1, 1), 1)
+    passes = [Convolution(x, torch.randn(8, 4, 12, 12).double(), shape, *rest) for _ in range(5)]
+    form, written, dense = Concatenation.of(passes), list[int](), Convolution.dense
+
+    def counted(self: Convolution, *args: Any, **kwargs: Any) -> Tensor:
+        written.append(self.samples)
+        return dense(self, *args, **kwargs)
+
+    rows = form.matrix()
+    monkeypatch.setattr(Convolution, "dense", counted)
+    budget = 8 * rows.nbytes  # for rows, but not for all windows at once
+    assert budget < form.samples * form.row_size() * rows.element_size()
+    assert_close(form.gram(form, budget), rows @ rows.mT)
+    assert sum(written) == form.samples
+    written.clear()
+    assert_close(form.gram(passes[0], budget), rows @ rows[:8].mT)
+    assert sum(written) == form.samples + 8
