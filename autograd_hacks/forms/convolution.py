@@ -147,14 +147,11 @@ class Convolution(Factored):
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time, as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
         n = len(self.kernel)
-        for piece in slices_of(self.samples, budget // self._window_size()):
+        size = 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)  # the bytes of a sample's windows, at most
+        for piece in slices_of(self.samples, budget // size):
             both = self.g[piece], self.windows[piece].cut()
             left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
             yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
-
-    def _window_size(self) -> int:
-        """The bytes of a sample's windows, at most."""
-        return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
 
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)

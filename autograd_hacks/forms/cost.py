@@ -99,10 +99,15 @@ def costs_by_bandwidth(card: Any) -> Costs:
 def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
     """Whether to use one of the package's kernels for these tensors: one was timed on their device, and costs less.
 
+    They are in single or half precision, are not traced, and have no graph.
+
     torchs: the cost with torch's kernels, in multiplications    own: the cost with the package's, if they were as good
     """
     fused = costs_of(tensors[0].device).fused
-    return fused is not None and own * fused < torchs and all(_suits_kernels(x) for x in tensors)
+    if fused is None or own * fused >= torchs:
+        return False
+    is_plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _PRECISIONS and x.numel() > 0 for x in tensors)
+    return is_plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
@@ -199,12 +204,6 @@ def memory_of_products(pairs: Sequence[Pair]) -> int:
     """Numbers that are held for a sample's products."""
     cut = (max(right.shifts, right.shape[1:].numel()) for _, right in pairs if isinstance(right, Windows))
     return 2 * _positions(pairs) ** 2 + sum(cut)
-
-
-def _suits_kernels(x: Tensor) -> bool:
-    """Whether a tensor is in single or half precision, is not traced, and has no graph."""
-    is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return is_plain and x.dtype in _PRECISIONS and x.numel() > 0 and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _costs(pairs: Sequence[Pair]) -> Costs:

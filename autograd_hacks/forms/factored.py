@@ -16,7 +16,6 @@ from autograd_hacks.forms.positions import (
     Windows,
     Written,
     gram_of_pairs,
-    norms_in_double,
     norms_of_pairs,
 )
 from autograd_hacks.forms.projection import AnyMap, check_is_map
@@ -47,12 +46,10 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
         return Form.norms(form, budget)
     for _, part in form.chunks(budget, memory):
         pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
-        if single:
-            found.append(norms_in_double(pairs, budget).to(torch.float32))
-            continue
-        norms, exact = norms_of_pairs(pairs, budget)
-        written = (~exact).nonzero()[:, 0]
-        found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
+        norms, exact = norms_of_pairs(pairs, budget, single)
+        if exact is not None and len(written := (~exact).nonzero()[:, 0]):
+            norms = norms.index_put((written,), Form.norms(part[written], budget))
+        found.append(norms.to(form.sum_dtype))
     return torch.cat(found)
 
 

@@ -166,22 +166,32 @@ def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     return torch.tensordot(a, b, dims=([2], [2]))
 
 
-def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
+def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) -> tuple[Tensor, Tensor | None]:
     """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' norms are accurate.
 
     Each product has an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on the diagonals.  The total error is at most
     eps·(Σaₜ)², and about eps·Σaₜ² if errors are independent.  If the square isn't far above both, cancellation leaves no
     correct digits (for nearly equal positions of opposite sign: 100 % off in float32).  The square must not overflow either,
-    nor be so small that lengths below √tiny would count, because their squares underflow.  Returns N, and N booleans.
+    nor be so small that lengths below √tiny would count, because their squares underflow.
+
+    in_double: for single or half precision, take products in float64.  Then all results are accurate, so the host needn't
+    look: the products' errors are smaller than those that single precision leaves in the positions, and their range is
+    twice as large
+
+    Returns N, and N booleans; None instead, in double.
     """
+    pairs = [(left.double(), right.double()) for left, right in pairs] if in_double else pairs
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
     for start, lefts, rights in _between(pairs, like, budget):
         square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
-        if start is not None:
+        if start is not None and not in_double:
             own, others = (p.detach().diagonal(start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
             lengths, reach = own * others, reach + (own + others).sum(1)
             size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
+    if in_double:
+        is_nothing = square <= 0
+        return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing, None
     info, found = torch.finfo(square.dtype), square.detach()
     exact = (found > info.eps * 2e3 * size.square()) & (found > info.eps * 1e4 * spread) & (found <= info.max)
     exact &= found > info.tiny * (1 / info.eps + 1e5 * reach).square()
@@ -189,20 +199,6 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
     if len(blank):
         nothing[blank] = torch.stack([_is_zero((left[blank], right[blank])) for left, right in pairs]).all(0)
     return torch.where(exact, square, torch.ones_like(square)).sqrt() * ~nothing, exact | nothing
-
-
-def norms_in_double(pairs: Sequence[Pair], budget: int) -> Tensor:
-    """The same for single or half precision, with float64 products.  All results are accurate, so the host needn't look.
-
-    The products' errors are smaller than those that single precision leaves in the positions, and their range is twice as
-    large."""
-    pairs = [(left.double(), right.double()) for left, right in pairs]
-    like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
-    square = like.new_zeros(like.shape[0])
-    for start, lefts, rights in _between(pairs, like, budget):
-        square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
-    is_nothing = square <= 0
-    return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing
 
 
 def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
@@ -226,8 +222,10 @@ def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
     dtype = mine[1].dtype
     if dtype == torch.float32 and not looks_free(mine[1]):
         mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
-    elif max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
-        return None
+    elif max(t, s) > 1:
+        exact = [norms_of_pairs([pair], budget)[1] for pair in (mine, theirs)]
+        if not all(own is None or bool(own.all()) for own in exact):
+            return None
     return products_of_pairs(mine, theirs, budget).to(dtype)
 
 

@@ -1,6 +1,7 @@
 """Rows that are written piece by piece go into the same memory."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,22 +97,12 @@ def test_such_rows_lead_back_to_factors() -> None:
             assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-2)
 
 
-def test_inner_products_of_passes_write_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inner_products_of_passes_write_each_row_once() -> None:
     torch.manual_seed(0)
     x, shape, rest = torch.randn(8, 1, 12, 12).double(), torch.Size((4, 1, 3, 3)), ((1, 1), (1, 1), (1, 1), 1)
-    passes = [Convolution(x, torch.randn(8, 4, 12, 12).double(), shape, *rest) for _ in range(5)]
-    form, written, dense = Concatenation.of(passes), list[int](), Convolution.dense
-
-    def counted(self: Convolution, *args: Any, **kwargs: Any) -> Tensor:
-        written.append(self.samples)
-        return dense(self, *args, **kwargs)
-
-    rows = form.matrix()
-    monkeypatch.setattr(Convolution, "dense", counted)
-    budget = 8 * rows.nbytes  # for rows, but not for all windows at once
-    assert budget < form.samples * form.row_size() * rows.element_size()
-    assert_close(form.gram(form, budget), rows @ rows.mT)
-    assert sum(written) == form.samples
-    written.clear()
-    assert_close(form.gram(passes[0], budget), rows @ rows[:8].mT)
-    assert sum(written) == form.samples + 8
+    form = Concatenation.of([Convolution(x, torch.randn(8, 4, 12, 12).double(), shape, *rest) for _ in range(5)])
+    rows, budget = form.matrix(), 8 * form.samples * form.shape.numel() * 8  # for rows, but not for all windows at once
+    for other, count in ((form, form.samples), (form.parts[0], form.samples + 8)):
+        with patch.object(Convolution, "dense", autospec=True, side_effect=Convolution.dense) as dense:
+            assert_close(form.gram(other, budget), rows @ rows[: other.samples].mT)
+        assert sum(call.args[0].samples for call in dense.call_args_list) == count
