@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import inf, log2, prod
 from pathlib import Path
 from typing import Any
@@ -137,24 +136,30 @@ def by_writing(pairs: Sequence[Pair]) -> float:
 
 
 def gram_by_positions(
-    mine: Sequence[Pair | None], theirs: Sequence[Pair | None], samples: tuple[int, int], numbers: int, is_same: bool
+    mine: Sequence[Pair | None], theirs: Sequence[Pair | None] | None, samples: tuple[int, int], numbers: int
 ) -> bool:
     """Whether inner products of N and M rows should come from products between all positions, instead of from written-out
     rows of this many numbers.
 
-    mine, theirs: of all forms that the rows consist of    samples: N, M    is_same: whether both are the same rows"""
-    own, others = ([pair for pair in each if pair is not None and is_written(pair)] for each in (mine, theirs))
-    some, (n, m) = [*own, *others], samples
-    if len(some) < len(mine) + len(theirs) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
-        return False
-    if any(right.is_complex() for _, right in some):
-        return False
-    costs, spent = _costs(some), 0.0
-    for one, another in product(own, others):
-        between = one[1].shape[:2].numel() * another[1].shape[:2].numel()
-        spent += between * (costs.pair + costs.short * min(multiplications(one), multiplications(another)))
-    rows = n if is_same else n + m
-    positions = sum(pair[1].shape[:2].numel() for pair in (own if is_same else some) if isinstance(pair[0], Tensor))
+    mine, theirs: of all forms that the rows consist of; None for theirs if they are the same rows    samples: N, M"""
+    first, (n, m), positions, each, at = mine[0], samples, 0, list[int](), list[int]()
+    for pairs in (mine, theirs or ()):
+        count = most = 0
+        for pair in pairs:
+            if pair is None or first is None or not is_written(pair) or pair[1].is_complex():
+                return False
+            (left, right), size = pair, pair[1].shape[0] * pair[1].shape[1]
+            if (left.shape[2], right.shape[2]) != (first[0].shape[2], first[1].shape[2]):
+                return False
+            count, most = count + size, max(most, multiplications(pair))
+            positions += size if isinstance(left, Tensor) else 0
+        at.append(count)
+        each.append(most)
+    costs, rows = costs_of(first[0].device), n if theirs is None else n + m  # type: ignore[index]  # there is a pair
+    if theirs is None:
+        at[1], each[1] = at[0], each[0]
+    spent = at[0] * at[1] * (costs.pair + costs.short * min(each))
+    spent += costs.call * (len(mine) * len(theirs or mine) - 1)  # rows are multiplied at once
     return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 def takes_positions(form: Form, other: Form) -> bool:
     """Whether inner products of rows should come from products between their positions."""
-    mine, theirs = ([leaf.pair for leaf in each.leaves()] for each in (form, other))
-    return gram_by_positions(mine, theirs, (form.samples, other.samples), form.shape.numel(), other is form)
+    theirs = None if other is form else [leaf.pair for leaf in other.leaves()]
+    mine = [leaf.pair for leaf in form.leaves()]
+    return gram_by_positions(mine, theirs, (form.samples, other.samples), form.shape.numel())
 
 
 def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:

@@ -47,8 +47,9 @@ class LinearMap(ABC):
 
     def to(self, like: Tensor) -> LinearMap:
         """The map in another dtype, on another device."""
-        made = copy(self)
-        vars(made).update({name: x.to(like) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        found = {name: x.to(like) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        made = self if all(x is vars(self)[name] for name, x in found.items()) else copy(self)
+        vars(made).update(found)
         return made
 
     def rows(self, form: Form) -> Form | None:

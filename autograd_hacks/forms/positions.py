@@ -217,13 +217,11 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
 
 def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
-    t, s = mine[1].shape[1], theirs[1].shape[1]
-    mine, theirs = _wide(mine), _wide(theirs)
-    dtype = mine[1].dtype
+    dtype = accumulation_dtype(mine[1].dtype)
     if dtype == torch.float32 and not looks_free(mine[1]):
         mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
-    elif max(t, s) > 1:
-        exact = [norms_of_pairs([pair], budget)[1] for pair in (mine, theirs)]
+    elif max(mine[1].shape[1], theirs[1].shape[1]) > 1:
+        exact = [norms_of_pairs([_wide(pair)], budget)[1] for pair in (mine, theirs)]
         if not all(own is None or bool(own.all()) for own in exact):
             return None
     return products_of_pairs(mine, theirs, budget).to(dtype)
