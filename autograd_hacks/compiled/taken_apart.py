@@ -15,8 +15,7 @@ from torch.func import vmap
 from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
-from autograd_hacks.forms.experts import Experts
-from autograd_hacks.forms.opaque import squares
+from autograd_hacks.forms.opaque import Experts, squares
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
@@ -187,7 +186,7 @@ class TakenApart:
             rows = g.new_zeros(self.samples * len(table), *g.shape[1:]).index_add(0, owners * len(table) + experts, g)
             return Dense(rows.view(self.samples, *table.shape))
         x, g, ends = (values[0], values[3], values[2]) if name == f"{GROUPED}_backward" else (values[0].mT, *values[1:3])
-        return Experts(x, g, ends, owners, g.new_empty(self.samples))
+        return Experts(x, g, ends, owners, self.samples)
 
     def _owners(self, at: Sorted) -> Tensor:
         """The sample of each position, in the order of the sort."""

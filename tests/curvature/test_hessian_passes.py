@@ -208,7 +208,7 @@ def test_only_what_a_pass_brings_is_kept_for_each() -> None:
     for name in ("0.weight", "2.weight"):
         leaves = list(grads[name].leaves())
         assert len(leaves) == 4
-        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]  # Passes
+        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]
         assert len(shared) == 1
 
 
