@@ -27,7 +27,6 @@ def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequent
 
 
 def test_keyword_calls() -> None:
-
     model = Bare(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 2).double())
     with autograd_hacks.add_hooks(model):
         step(model, *batch())

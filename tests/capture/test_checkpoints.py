@@ -66,17 +66,12 @@ def test_checkpoints_of_several_forwards_can_not_be_told_apart() -> None:
 
 
 def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+    def fails(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x)
+        h.register_hook(lambda g: 1 / 0)
+        return checkpoint(m.last, h, use_reentrant=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            h.register_hook(lambda g: 1 / 0)
-            return checkpoint(self.last, h, use_reentrant=True)
-
-    model = Fails()
+    model = Bare(fails, first=nn.Linear(3, 3), last=nn.Linear(3, 2))
     with autograd_hacks.add_hooks(model, probe=False):
         with pytest.raises(ZeroDivisionError):
             model(torch.randn(4, 3)).sum().backward()
@@ -85,7 +80,6 @@ def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
 
 
 def test_checkpoints_of_several_forwards_behind_other_layers() -> None:
-
     model = Bare(
         lambda m, x: m.last(checkpoint(m.middle, m.first(x), use_reentrant=True)),
         first=nn.Linear(3, 3),
@@ -158,15 +152,12 @@ def test_checkpoints_whose_backward_comes_after_another() -> None:
 
 
 def test_a_checkpointed_module_that_is_replayed() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner = nn.Linear(3, 3), Noisy().eval()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, self.first(x), use_reentrant=False)
-
-    model, x = Model().double().eval(), torch.randn(4, 3).double()
+    model = (
+        Bare(lambda m, x: checkpoint(m.inner, m.first(x), use_reentrant=False), first=nn.Linear(3, 3), inner=Noisy().eval())
+        .double()
+        .eval()
+    )
+    x = torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check(model, x)

@@ -8,6 +8,7 @@ import torch.nn as nn
 from steps import assert_right, batch, check, check_losses, step
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
@@ -15,15 +16,9 @@ from autograd_hacks.forms import Dense
 from autograd_hacks.formulas import RULES, Rule
 
 
-class Offset(nn.Module):
+def offset_net(view: Callable[[Tensor, int], Tensor]) -> nn.Module:
     """A bare parameter, handed out as a view of some kind."""
-
-    def __init__(self, view: Callable[[Tensor, int], Tensor]) -> None:
-        super().__init__()
-        self.offset, self.view = nn.Parameter(torch.randn(3, dtype=torch.float64)), view
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.view(self.offset * 2, len(x))
+    return Bare(lambda m, x: view(m.offset * 2, len(x)), offset=torch.randn(3, dtype=torch.float64))
 
 
 class Reverse(torch.autograd.Function):
@@ -51,8 +46,8 @@ class Reverse(torch.autograd.Function):
 def test_views_of_every_kind_from_a_layer_of_ones_own(
     view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = Offset(view), torch.randn(4, 3, dtype=torch.float64)
-    monkeypatch.setitem(RULES, Offset, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
+    model, x = offset_net(view), torch.randn(4, 3, dtype=torch.float64)
+    monkeypatch.setitem(RULES, offset_net, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
     with autograd_hacks.add_hooks(model):
         out = model(x)
         ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()

@@ -13,6 +13,7 @@ from steps import check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 
@@ -293,31 +294,25 @@ def test_one_position_first_and_as_many_as_samples_later() -> None:
 # Values that follow from parameters alone, and the way back from their rows
 
 
-class Conjugated(nn.Module):
+def conjugated() -> nn.Module:
     """A view of its weight whose numbers are others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(x * self.weight.conj() + x * x * self.weight).flatten(1)
+    return Bare(
+        lambda m, x: torch.view_as_real(x * m.weight.conj() + x * x * m.weight).flatten(1),
+        weight=torch.randn(4, dtype=torch.complex128),
+    )
 
 
-class Counted(nn.Module):
+def counted() -> nn.Module:
     """A lookup without a batch whose gradient is no sum over positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(3, 4).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * F.embedding(torch.tensor([0, 1, 1, 0, 1]), self.table, scale_grad_by_freq=True)
+    return Bare(
+        lambda m, x: x * F.embedding(torch.tensor([0, 1, 1, 0, 1]), m.table, scale_grad_by_freq=True),
+        table=torch.randn(3, 4).double(),
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "x"),
-    [(Conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (Counted(), torch.randn(4, 5, 4).double())],
+    [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())],
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
     with autograd_hacks.add_hooks(model):

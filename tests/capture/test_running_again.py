@@ -188,7 +188,6 @@ def test_rows_are_those_of_the_forward_whatever_has_changed_since(kind: type[nn.
 
 @pytest.mark.parametrize("changed", ["the input", "a weight"])
 def test_what_rows_depend_on_has_changed(changed: str) -> None:
-
     model, x = (
         Bare(lambda m, x: x @ (m.a @ m.b), a=torch.randn(3, 4), b=torch.randn(4, 3)).double(),
         torch.randn(4, 3).double(),

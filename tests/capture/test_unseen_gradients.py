@@ -11,6 +11,7 @@ from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, step
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import (
@@ -78,15 +79,8 @@ def test_a_penalty_on_weights_in_the_loss() -> None:
 
 
 def test_a_weight_used_past_its_layer() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.layer.weight, self.layer.bias)
-
-    model, x, y = Functional().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    model = Bare(lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), layer=nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     for probe in (True, False):
         with autograd_hacks.add_hooks(model, probe=probe):
             for _ in range(2):

@@ -151,21 +151,15 @@ def test_samples_that_mix_on_one_process(both: Both) -> None:
     both(one_mixes)
 
 
-class Opens(nn.Module):
+def opens_net(m: nn.Module, x: Tensor) -> Tensor:
     """A way behind a gate, which is zero at first, and hides what is behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.hidden, self.gate = nn.Linear(3, 2), nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.gate * self.hidden(x)
-        return out
+    out: Tensor = m.layer(x) + m.gate * m.hidden(x)
+    return out
 
 
 def opens(each: bool) -> None:
     torch.manual_seed(1)
-    twin = Opens().double()
+    twin = Bare(opens_net, layer=nn.Linear(3, 2), hidden=nn.Linear(3, 2), gate=torch.zeros(2)).double()
     model = sharded(copy.deepcopy(twin), each=each)
     autograd_hacks.add_hooks(model)
     for step in range(4):
@@ -187,16 +181,10 @@ def test_a_gate_in_shards_that_opens(both: Both, each: bool) -> None:
     both(opens, each)
 
 
-class Packs(nn.Module):
+def packs(m: nn.Module, ids: Tensor, documents: Tensor | None = None) -> Tensor:
     """Documents that are packed into samples, and told by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        out: Tensor = self.last(self.table(ids))
-        return out
+    out: Tensor = m.last(m.table(ids))
+    return out
 
 
 def of_documents(out: Tensor) -> Tensor:
@@ -205,7 +193,8 @@ def of_documents(out: Tensor) -> Tensor:
 
 def one_is_refused(each: bool) -> None:
     torch.manual_seed(1)
-    twin, ids, told = Packs().double(), torch.randint(5, (2, 3)), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    twin = Bare(packs, table=nn.Embedding(5, 4), last=nn.Linear(4, 2)).double()
+    ids, told = torch.randint(5, (2, 3)), torch.tensor([[0, 0, 1], [0, 1, 1]])
     model = sharded(copy.deepcopy(twin), each=each)
     autograd_hacks.add_hooks(model, segments="documents")
     rows = one_loss_at_a_time(twin, lambda: of_documents(twin(ids)))

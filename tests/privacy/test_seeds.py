@@ -11,6 +11,7 @@ import torch.nn as nn
 from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, data, losses, net
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
@@ -112,21 +113,15 @@ def test_a_stream_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 2 * len(counters) >= count
 
 
-class Two(nn.Module):
+def two_net(size: int = 500) -> nn.Module:
     """Whose parameters have one shape, and whose gradients are zero."""
-
-    def __init__(self, size: int = 500) -> None:
-        super().__init__()
-        self.first, self.other = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.first + x @ self.other
+    return Bare(lambda m, x: x @ m.first + x @ m.other, first=torch.zeros(size), other=torch.zeros(size))
 
 
 def noise(private: PrivateTraining, step: int, size: int = 500) -> list[Tensor]:
     """Both parameters' noise in some step."""
     private.history = [(NOISE, EXPECTED / SIZE, step)] if step else []
-    model = Two(size)
+    model = two_net(size)
     with private.attach(model):
         for (x,) in private.loader(TensorDataset(torch.zeros(SIZE, size))):
             private.backward(model(x))

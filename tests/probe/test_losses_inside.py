@@ -37,29 +37,20 @@ LOSSES: dict[str, How] = {
     "a set's distance": lambda z: torch.cdist(z, z).square().mean(),
     "normed": lambda z: (z / z.norm()).sum(),
 }
-DETACHED: dict[str, How] = {
+WITHOUT_GRADIENT: dict[str, How] = {
     "load balancing": balance,
     "the largest alone": lambda z: z.square().sum(1).max(),
     "centred": lambda z: (z - z.mean(0).detach()).square().sum(),
 }
 
 
-@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("what", [*LOSSES, *WITHOUT_GRADIENT])
 def test_losses_made_inside_that_mix(what: str) -> None:
     for samples in SIZES:
-        model = AsLoss(LOSSES[what]).double()
+        model = AsLoss({**LOSSES, **WITHOUT_GRADIENT}[what]).double()
         nn.init.zeros_(model.first.bias)  # or all samples may choose one expert
         nn.init.zeros_(model.last.bias)
-        check_refused(model, *[(data(samples),)] * 2)
-
-
-@pytest.mark.parametrize("what", DETACHED)
-def test_losses_made_inside_that_mix_without_a_gradient(what: str) -> None:
-    for samples in SIZES:
-        model = AsLoss(DETACHED[what]).double()
-        nn.init.zeros_(model.first.bias)
-        nn.init.zeros_(model.last.bias)
-        check_refused(model, *[(data(samples),)] * 2, independent=True)
+        check_refused(model, *[(data(samples),)] * 2, independent=what in WITHOUT_GRADIENT)
 
 
 def test_a_loss_made_inside_as_a_mean() -> None:

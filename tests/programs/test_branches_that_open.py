@@ -190,20 +190,12 @@ def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 5, 1), (5, 1, 3)])
 def test_weights_that_a_layer_makes_of_parameters_meet_one_sample(sizes: tuple[int, ...]) -> None:
-    class Hyper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.make, self.code = nn.Linear(2, 18), nn.Parameter(torch.randn(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.make(self.code).view(6, 3)
-
-    check_right(Hyper(), *[(torch.randn(n, 6),) for n in sizes])
+    model = Bare(lambda m, x: x @ m.make(m.code).view(6, 3), make=nn.Linear(2, 18), code=torch.randn(2))
+    check_right(model, *[(torch.randn(n, 6),) for n in sizes])
 
 
 @pytest.mark.parametrize("how", ["overwritten", "by a hook"])
 def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
-
     model = Bare(lambda m, x: m.layer(x.sub_(0.5) if how == "overwritten" else x), layer=nn.Linear(6, 3))
     if how == "by a hook":
         model.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))

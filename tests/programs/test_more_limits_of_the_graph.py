@@ -58,15 +58,12 @@ def test_autocast_and_a_scaled_loss(dtype: torch.dtype) -> None:
 def test_eighty_layers(dtype: torch.dtype, gain: float) -> None:
     """At the first of them gradients are of the size of denormals."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.scale = nn.Parameter(gain * torch.randn(3, 3) / 3**0.5), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w).tanh() * self.scale
-
-    model = nn.Sequential(*[Layer() for _ in range(80)])
+    model = nn.Sequential(
+        *[
+            Bare(lambda m, x: (x @ m.w).tanh() * m.scale, w=gain * torch.randn(3, 3) / 3**0.5, scale=torch.ones(3))
+            for _ in range(80)
+        ]
+    )
     check_right(model, *[(torch.randn(4, 3),) for _ in range(2)])
 
 
