@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as fwd
 import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
 from hypothesis import given
-from oracle import assert_same, one_loss_at_a_time, squares
+from oracle import assert_same, one_loss_at_a_time
 from steps import batch
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
@@ -161,18 +161,6 @@ def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> Non
                     check_step(model, losses)
 
 
-def test_plain_steps_first_and_a_penalty_later() -> None:
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for number in range(24):
-            loss = gradient_penalty if number > 20 else _squares_of
-            check_loss(model, loss, x)
-
-
-def _squares_of(model: nn.Module, x: Tensor) -> Tensor:
-    return squares(model(x))
-
-
 def _read(model: nn.Module, losses: Callable[[], Tensor]) -> None:
     losses().sum().backward()
     autograd_hacks.compute_grad1(model, "sum")
@@ -225,12 +213,3 @@ def test_samples_that_mix_are_refused() -> None:
         step(model, gradient_penalty, batch()[0])
         with pytest.raises(SamplesMixed):
             autograd_hacks.compute_grad1(model, "sum")
-
-
-def test_a_context_gives_hooks_their_settings_back() -> None:
-    model, x = made("mlp")
-    autograd_hacks.add_hooks(model)
-    with autograd_hacks.add_hooks(model, param_grad=False, batch_dim=(0,)):
-        step(model, gradient_penalty, x)
-        autograd_hacks.compute_grad1(model, "sum")
-    assert "batch_dim=0, param_grad=True" in repr(autograd_hacks.add_hooks(model))

@@ -186,14 +186,6 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
                     assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]  # both are there
 
 
-def test_a_parameter_frozen_and_trained_again() -> None:
-    model, x = Net(normalised).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for trains in (True, False, True):
-            model.scale.requires_grad_(trains)
-            check_losses(model, lambda: squares(model(x)))
-
-
 def test_a_forward_that_goes_another_way() -> None:
     """Another number of calls, other functions."""
 
@@ -206,18 +198,6 @@ def test_a_forward_that_goes_another_way() -> None:
     with autograd_hacks.add_hooks(model):
         for calls in (1, 2, 3, 1):
             body.calls = calls  # type: ignore[attr-defined]  # a function's own
-            check_losses(model, lambda: squares(model(x)))
-
-
-def test_one_function_more_than_before_is_found() -> None:
-    def body(net: Net, h: Tensor) -> Tensor:
-        h = h * net.scale
-        return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]  # a function's own
-
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for more in (False, False, False, True, True):
-            body.more = more  # type: ignore[attr-defined]  # a function's own
             check_losses(model, lambda: squares(model(x)))
 
 

@@ -239,23 +239,6 @@ def test_samples_that_mix_inside(kind: type[nn.Module], probe: bool, alone: bool
             autograd_hacks.compute_grad1(model)
 
 
-def test_gradients_that_mix_inside() -> None:
-    class Backwards(Multiply):
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # of one gradient
-            return Multiply.backward(ctx, g + g.mean(0))
-
-    class Mixing(Scaled):
-        def forward(self, x: Tensor) -> Tensor:
-            return Backwards.apply(x, self.scale)
-
-    model = whole(Mixing)
-    with autograd_hacks.add_hooks(model):
-        squares(model(torch.randn(4, 3).double())).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-
 def test_a_part_that_takes_no_other_samples() -> None:
     class Sorted(Scaled):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """Ways by which a gradient escapes the hooks, or memory is shared: each is right, or an error that says so."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Choosy
-from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
+from oracle import squares
+from steps import assert_right, batch, check_batches, step
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -159,12 +157,5 @@ class Branching(nn.Module):
 @pytest.mark.parametrize("reads", ["bare", "of a layer"])
 def test_a_branch_that_is_first_taken_in_a_later_forward(reads: str, param_grad: bool) -> None:
     """The forward's end notices a new use of a parameter, if no parameter was used without a layer's rule before."""
-    model = Branching(reads).double()
-    plain = copy.deepcopy(model)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for length in (4, 4, 5, 5, 4, 6):
-            x = torch.randn(5, length, 4).double()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(plain, squares, x))
-            model.zero_grad()
+    xs = [torch.randn(5, length, 4).double() for length in (4, 4, 5, 5, 4, 6)]
+    check_batches(Branching(reads).double(), *xs, param_grad=param_grad)
