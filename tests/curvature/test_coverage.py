@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts_of_models import Turned, hooked
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -162,8 +163,7 @@ def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> 
     assert autograd_hacks.compute_hess_over(model, [x], "kfac").share == 1
 
 
-@pytest.mark.parametrize("bias", ["exact", "joint"])
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@crossed(bias=["exact", "joint"], approximation=["expand", "reduce"])
 def test_a_layer_that_sees_some_positions(approximation: str, bias: str) -> None:
     """Samples send unequal numbers of positions to a layer; one sends none."""
 

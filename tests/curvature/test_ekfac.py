@@ -191,12 +191,6 @@ def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
         assert_close(found(model, kind), expected)
 
 
-def test_batches_that_can_be_taken_once() -> None:
-    model, x = deep()
-    with pytest.raises(ValueError, match="runs all batches twice"):
-        autograd_hacks.compute_hess_over(model, iter([x]), "ekfac")
-
-
 def test_passes_go_to_the_chosen_layers_alone() -> None:
     model, x = deep()
     autograd_hacks.compute_hess_over(model, [x], "ekfac")  # proven

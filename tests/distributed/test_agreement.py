@@ -46,8 +46,7 @@ def train_one(model: nn.Module, name: str, sizes: tuple[int, ...]) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["mlp", "Attends"])
-@pytest.mark.parametrize("each", [False, True])
+@crossed(name=["mlp", "Attends"], each=[False, True])
 def test_batches_of_other_sizes_on_each_process(both: Both, name: str, each: bool) -> None:
     both(uneven, name, each)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, data, losses, net
+from rarely import crossed
 from torch import Tensor
 from torch.utils.data import TensorDataset
 from twin import Bare
@@ -67,8 +68,7 @@ def every(steps: int, counts: bool = False) -> set[Stream]:
     return {own for t in range(steps) for own in of_step(t, counts)}
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"micro_batch_size": 2}])
-@pytest.mark.parametrize("counts", [False, True])
+@crossed(options=[{}, {"parts": 3}, {"micro_batch_size": 2}], counts=[False, True])
 def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
     options: dict[str, Any], counts: bool, used: list[Stream]
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time, squares
+from steps import check_batches
 from torch import Tensor
 from twin import Bare, check_right
 
@@ -93,14 +94,7 @@ def test_independence_of_samples_in_an_order_of_their_values() -> None:
         return y
 
     model = Bare(in_order, layer=nn.Linear(3, 2))
-    with autograd_hacks.add_hooks(model, independent=True):
-        for _ in range(4):
-            x = torch.randn(5, 3)
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, rows_of(model, x))
+    check_batches(model, torch.randn(5, 3), torch.randn(5, 3), independent=True)
 
 
 @pytest.mark.usefixtures("double")
