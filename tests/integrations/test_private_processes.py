@@ -11,8 +11,8 @@ import torch.nn as nn
 from needed import needed
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, net
 from processes import WORLD, Both, both
+from torch import Tensor
 from torch.testing import assert_close
-from twin import Bare
 
 from autograd_hacks import PrivateTraining
 
@@ -27,8 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 __all__ = ["both"]  # a fixture
 
 
-def classifier(own: nn.Module) -> nn.Module:
-    return Bare(lambda m, x, labels=None: SequenceClassifierOutput(logits=m.own(x)), own=own)
+class Classifier(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
+        return SequenceClassifierOutput(logits=self.own(x))
 
 
 def trained(folder: str, size: int, parts: int, resume: str | None = None) -> tuple[nn.Module, PrivateTraining, Any]:
@@ -39,7 +44,7 @@ def trained(folder: str, size: int, parts: int, resume: str | None = None) -> tu
         save_strategy="steps", save_steps=7, max_grad_norm=0.0, ddp_backend="gloo",
     )  # fmt: skip
     rows = [{"x": x, "labels": y} for x, y in zip(*data())]
-    made = PrivateTrainer(classifier(model), arguments, train_dataset=rows, private=own)
+    made = PrivateTrainer(Classifier(model), arguments, train_dataset=rows, private=own)
     made.train(resume_from_checkpoint=resume)
     return model, own, made
 

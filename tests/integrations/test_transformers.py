@@ -12,7 +12,6 @@ from needed import needed
 from rarely import crossed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same
-from twin import Bare
 
 import autograd_hacks
 
@@ -23,8 +22,13 @@ from autograd_hacks.integrations.transformers import CompiledCallback, GradsCall
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def classifier(own: nn.Module) -> nn.Module:
-    return Bare(lambda m, x, labels: {"loss": F.cross_entropy(m.own(x), labels)}, own=own)
+class Classifier(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(self.own(x), labels)}
 
 
 def trained(
@@ -66,7 +70,7 @@ def trained(
 def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None, parts: int, tmp_path: Path) -> None:
     model, callback = net(), GradsCallback(max_norm)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scales else None
-    trainer = trained(classifier(after := copy.deepcopy(model)), tmp_path, callback, parts, scaler=scaler)
+    trainer = trained(Classifier(after := copy.deepcopy(model)), tmp_path, callback, parts, scaler=scaler)
     assert scaler is None or scaler._growth_tracker == STEPS  # it has been used
     check(model, after, callback.history, callback.norms, max_norm)
     logged = [entry for entry in trainer.state.log_history if "grads/norm_mean" in entry]
@@ -77,7 +81,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     model, ends = net(), []
     for parts in (1, 4):
         ends.append(copy.deepcopy(model))
-        trained(classifier(ends[-1]), tmp_path, GradsCallback(MAX_NORM), parts, bf16=True)
+        trained(Classifier(ends[-1]), tmp_path, GradsCallback(MAX_NORM), parts, bf16=True)
     same(*ends, 1e-2)
 
 
@@ -161,8 +165,8 @@ def test_compiled_steps_are_those_of_single_samples(tmp_path: Path) -> None:
 
 def test_the_trainers_own_clipping_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_grad_norm=0"):
-        trained(classifier(net()), tmp_path, GradsCallback(MAX_NORM), max_grad_norm=MAX_NORM / 2)
-    model = classifier(net())
+        trained(Classifier(net()), tmp_path, GradsCallback(MAX_NORM), max_grad_norm=MAX_NORM / 2)
+    model = Classifier(net())
     trained(model, tmp_path, GradsCallback(), max_grad_norm=MAX_NORM / 2)
     with pytest.raises(autograd_hacks.errors.NothingRecorded):
         autograd_hacks.per_sample_grads(model)

@@ -120,7 +120,7 @@ def test_hooks_on_gradients(what: str) -> None:
     if what == "of a parameter":
         model.scale.register_hook(lambda g: heard.append(what))
     check_right(model, *batches, total="sum" if what in ("clamp", "sign", "own norm") else "mean")
-    assert len(heard) >= 3 * (what not in hooks)
+    assert len(heard) >= len(batches) * (what not in hooks)
 
 
 # Parameters that open later, shared ones, loops
