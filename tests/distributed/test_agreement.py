@@ -178,10 +178,16 @@ def test_a_gate_in_shards_that_opens(both: Both, each: bool) -> None:
     both(opens, each)
 
 
-def packs(m: nn.Module, ids: Tensor, documents: Tensor | None = None) -> Tensor:
+class Packs(nn.Module):
     """Documents that are packed into samples, and told by name."""
-    out: Tensor = m.last(m.table(ids))
-    return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        out: Tensor = self.last(self.table(ids))
+        return out
 
 
 def of_documents(out: Tensor) -> Tensor:
@@ -190,8 +196,7 @@ def of_documents(out: Tensor) -> Tensor:
 
 def one_is_refused(each: bool) -> None:
     torch.manual_seed(1)
-    twin = Bare(packs, table=nn.Embedding(5, 4), last=nn.Linear(4, 2)).double()
-    ids, told = torch.randint(5, (2, 3)), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    twin, ids, told = Packs().double(), torch.randint(5, (2, 3)), torch.tensor([[0, 0, 1], [0, 1, 1]])
     model = sharded(copy.deepcopy(twin), each=each)
     autograd_hacks.add_hooks(model, segments="documents")
     rows = one_loss_at_a_time(twin, lambda: of_documents(twin(ids)))

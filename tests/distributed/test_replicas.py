@@ -12,7 +12,6 @@ from processes import Both
 from rarely import crossed
 from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
-from twin import Bare
 
 import autograd_hacks
 
@@ -78,17 +77,23 @@ def test_plain_steps_between(both: Both) -> None:
     both(plain_steps_between)
 
 
-def counts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+class Counts(nn.Module):
     """A model with a buffer that the wrapper sends around."""
-    out: torch.Tensor = m.layer(x) * m.scale
-    return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Buffer(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out
 
 
 def buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
         torch.manual_seed(1)
-        net = Bare(counts, layer=nn.Linear(3, 2), scale=nn.Buffer(torch.ones(()))).double()
+        net = Counts().double()
         twin = copy.deepcopy(net)
         hooked, run, ddp = wrapped(net, where)
         autograd_hacks.add_hooks(hooked)
