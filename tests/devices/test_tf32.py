@@ -19,7 +19,7 @@ from twin import Bare
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient, VerificationFailed
 from autograd_hacks.formulas import RULES
-from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 
 def bare_net() -> nn.Module:
