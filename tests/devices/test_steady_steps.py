@@ -157,7 +157,7 @@ def asked(name: str, param_grad: bool, steps: tuple[Step, ...] = STEPS) -> Count
         placed(model)
         x = Far(x)
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
-            for number in range(19):
+            for number in range(13):
                 (steps[number // 2] if number % 2 and number // 2 < len(steps) else rows)(model, x)
                 model.zero_grad()
             for parameter, right in expected.items():

@@ -11,7 +11,6 @@ from nets import BareVector
 from oracle import squares
 from steps import assert_right, check
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import autograd_hacks
@@ -82,18 +81,6 @@ def test_what_hooks_store_is_of_the_forward_alone(where: str) -> None:
             assert torch.allclose(keeper.sum, sum(out.detach().sum(0) for out in SEEN))
 
 
-def test_hooks_of_all_modules() -> None:
-    model, x, calls = run_again(), torch.randn(3, 4), []
-    handle = register_module_forward_hook(lambda layer, args, out: calls.append(type(layer).__name__))
-    try:
-        with autograd_hacks.add_hooks(model):
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-    finally:
-        handle.remove()
-    assert len(calls) == len(list(model.modules()))
-
-
 def test_hooks_on_gradients_hear_of_the_users_passes_alone() -> None:
     model, x, heard = run_again(), torch.randn(3, 4), []
     model[1][0].inside.register_full_backward_hook(lambda layer, into, out: heard.append(out[0]))
@@ -105,20 +92,6 @@ def test_hooks_on_gradients_hear_of_the_users_passes_alone() -> None:
             autograd_hacks.compute_grad1(model)
             autograd_hacks.verify(model)
             assert len(heard) == 2 * step
-
-
-def test_a_hook_that_takes_itself_off_runs_in_the_forward() -> None:
-    model, x, calls = run_again(), torch.randn(3, 4), []
-
-    def once(*_: Any) -> None:
-        calls.append(1)
-        handle.remove()
-
-    handle = model[0].register_forward_hook(once)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            squares(model(x)).mean().backward()
-    assert calls == [1]
 
 
 @pytest.mark.parametrize("how", ["output", "input", "in place", "gradient", "pruned", "spectral"])

@@ -186,7 +186,7 @@ def test_another_networks_weights_between_steps() -> None:
 
 
 def test_gradients_in_the_range_of_denormals() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Merged0(), nn.Linear(4, 2)), torch.randn(4, 3)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net(), nn.Linear(4, 2)), torch.randn(4, 3)
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             model.zero_grad()
@@ -201,13 +201,8 @@ def test_gradients_in_the_range_of_denormals() -> None:
                         torch.testing.assert_close(found[name][n], row, rtol=1e-5, atol=1e-43)
 
 
-class Merged0(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+def scale_net() -> nn.Module:
+    return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
 
 
 # Control flow
@@ -217,7 +212,7 @@ def test_branches_in_threads() -> None:
     class Threads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Merged0()) for _ in range(3))
+            self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
             done: queue.Queue[tuple[int, Tensor]] = queue.Queue()
