@@ -24,7 +24,7 @@ from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
 SMALL = 2**14
-"""Up to how many numbers a gradient is kept, to be compared together with others: a copy costs less than a call."""
+"""Up to how many numbers a gradient is copied, to be compared together with others: a copy costs less than a product."""
 P = TypeVar("P", bound=Tensor)
 
 
@@ -76,8 +76,8 @@ class Pass:
             grad = part_of(plain(grad))
         if grad.is_meta or grad.is_nested:
             return
-        if grad.layout is torch.strided and grad.numel() <= SMALL:  # then torch copies it into .grad
-            self.small.setdefault(name, []).append(grad)
+        if grad.layout is torch.strided and grad.numel() <= SMALL:
+            self.small.setdefault(name, []).append(grad.clone())  # others may add to it
             return
         at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():

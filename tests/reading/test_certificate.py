@@ -193,3 +193,20 @@ def test_gradients_without_numbers_are_no_difference_and_hide_none(bad: float) -
     (loss + last.weight[0, 0] * 3).backward()
     with pytest.raises(UnseenGradient, match=r"last\.weight"):
         autograd_hacks.compute_grad1(both)
+
+
+def _double(p: Tensor) -> None:
+    p.grad.mul_(2)
+
+
+def test_what_others_do_to_a_gradient_later_is_no_difference() -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.mul_(3))
+        p.register_post_accumulate_grad_hook(_double)
+    for _ in range(3):
+        squares(model(data(model))).mean().backward()
+        for p in model.parameters():
+            p.grad.zero_()
+        autograd_hacks.compute_grad1(model)
