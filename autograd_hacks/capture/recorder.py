@@ -329,21 +329,13 @@ def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int
         attributes = vars(module)
         for name in sorted(attributes.keys() - _OF_MODULE):
             value = attributes[name]
-            if isinstance(value, Tensor):
-                own = [value]
-            elif not isinstance(value, list | tuple | dict) or {type(x) for x in _items(value)} <= _SIMPLE:
-                continue  # most are sizes
-            else:
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes
                 own = tensors_of(value)
-            if own:
                 found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:

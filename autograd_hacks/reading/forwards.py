@@ -292,7 +292,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
             "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
             f"of one such sum. {value.node.name()}{_line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
             "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
-            "autograd_hacks.backward(losses)."
+            "autograd_hacks.backward(losses). Give a sample without a batch axis as a batch of one: x.unsqueeze(0)."
         )
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
     name, node = next(iter(mixed.items()), ("a parameter", "its node"))
