@@ -87,8 +87,8 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
-    has_losses = any(not reader.is_own(ran.value(slot).node) for slot in hypothesis.losses)  # and not penalties alone
-    if in_order is None and has_losses and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
+    is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
+    if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
     is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
     return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)

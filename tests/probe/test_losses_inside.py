@@ -183,6 +183,20 @@ def test_features_are_not_taken_for_samples_of_a_loss(features: int) -> None:
     assert not check_rows_or_refused(Composed(features, 2, ["mean of the first axis", "square"], True), x)
 
 
+def test_outputs_beside_a_loss_show_the_samples() -> None:
+    """No parameter meets the argument itself, and einsum puts the samples on another axis, as in XLNet."""
+    model = AsLoss(lambda z: torch.einsum("nti,oi->nto", 2 * z, model.last.weight))
+    model.forward = lambda x: (model.how(x).square().mean(), model.how(x))
+    x = torch.randn(5, 4, 3)
+    with autograd_hacks.add_hooks(model):
+        model(x)[0].backward()
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            for n in range(5):
+                (row,) = torch.autograd.grad(model.how(x[n : n + 1]).square().mean(), model.last.weight)
+                torch.testing.assert_close(model.last.weight.grad1[n], row)
+
+
 def test_the_message_names_the_node_and_its_line() -> None:
     model, x = Composed(1, 3, ["variance"], False), torch.randn(5, 2).double()
     with autograd_hacks.add_hooks(model), torch.autograd.set_detect_anomaly(True):
