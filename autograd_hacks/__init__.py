@@ -18,10 +18,9 @@ from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.formulas.table import is_supported, register_rule
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import BandedNoise, SecureNoise
-from autograd_hacks.privacy.private import clip_and_noise_
-from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_
 from autograd_hacks.privacy.training import PrivateTraining
-from autograd_hacks.support.suggestions import hint as _hint
+from autograd_hacks.support.display import hint as _hint
 from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe

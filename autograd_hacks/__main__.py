@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +44,12 @@ ENGINE = "expected module:function, a function of (model, batch, loss) that retu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if the doctor found a fault, or 2 for wrong arguments."""
-    parser = argparse.ArgumentParser("python -m autograd_hacks", description="Per-sample gradients in PyTorch.")
+    parser = argparse.ArgumentParser(
+        "python -m autograd_hacks",
+        description=f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one pass",
+        epilog="\n".join(_pages()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"autograd_hacks {autograd_hacks.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="print versions and devices, and check rows, also of your model")
@@ -71,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("name", nargs="?", metavar="NAME", help="a section or an error class; without it, all are listed")
     options = parser.parse_args(arguments)
     if options.command is None:
-        print("\n".join(_overview()))
+        parser.print_help()
         return 0
     if options.command == "explain":
         return _explain(options.name, explain)
@@ -86,16 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _check(given.model, given.args, given.kwargs, options.model or "a small model")
 
 
-def _overview() -> Iterator[str]:
-    yield f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one backward pass"
-    yield ""
-    yield "  python -m autograd_hacks doctor                   print versions and devices, and check rows on this machine"
-    yield "  python -m autograd_hacks doctor module:function   check your model: the function returns (model, x)"
-    yield "  python -m autograd_hacks doctor --engine module:function"
-    yield "                                                    check the rows of another engine, engine(model, batch, loss)"
-    yield "  python -m autograd_hacks explain NAME             print more about an error; without NAME, list all names"
-    yield "  python -c 'import autograd_hacks; help(autograd_hacks.add_hooks)'"
-    yield ""
+def _pages() -> Iterator[str]:
+    """The pages and examples, one a line."""
     docs = Path(autograd_hacks.__file__).parent.parent / "docs"
     if not (docs / "want.rst").exists():
         yield "Pages and examples are in docs/ of the sources. pip does not install them."
@@ -216,7 +214,7 @@ def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str, 
     coverage: the smallest share of the parameters to accept
     """
     model, batch = given.model, given.kwargs or given.args
-    loss = given.loss or (_squares_by_name if given.kwargs else _squares)
+    loss = given.loss or partial(_squares, bool(given.kwargs))
     state = random_state(cuda_devices_of(model))  # so that both draw the same dropout masks
     try:
         with with_random_state(state):
@@ -235,16 +233,12 @@ def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str, 
     return 0 if is_enough else 1
 
 
-def _squares(model: nn.Module, *batch: Any) -> Tensor:
-    """N losses for any model: half the squared norm of each sample's outputs.  Samples are on axis 0."""
-    return _halves(model(*batch))
+def _squares(by_name: bool, model: nn.Module, *batch: Any) -> Tensor:
+    """N losses for any model: half the squared norm of each sample's outputs.  Samples are on axis 0.
 
-
-def _squares_by_name(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return _halves(model(**batch))
-
-
-def _halves(returned: Any) -> Tensor:
+    by_name: whether the batch is a dictionary of the model's arguments
+    """
+    returned = model(**batch[0]) if by_name else model(*batch)
     outputs = [x for x in tensors_of(returned) if x.requires_grad and x.ndim]
     if not outputs:
         raise ValueError("the model returned no output with a batch axis, so there is no loss; return (model, batch, loss)")

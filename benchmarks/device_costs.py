@@ -71,7 +71,7 @@ def new_zeros(like: Tensor, size: int) -> Tensor:
 def fused(device: torch.device, left: Tensor, right: Tensor, unit: float) -> float:
     """How many times as long the package's kernels take as the products that they stand for take by torch: the worst of
     norms, and of a sum with a product along a direction.  Raises AssertionError where a kernel is wrong."""
-    from autograd_hacks.kernels import affine, segments, tiles
+    from autograd_hacks.kernels import tiles
 
     (n, t, o), i = left.shape, right.shape[2]
     flat, ends = (left.flatten(0, 1), right.flatten(0, 1)), torch.arange(1, n + 1, device=device) * t
@@ -80,16 +80,16 @@ def fused(device: torch.device, left: Tensor, right: Tensor, unit: float) -> flo
     torch.testing.assert_close(tiles.row_norms(*flat, ends), rows.flatten(1).norm(dim=1), rtol=1e-3, atol=0)
     torch.testing.assert_close(total, torch.tensordot(w, rows, 1), rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(along, rows.flatten(1) @ v.flatten(), rtol=1e-3, atol=1.0)
-    weight, bias = affine.affine_rows(left, left, 1e-5, False)
+    weight, bias = tiles.affine_rows(left, left, 1e-5, False)
     normal = torch.nn.functional.layer_norm(left, (o,), eps=1e-5)
     torch.testing.assert_close(weight, (left * normal).sum(1), rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(bias, left.sum(1), rtol=1e-3, atol=1e-2)
-    keys, norms = segments.norms_by_key(torch.arange(n * t, device=device) // t, flat[0])
+    keys, norms = tiles.norms_by_key(torch.arange(n * t, device=device) // t, flat[0])
     torch.testing.assert_close(norms[keys.diff(prepend=keys[:1] - 1) > 0], left.sum(1).norm(dim=1), rtol=1e-3, atol=0)
     products = unit * n * t * o * i
     moved = seconds(lambda: left + left, device) / 3
     return max(
         seconds(lambda: tiles.row_norms(*flat, ends), device) / products,
         seconds(lambda: tiles.sum_and_dot(*flat, ends, w, v), device) / products,
-        seconds(lambda: affine.affine_rows(left, left, 1e-5, False), device) / (2 * moved),
+        seconds(lambda: tiles.affine_rows(left, left, 1e-5, False), device) / (2 * moved),
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import autograd_hacks
-from autograd_hacks.support.suggestions import MEANT
+from autograd_hacks.support.display import MEANT
 from autograd_hacks.verbs.matrix import INTERNAL
 
 ROOT = Path(__file__).parent.parent

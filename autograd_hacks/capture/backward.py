@@ -19,14 +19,13 @@ from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Taker, Value, is_users
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import ByTensor, version_of
 
 
 @dataclass
@@ -328,6 +327,8 @@ class Backward:
         if not self.hears():
             return
         record, running, left = self.record, self.running, self._left
+        if grad is None and left is None and record.on_arrival is None:  # as for each parameter without gradients
+            return
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
         if running is not None and uses and grad is not None and name not in running.beside:

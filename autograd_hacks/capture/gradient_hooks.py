@@ -18,6 +18,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.switch import current_task
@@ -53,12 +54,17 @@ def _is_own(hook: Any) -> bool:
 
 
 def watch(
-    backward: weakref.ref[Backward], hooks: Iterable[tuple[dict[int, Any], int]], labels: Labels | None, samples: int
+    backward: weakref.ref[Backward],
+    hooks: Iterable[tuple[dict[int, Any], int]],
+    labels: Callable[[], Labels] | None,
+    samples: int,
 ) -> None:
-    """Watches hooks.  labels: of the forward in which they were registered; None if they are unknown"""
+    """Watches hooks.  labels: gives those of the forward in which they were registered; None if they are unknown"""
+    found: Labels | None = None
     for hooks_of, key in hooks:
         if key in hooks_of and not isinstance(hooks_of[key], _Watched):
-            hooks_of[key] = _Watched(backward, hooks_of[key], labels, samples)
+            found = labels() if found is None and labels is not None else found
+            hooks_of[key] = _Watched(backward, hooks_of[key], found, samples)
 
 
 class _Watched:
@@ -83,7 +89,7 @@ class _Watched:
     def _check(self, backward: Backward, args: tuple[Any, ...], result: Any, is_overwritten: bool) -> None:
         """Called when the hook has changed gradient.  Notes it in the pass unless it keeps samples apart."""
         node: Any = current_node()
-        if self.samples < 2 or not hasattr(node, "_input_metadata"):  # at a leaf, after all uses
+        if self.samples < 2 or type(node) is Leaf or not hasattr(node, "_input_metadata"):  # a leaf is after all uses
             return
         given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)
         values = [(node, n) for n in range(len(node._input_metadata))] if len(args) < 2 else [*node.next_functions]

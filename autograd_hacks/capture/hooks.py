@@ -98,7 +98,7 @@ def add_hooks(
             f"{len(left_out)} parameters. Leave param_grad out." + ON_HOOKS
         )
     known = _recorder_of(model)
-    recorder = Recorder() if known is None else known
+    recorder = Recorder(model) if known is None else known
     record = recorder.record
     before = (
         None

@@ -15,7 +15,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.layout import Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
-from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+from autograd_hacks.support.trees import is_packed, tensors_of
 from autograd_hacks.support.untouched import Aside
 
 NESTED = (
@@ -92,8 +92,10 @@ class Kinds:
         for kind in self.seen.values():
             kind.pending = True
 
-    def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-        """What is known of a forward that begins.  path: of the called module"""
+    def look(
+        self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module]
+    ) -> Known:
+        """What is known of a forward that begins.  path: of the called module    modules: its own, and itself"""
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Known(Told(refused={n: NESTED for n, _ in model.named_parameters()}), None)
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
@@ -103,7 +105,6 @@ class Kinds:
         names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
-        modules = modules_of(model)
         if not self._is_whole:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
         # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.

@@ -44,7 +44,7 @@ class Behind:
         # Gradients continue from here: leaves that aren't the model's, and the nodes that made its arguments.
         own = set(self.parameters.values())
         self.others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
-        given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.graph.nodes}
+        given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.nodes}
         self.inputs: list[Tensor] = [*(leaf.variable for leaf in self.others), *given.values()]
         self.edges = [GradientEdge(leaf, 0) for leaf in self.others]
         self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
@@ -53,7 +53,10 @@ class Behind:
         hooks += [(node, hook) for noted in ran.noted for node, hook in noted.hooks]
         for node, hook in hooks:
             self.hooks.setdefault(node, []).append(hook)
-        self.lowest = [node for node in self.hooks if not self._leads_on(node)]
+        if off.lowest is None:
+            off.lowest = [node for node in self.hooks if not self._leads_on(node)]
+            off.note_lowest(off.lowest)
+        self.lowest = off.lowest
 
     def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
         """By parameter, how many gradients arrive at its uses in a pass that begins at the given outputs."""

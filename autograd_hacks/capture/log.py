@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,17 +10,21 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, node_of
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
+from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
+
+_NONE: dict[str, Any] = {}
+_NO_NODES = frozenset[Node]()
 
 INSIDE_PASS = (
     "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
@@ -64,14 +69,17 @@ def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
         noted.call.layouts = noted.usual_layouts(samples or 0)
 
 
-class Layer(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Layer:
     """What stays the same from call to call of a layer with a rule."""
 
     layer: nn.Module
     rule: Rule
     owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
-    read: tuple[tuple[str, Tensor], ...]  # those that aren't None
+    read: tuple[tuple[str, Tensor], ...]  # those that aren't None, and its buffers
+    buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
+    is_plain: bool  # whether its calls may be noted in few words
 
     def holds(self, layer: nn.Module) -> bool:
         own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
@@ -79,6 +87,10 @@ class Layer(NamedTuple):
             return False
         for (local, p), (name, before, trains) in zip(own.items(), self.owned):
             if p is not before or local != name or (p is not None and p.requires_grad is not trains):
+                return False
+        if layer._buffers or self.buffers:
+            buffers = layer._buffers.values()
+            if len(buffers) != len(self.buffers) or any(x is not y for x, y in zip(buffers, self.buffers)):
                 return False
         return rule_for(layer) is self.rule
 
@@ -92,6 +104,7 @@ class Forward:
         self.running: str | None = None  # the path of the module whose forward runs
         self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
+        self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
@@ -143,19 +156,20 @@ class Forward:
             if (rule := rule_for(layer)) is None:
                 return output
             known = self.layers[path] = self._layer(path, layer, rule)
-        outputs = tensors_of(output)
-        if not known.wanted or not torch.is_grad_enabled() or not [x for x in outputs if x.grad_fn is not None]:
+        if not known.wanted or not torch.is_grad_enabled():
             return output
-        edges = {local: self._edge(p, name) for local, p, name in known.wanted}
-        if [x for x in outputs if x.is_nested]:
+        is_plain = task == NO_TASK and self.running is not None and known.is_plain and drew is None and not kwargs
+        if is_plain and self._note_plainly(known, path, args, output, is_first):
+            return output
+        outputs = tensors_of(output)
+        if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
+        edges = {local: self._edge(p, name) for local, p, name in known.wanted}
         live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         state = {name: (p, version_of(p)) for name, p in known.read}
-        if layer._buffers:
-            state |= {name: (x, version_of(x)) for name, x in layer._buffers.items() if x is not None}
         call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default, which takes twice as long
         vars(call).update(
             path=path,
@@ -185,12 +199,54 @@ class Forward:
             self.noted.append(Noted(call, hooks, made_of))
         return output
 
+    def _note_plainly(self, known: Layer, path: str, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
+        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that.
+
+        What is asked about it later it works out from these."""
+        x = args[0] if len(args) == 1 else None
+        if type(x) is not Tensor or type(output) is not Tensor or x.is_nested or x.layout is not torch.strided:
+            return False
+        source = output if output._base is None else output._base
+        node = source.grad_fn if output.grad_fn is not None else None
+        if node is None or (source is not output and not keeps_its_node(output)):
+            return False
+        call = LayerCall.__new__(LayerCall)
+        call.__dict__.update(
+            path=path,
+            layer=known.layer,
+            known=known,
+            args=(x.detach(),),
+            kwargs=_NONE,
+            training=known.layer.training,
+            overwritten=[version_of(x), *[version_of(p) for _, p in known.read]],
+            precision=autocast_dtype(output.device),
+            forward=self.record.forwards,
+            samples=self.samples,
+            told=self.record.told,
+        )
+        made_of = x.grad_fn
+        inputs = _NO_NODES if made_of is None else frozenset((made_of,))
+        hook = AtOutput(call, None, self.backward.receive, 0, output, (args, _NONE), inputs)
+        call.graph = weakref.ref(hook)
+        if not is_first:
+            call.is_first = False
+        if self.is_taped:
+            _ = call.edges  # to find them later would be a step of the tape
+        put_on(node, hook)
+        self.noted.append(Noted(call, [(node, hook)], inputs))
+        return True
+
     def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
         own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
         owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
-        read = tuple([(local, p) for local, p in own.items() if p is not None])
+        read: list[tuple[str, Tensor]] = [(local, p) for local, p in own.items() if p is not None]
         named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]
-        return Layer(layer, rule, owned, read, tuple([one for one in named if one[2] not in self.record.left_out]))
+        wanted = tuple([one for one in named if one[2] not in self.record.left_out])
+        for _, p, _ in wanted:
+            self.backward.watch(p)
+        buffers = tuple(layer._buffers.values())
+        read += [(local, x) for local, x in layer._buffers.items() if x is not None]
+        return Layer(layer, rule, owned, tuple(read), buffers, wanted, not rule.recomputes and rule.count is None)
 
     def _edge(self, p: Tensor, name: str) -> Edge:
         edge = self._edges_now.get(id(p))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from sys import maxsize
@@ -46,12 +46,12 @@ from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 class Ran:
     """A forward that has run, with its graph.
 
-    modules: the modules whose parameters and buffers are used
+    modules: the modules whose own parameters and buffers are used
     trained: returns the trainable parameters by name
     outputs: the tensors that were returned
     """
 
-    modules: Iterable[nn.Module]
+    modules: Sequence[nn.Module]
     trained: Callable[[], Mapping[str, Tensor]]
     arguments: Any
     outputs: Sequence[Tensor]  # and those that the model keeps, behind what it returns
@@ -97,12 +97,18 @@ class Ran:
     @cached_property
     def fixed(self) -> set[int]:
         """The memory addresses of parameters and buffers."""
-        return {memory_of(x) for module in self.modules for x in (*module.parameters(), *module.buffers())}
+        held = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+        return set(map(memory_of, held))
+
+    @cached_property
+    def nodes(self) -> Collection[Node]:
+        """All nodes."""
+        return self.graph.nodes
 
     @cached_property
     def checkpoints(self) -> list[Any]:
         """The nodes of reentrant checkpoints."""
-        return [node for node in self.graph.nodes if node.name() == CHECKPOINT]
+        return [node for node in self.nodes if node.name() == CHECKPOINT]
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
@@ -172,6 +178,8 @@ class OffGraph:
         self._below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
+        self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
+        self.note_lowest: Callable[[Sequence[Node]], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""

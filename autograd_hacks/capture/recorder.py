@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import made_by, modules_of, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import Marks
 
 KEPT = (
@@ -69,10 +69,11 @@ class Recorder:
     why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
     learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
         self.backward = Backward(self.record, self.reduction)
         self.forward = Forward(self.record, self.backward)
+        self.tree = Tree(model)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the layers that got hooks
         self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
@@ -174,11 +175,12 @@ class Recorder:
         self._stop()
         is_asked = is_on and self.kinds.independent and current_task() == NO_TASK
         if is_asked and known is not None and known.batch is not None:
-            self.batch, self.marks = known.batch, Marks(modules_of(model))
+            self.batch, self.marks = known.batch, Marks(self._modules(path, model))
             kept = [] if before is None else before.kept(self.marks.tensors)
             tapes = known.told.kind.tapes
             self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
+        self.forward.is_taped = self.tape is not None
 
     def _forget(self) -> None:
         self._known = None
@@ -195,7 +197,7 @@ class Recorder:
         self._ends = made_by((args, kwargs))
         if not path and not self.is_aside:
             self.learn(model, self)
-        known = self._known = self.kinds.look(model, path, args, kwargs)
+        known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
         self.record.told, self.forward.samples = known.told, known.samples
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
@@ -215,9 +217,10 @@ class Recorder:
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         returned_count = len(outputs)
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(model, outputs, self._began)
-        trained = partial(self.record.trained, model, path)
-        ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
+            outputs += _kept_by(self.tree.modules(), outputs, self._began)
+        modules = self._modules(path, model)
+        trained = partial(self.record.trained, parameters_of(model) if path else self.tree.parameters(), path)
+        ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         with plainly_saved():
@@ -226,7 +229,11 @@ class Recorder:
         self.backward.hooks_before, self._users_hooks = count(), []
         return returned
 
-    def watch_hooks(self, labels: Labels | None, samples: int) -> None:
+    def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
+        """The modules of what runs: of the model, or of a part."""
+        return modules_of(model) if path else self.tree.modules()
+
+    def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins; see `gradient_hooks.watch`."""
         of = weakref.ref(self.backward)
         watch(of, self._users_hooks, labels, samples)
@@ -239,7 +246,7 @@ class Recorder:
         if known is not None and is_read and (self.kinds.probes or not ran.checkpoints):
             self.kinds.is_covered = False
             args, kwargs = ran.arguments
-            known = self.kinds.look(model, path, args, kwargs)
+            known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
             self.record.told = known.told
         told = self.record.told
         if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
@@ -326,21 +333,33 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
-def _kept_by(model: nn.Module, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
+_SIMPLE = {int, float, bool, str, type(None)}
+
+
+def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
 
     began: the number of the first node that it could make"""
     found = dict[int, Tensor]()
-    for module in modules_of(model):
+    for module in modules:
         attributes = vars(module)
         for name in sorted(attributes.keys() - _OF_MODULE):
             value = attributes[name]
-            if isinstance(value, Tensor | list | tuple | dict):
-                own = [value] if isinstance(value, Tensor) else tensors_of(value) if value else ()
+            if isinstance(value, Tensor):
+                own = [value]
+            elif not isinstance(value, list | tuple | dict) or {type(x) for x in _items(value)} <= _SIMPLE:
+                continue  # most are sizes
+            else:
+                own = tensors_of(value)
+            if own:
                 found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
-from autograd_hacks.forms.directions import Directions, along, directions
+from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import parameters_of, plain, version_of
+from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
+SMALL = 2**14
+"""Up to how many numbers a gradient is copied, to be compared together with others: a copy costs less than a product."""
 P = TypeVar("P", bound=Tensor)
 
 
@@ -54,8 +54,9 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    # By parameter: random directions, and what arrived along them.
-    along: dict[str, tuple[Directions, list[Tensor]]] = field(default_factory=dict)
+    # By parameter, the gradients that arrived there: small ones themselves, and others along random directions.
+    small: dict[str, list[Tensor]] = field(default_factory=dict)
+    along: dict[str, list[Tensor]] = field(default_factory=dict)
     is_certified: bool = False  # whether the rows add up to that
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
@@ -68,16 +69,19 @@ class Pass:
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
-        """Notes a gradient that arrived at a parameter, as a few numbers."""
-        if grad.is_meta or grad.is_nested or is_part(grad):
-            return
+        """Notes a gradient that arrived at a parameter: as a few numbers, or itself if it is small."""
         if type(grad) is not Tensor or grad.requires_grad:
+            if is_part(grad):
+                return
             grad = part_of(plain(grad))
-        if (before := self.along.get(name)) is None:
-            at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
-            before = self.along[name] = at, []
+        if grad.is_meta or grad.is_nested:
+            return
+        if grad.layout is torch.strided and grad.numel() <= SMALL:
+            self.small.setdefault(name, []).append(grad.clone())  # others may add to it
+            return
+        at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():
-            before[1].append(along(grad, before[0]))
+            self.along.setdefault(name, []).append(along(grad, at))
 
     @property
     def is_hess(self) -> bool:
@@ -171,7 +175,8 @@ class Segment:
         return told[0][1]
 
     def can_be_run_again(self) -> bool:
-        return any(call.graph() is not None for recorded in self.passes for call in recorded.received)
+        graphs = (call.graph() for recorded in self.passes for call in recorded.received)
+        return any(graph is not None and not graph.is_over for graph in graphs)
 
 
 @dataclass(eq=False)
@@ -279,14 +284,13 @@ class Record:
     def is_parameter(self, x: Tensor) -> bool:
         return x in self.names or any(x is other for other in self.gathered.values())
 
-    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
+    def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
-        own = self.asked(parameters_of(model))
-        return {name: self.gathered.get(name, p) for name, p in own.items()}
+        return {name: self.gathered.get(name, p) for name, p in self.asked(dict(parameters)).items()}
 
-    def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """The same for trainable parameters.  Also works for a part, at a path, with the names used here."""
-        named = {self.name_of(p, path, name): p for name, p in parameters_of(module).items() if p.requires_grad}
+    def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+        """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""
+        named = {self.name_of(p, path, name): p for name, p in parameters.items() if p.requires_grad}
         return {name: self.gathered.get(name, p) for name, p in self.asked(named).items()}
 
     def asked(self, named: dict[str, P]) -> dict[str, P]:

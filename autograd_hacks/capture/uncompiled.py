@@ -14,10 +14,10 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.support.contexts import as_written
 from autograd_hacks.support.internals import COMPILER, disable_dynamo
-from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import modules_of, tensors_of
+from autograd_hacks.support.trees import tensors_of
 
 Call = Callable[..., Any]
 
@@ -112,7 +112,7 @@ INSTEAD = ("compile", "_replicate_for_data_parallel")  # the second is DataParal
 
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
     """Wraps the model, and compiled modules inside it, so that recorded calls run uncompiled."""
-    for module in modules_of(model) if COMPILER in sys.modules else ():
+    for module in recorder.tree.modules() if COMPILER in sys.modules else ():
         if not isinstance(module._compiled_call_impl, Uncompiled | None) or _is_wrapped(module):
             put_around(module, recorder)
     put_around(model, recorder)

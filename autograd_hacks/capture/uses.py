@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from autograd_hacks.formulas.call import Call
 from autograd_hacks.formulas.met import Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES, Rule, rule_for
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.support.graph import Value, kept_by
+from autograd_hacks.support.graph import Value, kept_by, node_of
 from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
@@ -41,7 +41,13 @@ class Whose(NamedTuple):
 
 
 class GraphAlive:
-    """Held only by a use's hooks in the graph: when it is gone, no backward pass can arrive there any more."""
+    """Held only by a use's hooks in the graph, or such a hook: when it is gone or over, no pass can arrive there."""
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    def is_over(self) -> bool:
+        return False
 
 
 class Edge(NamedTuple):
@@ -66,6 +72,8 @@ class OutputGrads:
     @property
     def first(self) -> Tensor:
         """The gradient at the first output that has one."""
+        if self.at[0] is not None:
+            return self.at[0]
         return next(grad for grad in self.at if grad is not None)
 
     @property
@@ -76,7 +84,7 @@ class OutputGrads:
 
 
 @dataclass(eq=False, kw_only=True)
-class Use(ABC):
+class Use:
     """A place in the graph that gives rows of parameters.  It holds no graph."""
 
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
@@ -170,9 +178,41 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def _is_ready(x: Any, dtype: torch.dtype) -> bool:
+    """Whether an argument or gradient is as `ready` makes it."""
+    return type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
+
+
 @dataclass(eq=False, kw_only=True)
 class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads."""
+    """A call of a layer with a rule: everything that the rule reads.
+
+    The log notes a usual call in few words, because most of what may be asked about a call is asked about none.
+    """
+
+    slots: int = 1
+    leaves: Mapping[int, Node] = field(default_factory=dict, repr=False)  # where parameters (id) end the forward's graph
+
+    def __getattr__(self, name: str) -> Any:
+        """What a usual call's note leaves out.
+
+        known: the layer as it was    overwritten: how often its input and what it reads had been"""
+        own = vars(self)
+        if name == "edges":
+            leaves = self.leaves
+            value: Any = {
+                local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
+            }
+        elif name == "state":
+            value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
+        elif name == "versions":
+            value = [(self.args[0], own["overwritten"][0])]
+        elif name == "leaves":
+            return {}
+        else:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        own[name] = value
+        return value
 
     @property
     def what(self) -> str:
@@ -236,15 +276,18 @@ class LayerCall(Use, Call):
             tensor = ready(tensor, dtype)
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
-        args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs) if self.kwargs else {}
-        given = self.training, tuple([g if g is None else as_expected(g) for g in grads.at]), self.state
+        args, kwargs, at = self.args, self.kwargs, tuple(grads.at)
+        if layout is not None or not all(_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)):
+            args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
+            at = tuple([g if g is None else as_expected(g) for g in at])
+        given = self.training, at, self.state
         outputs = self.random_state, self.outputs, self.precision
         call = Call(self.path, self.layer, args, kwargs, *given, *outputs, self._is_compared(grads))
         try:
             forms = rule.formula(self.layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
+        if not isinstance(forms, dict | Mapping) or not all(isinstance(form, Form) for form in forms.values()):
             raise TypeError(
                 f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
             )
@@ -261,7 +304,7 @@ class LayerCall(Use, Call):
                 "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
         form, shape = forms[name], self.edges[name].parameter.shape
-        if form.samples != rows or tuple(form.shape) != shape:
+        if form.samples != rows or form.shape != shape:
             raise BatchSizeError(
                 f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
                 f"{name!r}; expected {(rows, *shape)}: samples first, then the parameter's shape."

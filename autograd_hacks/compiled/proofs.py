@@ -13,7 +13,7 @@ from autograd_hacks.compiled.labels import Joint, Labels, behind
 from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.reading.certificate import agree, rounding_of_products
-from autograd_hacks.support.precision import CONV
+from autograd_hacks.support.contexts import CONV
 
 
 class Certificate:

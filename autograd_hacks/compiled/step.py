@@ -33,11 +33,10 @@ from autograd_hacks.forms import Outer
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.switch import NO_TASK
-from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.trees import ByTensor, tensors_of
 
 Gradients = Mapping[str, fx.Node]
 

@@ -19,7 +19,7 @@ from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
 
@@ -93,10 +93,7 @@ def passes_for(
 
 def _check_arguments(output: Tensor, hess_type: str, generator: torch.Generator | None) -> None:
     check_output("backprop_hess", output, ON_CURVATURE)
-    if hess_type not in ROOTS:
-        raise ValueError(
-            f"backprop_hess was given hess_type={hess_type!r}; expected one of {', '.join(map(repr, ROOTS))}" + ON_CURVATURE
-        )
+    check_word("backprop_hess", ON_CURVATURE, ROOTS, hess_type=hess_type)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"backprop_hess was given generator={generator!r}; expected a torch.Generator, seeded by manual_seed"

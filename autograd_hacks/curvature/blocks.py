@@ -9,9 +9,8 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import passes_for
-from autograd_hacks.curvature.coverage import Coverage
 from autograd_hacks.curvature.ekfac import Eigenvalues
-from autograd_hacks.curvature.sums import Sums
+from autograd_hacks.curvature.sums import Coverage, Sums
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
 from autograd_hacks.support.display import progress
@@ -70,7 +69,7 @@ def compute_hess(
     sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
     sums.end(sums.add)
     if kind == "ekfac":
-        values = Eigenvalues(model, sums.names, sums.joint, sums.spread, sums.lays)
+        values = Eigenvalues(sums)
         values.end(values.add)
     return sums.coverage()
 
@@ -124,7 +123,7 @@ def compute_hess_over(
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = _output(model, given) if forward is None else forward(model, given)
-            seen = record.parameters_of(model)
+            seen = record.as_seen(recorder_of(model).tree.parameters())
             is_all = len(sums.names) == sum(p.requires_grad for p in seen.values())
             passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in sums.names])
             into.spread = spread_of(model, recorder_of(model))
@@ -135,7 +134,7 @@ def compute_hess_over(
         raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
     sums.end()
     if kind == "ekfac":
-        values = Eigenvalues(model, sums.names, sums.joint, sums.spread, sums.lays)
+        values = Eigenvalues(sums)
         sweep(values)
         values.end()
     return sums.coverage()

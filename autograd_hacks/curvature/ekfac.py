@@ -18,8 +18,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.kronecker import KFAC, Lay, inputs_of, is_empty, positions_of, rows_by
-from autograd_hacks.distributed.spread import Spread
+from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
+from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
 from autograd_hacks.forms.positions import OneHot, Positions
@@ -173,23 +173,18 @@ def _solved(
 
 
 class Eigenvalues:
-    """S for parameters that have ``kfac``, added up over batches."""
+    """S for the parameters that have ``kfac``, by sums that have ended; added up over batches."""
 
-    def __init__(
-        self, model: nn.Module, names: Sequence[str], joint: Mapping[str, str], spread: Spread, lays: Mapping[str, Lay]
-    ) -> None:
-        """joint: {bias: weight} of those that have one block    lays: how parameters lie"""
-        self._model, self.spread, self._batch = model, spread, 0
-        self._names = {weight: (weight, bias) for bias, weight in joint.items()}
-        factors = {name: vars(model.get_parameter(name)).get("kfac") for name in names}
-        self._kfac: dict[str, KFAC] = {name: both for name, both in factors.items() if both is not None}
-        self._lays = {name: lays[name] for name in self._kfac}
+    def __init__(self, sums: Sums) -> None:
+        self._model, self.spread, self._lays, self._batch = sums.model, sums.spread, sums.lays, 0
+        self._names = {weight: (weight, bias) for bias, weight in sums.joint.items()}
+        factors = {name: vars(self._model.get_parameter(name))["kfac"] for name in sums.names}
         # A diagonal matrix has the eigenvectors of the identity.
         self._vectors = {
             n: (None if self._lays[n].is_table else self._of(a), None if self._lays[n].is_thin else self._of(b))
-            for n, (a, b) in self._kfac.items()
+            for n, (a, b) in ((n, both) for n, both in factors.items() if both is not None)
         }
-        self._sums = {n: both[0].new_zeros(self._lays[n].matrix) for n, both in self._kfac.items()}
+        self._sums = {n: factors[n][0].new_zeros(self._lays[n].matrix) for n in self._vectors}
 
     def _of(self, factor: Tensor) -> Tensor:
         """Its eigenvectors, the same on all processes."""
@@ -201,17 +196,15 @@ class Eigenvalues:
         grads = grads_of(self._model, recorder_of(self._model), self.spread)
         with grads.reading():
             for name, (a, b) in self._vectors.items():
-                parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
                 lay, total = self._lays[name], self._sums[name]
-                for at, rows in rows_by(grads[name], lay) if lay.is_by_rows else ():
-                    total[at] += (rows if b is None else rows @ b).square().sum(0)
-                for part, samples in zip(() if lay.is_by_rows else parts, grads.batches):
-                    for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
-                        block = own.rows.start // (own.rows.stop - own.rows.start)
-                        q_a, q_b = (x if x is None or lay.blocks == 1 else x[block] for x in (a, b))
-                        to = total if lay.blocks == 1 else total[block]
-                        for form in _rotated(own, q_a, q_b, lay.is_turned, samples, name in self._names):
-                            to += form.second_moment(form.new_sums(form.samples) + 1)
+                if lay.is_by_rows:
+                    for some, rows in rows_by(grads[name], lay):
+                        total[some] += (rows if b is None else rows @ b).square().sum(0)
+                    continue
+                for own, samples, at in products_of(grads[name], lay, grads.batches):
+                    q_a, q_b = (x if x is None else x[at] for x in (a, b))
+                    for form in _rotated(own, q_a, q_b, lay.is_turned, samples, name in self._names):
+                        total[at] += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
@@ -222,7 +215,7 @@ class Eigenvalues:
             a, b = self._vectors[name]
             names = self._names.get(name, (name,))
             for each in names:
-                block = EKFAC(a, b, total / max(1, batch), names, self._kfac[name].is_turned)
+                block = EKFAC(a, b, total / max(1, batch), names, self._lays[name].is_turned)
                 vars(self._model.get_parameter(each))["ekfac"] = block
 
 

@@ -148,6 +148,18 @@ def lay_of(form: Form, joint: bool = False) -> Lay | str:
     return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
+def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
+    """The rows of each micro-batch."""
+    return form.parts if len(batches) > 1 else [form]
+
+
+def products_of(form: Form, lay: Lay, batches: Sequence[int]) -> Iterator[tuple[Positions, int, int | tuple[()]]]:
+    """The products of each micro-batch, with its number of samples, and the index of their block."""
+    for part, samples in zip(parts_of(form, batches), batches):
+        for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
+            yield own, samples, () if lay.blocks == 1 else own.rows.start // (own.rows.stop - own.rows.start)
+
+
 def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
     """The gradients piece by piece: some rows of the parameter, and (samples, rows, D) of these."""
     each = lay.fan_in // form.shape[:1].numel()  # of an entry of the first axis
@@ -197,15 +209,12 @@ def factors_of(
     a = b.new_zeros(shape_a) if memory is None else memory(shape_a, b).zero_()
     counts = torch.zeros(lay.blocks, dtype=torch.int64, device=b.device)
     if lay.is_by_rows:
-        for at, rows in rows_by(form, lay):
-            a[at] += rows.square().sum((0, 2))
+        for some, rows in rows_by(form, lay):
+            a[some] += rows.square().sum((0, 2))
             _add_products(b, rows)
         return Factors(a, b, counts)
-    for part, samples in zip(form.parts if len(batches) > 1 else [form], batches):
-        for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
-            block = own.rows.start // (own.rows.stop - own.rows.start)
-            mine, theirs = (a, b) if lay.blocks == 1 else (a[block], b[block])
-            counts[block] += _add(mine, theirs, own, kfac_approx == "reduce", samples, joint)
+    for own, samples, at in products_of(form, lay, batches):
+        counts[at] += _add(a[at], b[at], own, kfac_approx == "reduce", samples, joint)
     return Factors(a, b, counts)
 
 
@@ -270,14 +279,6 @@ def _add_squares(a: Tensor, inputs: OneHot, present: Tensor, owners: Tensor | No
 
 
 # Layers.
-
-
-def otherwise(kind: str) -> str:
-    """Advice for parameters without factors.  kind: the requested one"""
-    return (
-        "Leave them out with skip=True, and the table that is returned names them; or name the others, "
-        f"parameters=[...] with kind={kind!r}; or take kind='diag' or 'full' for them."
-    )
 
 
 def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.coverage import Coverage
 from autograd_hacks.curvature.kronecker import (
     APPROXIMATIONS,
     BIASES,
@@ -21,15 +22,15 @@ from autograd_hacks.curvature.kronecker import (
     factors_of,
     is_empty,
     lay_of,
-    otherwise,
+    parts_of,
     weight_of,
     weights_by_bias,
 )
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
-from autograd_hacks.support.display import with_unit
+from autograd_hacks.support.display import Shown, Table, in_millions, percent, with_unit
+from autograd_hacks.support.ranges import check_word
 from autograd_hacks.verbs.arguments import check_size, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
@@ -38,43 +39,66 @@ ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfa
 """The attribute that parameters get, by kind; 'ekfac' also sets ``ekfac``."""
 
 
+@dataclass(frozen=True, repr=False)
+class Coverage(Shown):
+    """The result of `compute_hess` and `compute_hess_over`: a line for each trainable parameter.  It prints as a table, in a
+    terminal and in a notebook, below the share of their numbers that have the curvature."""
+
+    kind: str  # the requested one
+    kinds: Mapping[str, str]  # {parameter: what it has}
+    skipped: Mapping[str, str]  # {parameter: why it has none}
+    sizes: Mapping[str, int]  # {parameter: how many numbers}
+    frozen: int = 0  # how many numbers are frozen
+
+    @property
+    def covered(self) -> list[str]:
+        """The parameters that have it, for example for ``per_sample_grads(model, only=...)``."""
+        return list(self.kinds)
+
+    @property
+    def share(self) -> float:
+        """The share of the trainable numbers that have it, in [0, 1]."""
+        return sum(self.sizes[name] for name in self.kinds) / max(1, sum(self.sizes.values()))
+
+    def _table(self) -> Table:
+        count, tensors = in_millions(sum(self.sizes.values())), f"{len(self.kinds)} of {len(self.sizes)} tensors"
+        title = f"{self.kind}: {tensors}; attributed: {percent(self.share)} of {count} parameters"
+        title += f" that train; {self.frozen:,} are frozen" if self.frozen else ""
+        rows = [("parameter", "numbers", self.kind)]
+        for name, size in self.sizes.items():
+            rows.append((name, f"{size:,}", self.kinds.get(name) or f"none: {self.skipped[name]}"))
+        return Table(title, rows, is_whole=True)
+
+
+@dataclass(eq=False)
 class Sums:
     """Sums over batches.  At the end it sets the means on the parameters, and before that nothing."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        kind: str,
-        kfac_approx: str,
-        parameters: str | Collection[str] | None,
-        limit: float,
-        kfac_bias: str,
-        skip: bool,
-    ) -> None:
-        for what, given, expected in (
-            ("kind", kind, list(ATTRIBUTES)),
-            ("kfac_approx", kfac_approx, APPROXIMATIONS),
-            ("kfac_bias", kfac_bias, BIASES),
-        ):
-            if given not in expected:
-                listing = ", ".join(map(repr, expected))
-                raise ValueError(f"compute_hess was given {what}={given!r}; expected one of {listing}" + ON_CURVATURE)
-        self.shares = kfac_bias == "shared"
-        self.model, self.kfac_approx, self.limit, self.skip = model, kfac_approx, limit, skip
-        self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
-        every = recorder_of(model).record.parameters_of(model)
+    model: nn.Module
+    asked: str  # the requested kind
+    kfac_approx: str
+    parameters: str | Collection[str] | None
+    limit: float
+    kfac_bias: str
+    skip: bool
+
+    def __post_init__(self) -> None:
+        check_word("compute_hess", ON_CURVATURE, ATTRIBUTES, kind=self.asked)
+        check_word("compute_hess", ON_CURVATURE, APPROXIMATIONS, kfac_approx=self.kfac_approx)
+        check_word("compute_hess", ON_CURVATURE, BIASES, kfac_bias=self.kfac_bias)
+        self.kind, recorder = "kfac" if self.asked == "ekfac" else self.asked, recorder_of(self.model)
+        every, self.left_out = recorder.record.as_seen(recorder.tree.parameters()), recorder.record.left_out
         self.names = [name for name, p in every.items() if p.requires_grad]
-        self.left_out = recorder_of(model).record.left_out
-        if parameters is not None:
-            self.names = self._matching(parameters)
-        self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
+        if self.parameters is not None:
+            self.names = self._matching(self.parameters)
+        is_joint = self.kfac_bias == "joint" and self.kind == "kfac"
+        self.joint = weights_by_bias(self.model, self.names) if is_joint else {}
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
-        self.batch, self.spread = 0, spread_of(model, recorder_of(model))
-        self._pool = recorder_of(model).pool
-        for name, parameter in model.named_parameters():  # an earlier curvature must not be mistaken for this one
-            old = vars(parameter).pop(ATTRIBUTES[kind], None)
-            vars(parameter).pop(kind, None)
+        self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
+        for name, parameter in self.model.named_parameters():  # an earlier curvature must not be mistaken for this one
+            old = vars(parameter).pop(ATTRIBUTES[self.asked], None)
+            vars(parameter).pop(self.asked, None)
             if self.kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
 
@@ -96,16 +120,15 @@ class Sums:
     def end(self, last: Callable[[], None] = lambda: None) -> None:
         """last: what there is to add"""
         with self.spread.weights():
-            _, (batch, *counts) = self.spread.agreed(last, lambda _: self._counts(), 1 + 4 * len(self.names))
-        each = dict(zip(self.names, zip(*[iter(map(int, counts))] * 4)))
-        for name, (*_, refused) in each.items():
-            if refused and name not in self.skipped:
-                self._refuse({name: "it has none on another process"})
-        reached = {
-            name: _uncoded(code // n, fan_in // n) for name, (n, code, fan_in, refused) in each.items() if n > 0 == refused
-        }
-        if self.kind == "kfac":
-            self.lays |= {name: lay for name, lay in reached.items() if name not in self.lays}
+            _, (batch,) = self.spread.agreed(last, lambda _: [self.batch], 1)
+        everyones = self.spread.from_all(({name: self.lays.get(name) for name in self.sums}, {*self.skipped}))
+        refused = set[str]().union(*(skipped for _, skipped in everyones))
+        elsewhere = [name for name in self.names if name in refused and name not in self.skipped]
+        self._refuse(dict.fromkeys(elsewhere, "it has none on another process"))
+        lays = {name: {own[name] for own, _ in everyones if name in own} for name in self.names if name not in refused}
+        self._refuse({n: "it is read in other ways on another process" for n, own in lays.items() if len(own) > 1})
+        reached = [name for name, own in lays.items() if own and name not in self.skipped]
+        self.lays |= {name: lay for name in reached for lay in lays[name] if lay is not None}
         sums = {f"{k} {name}": x for name in reached for k, x in enumerate(self.sums.get(name) or self._zeros(name))}
         total = self.spread.summed(sums)
         for name in self.names:
@@ -145,31 +168,14 @@ class Sums:
                 had[name] = "its diagonal" if is_diagonal else f"its block, {size or 1}"
         return Coverage(self.asked, had, skipped, sizes, frozen)
 
-    def _counts(self) -> list[int]:
-        """The number of samples; and for each parameter, whether they reached it, its matrices, and whether it is
-        refused."""
-        found = [self.batch]
-        for name in self.names:
-            has = name in self.sums
-            found += [
-                int(has),
-                *(_coded(self.lays[name]) if has and name in self.lays else (0, 0)),
-                int(name in self.skipped),
-            ]
-        return found
-
     def _zeros(self, name: str) -> list[Tensor]:
         """The sums of a parameter that only other processes' samples have reached."""
         p = self.model.get_parameter(name)
         zeros = torch.zeros((), dtype=accumulation_dtype(p.dtype), device=p.device)
         if self.kind != "kfac":
             return [zeros.new_zeros(p.shape if self.kind == "diag" else (*p.shape, *p.shape))]
-        lay = self.lays[name]
-        lay = self.lays[name] = lay._replace(
-            fan_out=(p.numel() // lay.blocks) // (lay.fan_in - (name in self.joint.values()))
-        )
-        counts = torch.zeros(lay.blocks, dtype=torch.int64, device=p.device)
-        return [*(zeros.new_zeros(shape) for shape in lay.factors), counts]
+        counts = torch.zeros(self.lays[name].blocks, dtype=torch.int64, device=p.device)
+        return [*(zeros.new_zeros(shape) for shape in self.lays[name].factors), counts]
 
     @torch.no_grad()
     def add(self) -> None:
@@ -193,10 +199,6 @@ class Sums:
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
             return [form.cross(form).view(*form.shape, *form.shape)]
-
-        def memory(shape: tuple[int, ...], like: Tensor) -> Tensor:
-            return self._pool.take(f"A of {name}", shape, like)
-
         lay, of = self.lays[name], self._shared_by(name, grads)
         if of is not None:
             found = self._lay(of, grads)
@@ -205,13 +207,14 @@ class Sums:
             ones = factors.b.new_ones(lay.factors[0])
             factors = Factors(ones, factors.b, torch.ones_like(factors.positions))
         else:
-            joint, is_matrix = name in self.joint.values(), len(form.shape) > 1
-            factors = factors_of(form, lay, self.kfac_approx, grads.batches, joint, memory if is_matrix else None)
+            memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
+            factors = factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
         return [*factors]
 
     def _shared_by(self, name: str, grads: PerSampleGrads) -> str | None:
         """The weight whose B a bias shares."""
-        return weight_of(self.model, name, grads.reached) if self.shares and len(grads[name].shape) == 1 else None
+        is_shared = self.kfac_bias == "shared" and len(grads[name].shape) == 1
+        return weight_of(self.model, name, grads.reached) if is_shared else None
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
@@ -222,8 +225,7 @@ class Sums:
             own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay
             return f"its weight {of} has none: {own}" if isinstance(own, str) else own
         bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
-        parts = _parts(grads, name)
-        found = [lay_of(part, bias is not None) for part in parts if not is_empty(part)]
+        found = [lay_of(part, bias is not None) for part in parts_of(grads[name], grads.batches) if not is_empty(part)]
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
             found.append(f"{bias} is not added to its outputs; use kfac_bias='exact'")
         most = self.limit / grads[name].sum_dtype.itemsize
@@ -242,10 +244,11 @@ class Sums:
         """Whether a bias is added to a weight's outputs."""
         if name not in grads.reached:
             return False
-        if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in _parts(grads, of)):
+        biases, weights = (parts_of(grads[own], grads.batches) for own in (name, of))
+        if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in weights):
             return False
-        pairs = zip(_parts(grads, name), _parts(grads, of), grads.batches)
-        return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in pairs)
+        each = zip(biases, weights, grads.batches)
+        return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in each)
 
     def _checked(self, grads: PerSampleGrads, reached: Sequence[str]) -> list[str]:
         """The parameters for which these passes are summed.  Raises if one has no curvature, or too large a block."""
@@ -274,7 +277,11 @@ class Sums:
                 self.skipped[name] = why
         elif reasons:
             listing = "; ".join(f"{name} of {_place(self.model, name)}: {why}" for name, why in reasons.items())
-            raise UnsupportedLayer(f"these parameters have no Kronecker factors: {listing}. {otherwise(self.asked)}")
+            raise UnsupportedLayer(
+                f"these parameters have no Kronecker factors: {listing}. Leave them out with skip=True, and the table that "
+                f"is returned names them; or name the others, parameters=[...] with kind={self.asked!r}; or take "
+                "kind='diag' or 'full' for them."
+            )
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
         """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: how many numbers it
@@ -292,24 +299,8 @@ class Sums:
         return [name for name in sizes if name not in self.skipped]
 
 
-def _parts(grads: PerSampleGrads, name: str) -> Sequence[Form]:
-    """The rows of each micro-batch."""
-    return grads[name].parts if len(grads.batches) > 1 else [grads[name]]
-
-
 def _place(model: nn.Module, name: str) -> str:
     """The layer that has a parameter, in words."""
     parameter = model.get_parameter(name)
     owners = (where(path, m) for path, m in model.named_modules() if any(p is parameter for p in m._parameters.values()))
     return next(owners)
-
-
-def _coded(lay: Lay) -> tuple[int, int]:
-    """How a parameter is made of matrices, as two numbers that processes can sum."""
-    kinds = (lay.is_turned, lay.is_table, lay.is_thin, lay.is_by_rows)
-    return 16 * lay.blocks + sum(int(is_so) << k for k, is_so in enumerate(kinds)), lay.fan_in
-
-
-def _uncoded(code: int, fan_in: int) -> Lay:
-    """Decodes `_coded`, except for fan_out, which follows from the parameter's shape."""
-    return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))

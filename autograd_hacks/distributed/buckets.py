@@ -5,8 +5,7 @@ the parameter is: whole on each process, by an all-reduce, or a shard, by a redu
 in torch's own wrappers, because each communication has a fixed cost.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,55 +28,47 @@ class Own(NamedTuple):
     total: Tensor  # shape
     parameter: Tensor  # the user's parameter, to which the sum belongs
 
+    def placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
+        """Where the result is."""
+        return self.parameter.placements if isinstance(self.parameter, DTensor) else (Replicate(),) * mesh.ndim
 
-@dataclass
-class Buckets:
-    """Takes sums one by one, and sends the earlier ones meanwhile."""
 
-    found: dict[str, Tensor] = field(default_factory=dict)
-    _open: dict[object, list[Own]] = field(default_factory=dict)
-    _sent: list[tuple[list[Own], Tensor]] = field(default_factory=list)
+def reduced(sums: Iterable[Own], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The sums over all processes, {name: shape}, each like its parameter: whole, or a shard.
 
-    def add(self, own: Own, mesh: DeviceMesh | None) -> None:
-        """Adds a sum.  mesh: of the processes to add up over; None for this process alone"""
-        self.found[own.name] = own.total
-        if mesh is None:
-            return
-        placements = placements_of(own.parameter, mesh)
+    sums: taken one by one, while the earlier ones are sent
+    """
+    found: dict[str, Tensor] = {}
+    waiting: dict[object, list[Own]] = {}
+    sent: list[tuple[list[Own], Tensor]] = []
+    for own in sums:
+        found[own.name], placements = own.total, own.placements(mesh)
         if not _goes_along(own, placements):
-            self.found[own.name] = _alone(own, mesh, placements)
-            return
-        kind = id(mesh), placements, own.total.dtype, own.total.device
-        bucket = self._open.setdefault(kind, [])
+            found[own.name] = _alone(own, mesh, placements)
+            continue
+        kind = placements, own.total.dtype, own.total.device
+        bucket = waiting.setdefault(kind, [])
         bucket.append(own)
         if sum(other.total.nbytes for other in bucket) >= BUCKET:
-            self._sent.append((bucket, _send(self._open.pop(kind), mesh, placements)))
-
-    def end(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """All sums, {name: shape}, each like its parameter: whole, or a shard.  mesh: as for `add`"""
-        for bucket in self._open.values():
-            assert mesh is not None  # else there would be no sums
-            self._sent.append((bucket, _send(bucket, mesh, placements_of(bucket[0].parameter, mesh))))
-        for bucket, total in self._sent:
-            wait: Any = getattr(total, "wait", None)  # torch's own asynchronous tensors; their views don't wait
-            self._unpack(bucket, total if wait is None else wait())
-        return self.found
-
-    def _unpack(self, bucket: Sequence[Own], total: Tensor) -> None:
-        at, total = 0, total.reshape(-1)
-        for name, own, parameter in bucket:
-            if not isinstance(parameter, DTensor):
-                self.found[name], at = total[at : at + own.numel()].view(own.shape), at + own.numel()
-                continue
-            shape, ranks = parameter.to_local().shape, parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-            shard = total[at : at + prod(shape)].view(shape).to(part_of(parameter).device)  # the parameter may be offloaded
-            at += -(-own.shape[0] // ranks) * prod(own.shape[1:])
-            self.found[name] = _placed(shard, parameter)
+            sent.append((bucket, _send(waiting.pop(kind), mesh)))
+    sent += [(bucket, _send(bucket, mesh)) for bucket in waiting.values()]
+    for bucket, total in sent:
+        found.update(_unpacked(bucket, part_of(total).reshape(-1)))  # views of what has not arrived don't wait for it
+    return found
 
 
-def placements_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The placements of a parameter on a mesh."""
-    return parameter.placements if isinstance(parameter, DTensor) else (Replicate(),) * mesh.ndim
+def _unpacked(bucket: Sequence[Own], total: Tensor) -> Iterator[tuple[str, Tensor]]:
+    at = 0
+    for name, own, parameter in bucket:
+        if not isinstance(parameter, DTensor):
+            yield name, total[at : at + own.numel()].view(own.shape)
+            at += own.numel()
+            continue
+        shape, ranks = parameter.to_local().shape, parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+        shard = total[at : at + prod(shape)].view(shape).to(part_of(parameter).device)  # the parameter may be offloaded
+        at += -(-own.shape[0] // ranks) * prod(own.shape[1:])
+        layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+        yield name, DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
 def _goes_along(own: Own, placements: Sequence[Placement]) -> bool:
@@ -88,7 +79,8 @@ def _goes_along(own: Own, placements: Sequence[Placement]) -> bool:
     return last.is_replicate() or (type(last) is Shard and last.dim == 0 and own.total.shape == own.parameter.shape)
 
 
-def _send(bucket: Sequence[Own], mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
+    placements = bucket[0].placements(mesh)
     if placements[-1].is_replicate():
         flat = torch.cat([own.total.reshape(-1) for own in bucket])
     else:
@@ -113,9 +105,3 @@ def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tenso
     settled: Any = partial.redistribute(placements=to).to(part_of(own.parameter).device)
     found: Tensor = settled if isinstance(own.parameter, DTensor) else settled.to_local()
     return found
-
-
-def _placed(shard: Tensor, parameter: DTensor) -> Tensor:
-    """A shard as a DTensor like the parameter."""
-    layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)

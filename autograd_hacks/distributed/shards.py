@@ -75,10 +75,8 @@ _QUIET = {
 
 
 @contextmanager
-def alone(model: nn.Module, sharded: Sequence[nn.Module] | None = None) -> Iterator[None]:
+def alone(model: nn.Module) -> Iterator[None]:
     """A context in which a model runs, forwards and backwards, without communication.
-
-    sharded: the modules of ``fully_shard`` that are not gathered yet, by default all
 
     If shards must be gathered, all processes must enter it at once; then each may run the model any number of times.
     """
@@ -96,7 +94,7 @@ def alone(model: nn.Module, sharded: Sequence[nn.Module] | None = None) -> Itera
                 slots.pop(name, None)
             slots.update(before)
 
-    with whole(parts if sharded is None else sharded), restored(undo):
+    with whole(parts), restored(undo):
         for part in parts:
             policy = part._get_fsdp_state()._mp_policy
             given = policy.param_dtype if policy.cast_forward_inputs else None

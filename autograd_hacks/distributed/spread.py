@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -16,12 +17,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
-from autograd_hacks.support.trees import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,33 +37,24 @@ _GATHERED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKe
 """By model, the ids of the ``fully_shard`` modules whose weights are gathered for reading now."""
 
 
+@dataclass(eq=False)
 class Spread:
-    """The processes that have the samples of one batch.
+    """The processes that have the samples of one batch."""
 
-    parameters: of the model by name, as the user has them, for example shards
-    mesh: the processes to add up over; None for this process alone
-    needed: the modules whose weights are gathered for reading, as `shards` counts them
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        mesh: DeviceMesh | None,
-        model: weakref.ref[nn.Module] | None = None,
-        needed: Sequence[nn.Module] = (),
-        shards: Mapping[str, int] | None = None,
-    ) -> None:
-        self.parameters, self.mesh = parameters, mesh
-        self._model, self._needed, self._shards = model, needed, dict(shards or {})
+    parameters: Mapping[str, Tensor]  # of the model by name, as the user has them, for example shards
+    mesh: DeviceMesh | None  # the processes to add up over; None for this process alone
+    model: weakref.ref[nn.Module] | None = None
+    needed: Sequence[nn.Module] = ()  # the modules whose weights are gathered for reading
+    shards: Mapping[str, int] = field(default_factory=dict)  # how often each shard had been overwritten
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
-        return Spread(self.parameters, None, self._model, self._needed, self._shards)
+        return replace(self, mesh=None)
 
     def check(self) -> None:
         """Raises StaleRecord if sharded weights on which rows depend have changed since the forward."""
-        if self._needed:
-            check_shards(self.parameters, self._shards)
+        if self.needed:
+            check_shards(self.parameters, self.shards)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -78,12 +68,10 @@ class Spread:
         """A context in which the sharded weights that rows need are gathered, once for everything inside.
 
         Use it around code that may fail on one process, so that no other process waits."""
-        model = None if self._model is None else self._model()
-        if not self._needed or model is None:
-            yield
-            return
-        held = _GATHERED.get(model, frozenset())
-        if not (missing := [part for part in self._needed if id(part) not in held]):
+        model = None if self.model is None else self.model()
+        held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
+        missing = [part for part in self.needed if id(part) not in held]
+        if model is None or not missing:
             yield
             return
         _GATHERED[model] = held | {id(part) for part in missing}
@@ -124,6 +112,10 @@ class Spread:
         """The process groups that together have all samples; none for this process alone."""
         return [] if self.mesh is None else self.mesh.get_all_groups()
 
+    def from_all(self, mine: T) -> list[T]:
+        """The value of each process, in the processes' order.  All must call it at once."""
+        return [mine] if self.mesh is None else from_all(mine, self.mesh)
+
     def firsts(self, x: Tensor) -> Tensor:
         """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
         for group in self.groups():
@@ -136,7 +128,7 @@ class Spread:
             return rows
         from torch.distributed.tensor import DTensor, Shard
 
-        counts = from_all(len(rows), self.mesh)
+        counts = self.from_all(len(rows))
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = DTensor.from_local(padded, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False).full_tensor()
@@ -145,17 +137,14 @@ class Spread:
 
 def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
     """sums: by name, each with a tensor that has the result's placement"""
-    from autograd_hacks.distributed.buckets import Buckets, Own
+    from autograd_hacks.distributed.buckets import Own, reduced
 
-    buckets = Buckets()
-    for own in sums:
-        buckets.add(Own(*own), mesh)
-    return buckets.end(mesh)
+    return reduced((Own(*own) for own in sums), mesh)
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
     """The processes that have samples of the latest record.  group: see `Where`"""
-    parameters, parts = parameters_of(model), gathering(model)
+    parameters, parts = recorder.tree.parameters(), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
     return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)
@@ -194,7 +183,7 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if sharded:
         first: Any = sharded[0]
         return first.device_mesh
-    wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
+    wrapper = recorder.reduction.wrapper_of({n for segment in recorder.record.segments for n in segment.forwards})
     if wrapper is None:
         return None
     if wrapper._join_config.enable:
@@ -206,7 +195,3 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)
     return _MESHES[wrapper]
-
-
-def _forwards(record: Record) -> set[int]:
-    return {forward for segment in record.segments for forward in segment.forwards}

@@ -87,7 +87,7 @@ class Lookup(Paired):
         for _, part in self.chunks(budget, 3 * self.held_size()):
             # torch adds vectors up in memory that it zeroes, writes and reads, and the host waits for the number of entries.
             if width <= WIDEST_VECTOR and takes_kernel(5 * width, width, part.g):
-                from autograd_hacks.kernels.segments import norms_by_key  # imports Triton
+                from autograd_hacks.kernels.tiles import norms_by_key  # imports Triton
 
                 slots, norms = norms_by_key(part._slots(), part.g.flatten(0, 1))
             else:

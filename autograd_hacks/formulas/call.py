@@ -12,8 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
-from autograd_hacks.support.contexts import with_random_state
-from autograd_hacks.support.precision import MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import MATMUL, RNN, unit_of_products, with_random_state
 from autograd_hacks.support.trees import version_of
 
 

@@ -100,7 +100,7 @@ def norm_of_last_axes(layer: nn.LayerNorm | nn.RMSNorm, call: Call) -> Mapping[s
     fits = x.ndim > len(layer.normalized_shape) and width <= WIDEST_VECTOR
     if layer.eps is None or not (fits and takes_kernel(7, 2, x, g)):
         return _by_torch(layer, call)
-    from autograd_hacks.kernels.affine import affine_rows  # imports Triton
+    from autograd_hacks.kernels.tiles import affine_rows  # imports Triton
 
     flat_x, flat_g = (t.reshape(len(t), -1, width) for t in (x, g))
     rows = affine_rows(flat_x, flat_g, layer.eps, isinstance(layer, nn.RMSNorm))

@@ -113,7 +113,7 @@ class AutogradHacksGGN(_Backend, GGNInterface):
         compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
         factors, samples = [], len(y)
         for p in self.params:
-            kfac = vars(p).pop("kfac") or KFAC(self._zeros(p))
+            kfac = vars(p).pop("kfac") or KFAC((p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])))
             if kfac[0].ndim != 2:
                 name = next(name for name, own in self._model.named_parameters() if own is p)
                 raise UnsupportedLayer(
@@ -124,9 +124,6 @@ class AutogradHacksGGN(_Backend, GGNInterface):
             a, b = kfac[0] * (samples / N), kfac[1] * samples
             factors.append([b] if p.ndim < 2 else [a, b] if kfac.is_turned else [b, a])
         return loss, Kron(factors)
-
-    def _zeros(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        return p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])
 
     def _passes(self, x: Any, y: Tensor) -> Tensor:
         """The loss.  It records rows whose products add up to the matrix."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.privacy.poisson import PrivateLoader
-from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.verbs.losses import backward
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ class DPOptimizer(_DPOptimizer):
         recorder = recorder_of(self.model)
         ask_independent(self.model, recorder, spread_of(self.model, recorder), "DPOptimizer.step")
         check_may_set(recorder, "DPOptimizer.step", once=True)
-        passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
-        is_told = any(recorded.losses for recorded in passes)  # backward(losses) has recorded the reduction
+        is_told = any(recorded.losses for recorded in recorder.record.passes)  # backward(losses) has recorded the reduction
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
         instead = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
         check_alone(grads, "DPOptimizer.step", instead)
@@ -91,8 +91,8 @@ class DPOptimizer(_DPOptimizer):
             )
         mark_set(recorder)
         ours = {id(p) for p in self.params}
-        chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in ours}
-        return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)
+        chosen = [name for name, p in self.model.named_parameters() if id(p) in ours]
+        return grads if len(chosen) == len(grads) else grads._part(chosen)
 
     @torch.no_grad()
     def add_noise(self) -> None:
@@ -118,13 +118,6 @@ class DPOptimizer(_DPOptimizer):
         if self.step_hook:
             self.step_hook(self)
         return True
-
-
-class _Unwrapped:
-    """The interface of a wrapped model that Opacus' engine needs."""
-
-    def forbid_grad_accumulation(self) -> None:
-        """Does nothing: `DPOptimizer` checks it."""
 
 
 class PrivacyEngine(_PrivacyEngine):
@@ -154,10 +147,6 @@ class PrivacyEngine(_PrivacyEngine):
         data_loader: Any,
         noise_multiplier: float,
         max_grad_norm: float,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        noise_generator: torch.Generator | None = None,
         **options: Any,
     ) -> tuple[nn.Module, DPOptimizer, Any]:
         """Hooks a model for private training.  Returns the model, the optimizer and the loader.
@@ -166,9 +155,9 @@ class PrivacyEngine(_PrivacyEngine):
         without a wrapper
         optimizer: the model's; returned as a `DPOptimizer`, which clips and adds noise in ``step()``
         data_loader: returned as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling`` is False
-        noise_multiplier, max_grad_norm, loss_reduction, noise_generator: as in Opacus
-        batch_first: False if samples are on axis 1
-        options: Opacus' other arguments; ``criterion`` has no effect here
+        noise_multiplier, max_grad_norm: as in Opacus
+        options: Opacus' other arguments: ``loss_reduction``, ``poisson_sampling``, ``noise_generator``, and ``batch_first``,
+        False if samples are on axis 1. ``criterion`` has no effect here
 
         Raises ValueError for clipping other than 'flat' and for another ``grad_sample_mode``, NotImplementedError for a
         distributed model.  A model that mixes samples raises in the first step.
@@ -193,28 +182,13 @@ class PrivacyEngine(_PrivacyEngine):
             data_loader=data_loader,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            noise_generator=noise_generator,
             **options,
         )
         return module, private, loader
 
-    def make_private_with_epsilon(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
-        """`make_private` with the noise for a target: ``epochs`` epochs spend at most ``target_epsilon``.
-
-        The keywords are ``target_epsilon``, ``target_delta`` and ``epochs`` of the whole training, and those of
-        `make_private` without ``noise_multiplier``.
-
-        module: as in `make_private`
-        """
-        found: tuple[nn.Module, DPOptimizer, Any] = super().make_private_with_epsilon(module=module, **options)
-        return found
-
-    def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> _Unwrapped:
+    def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> SimpleNamespace:
         add_hooks(module, batch_dim=0 if batch_first else 1, param_grad=False, independent=True)
-        return _Unwrapped()
+        return SimpleNamespace(forbid_grad_accumulation=lambda: None)  # `DPOptimizer` forbids it
 
     def _prepare_optimizer(
         self,

@@ -8,7 +8,7 @@ import torch
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.privacy.poisson import PrivateLoader
-from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.support.ranges import checked
 

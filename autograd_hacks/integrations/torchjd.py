@@ -59,17 +59,11 @@ def jacobian_descent(
 
     Source: Quinton and Rey 2024, "Jacobian descent for multi-objective optimization" (arXiv:2406.16232), section 6.
     """
-    if grads is not None and loss_type is not None:
+    named = {"losses": losses, "grads": grads, f"loss_type={loss_type!r}": loss_type}
+    if len(given := [name for name, x in named.items() if x is not None]) > 1:
         raise ValueError(
-            f"jacobian_descent was given grads and loss_type={loss_type!r}; leave loss_type out, the rows contain it"
-            + ON_TORCHJD
-        )
-    if losses is not None and (grads is not None or loss_type is not None):
-        raise ValueError(
-            "jacobian_descent was given losses and "
-            + ("grads" if grads is not None else f"loss_type={loss_type!r}")
-            + "; expected only one of them"
-            + ON_TORCHJD
+            f"jacobian_descent was given {' and '.join(given)}; expected only one of them. With rows or losses leave "
+            "loss_type out: they contain it" + ON_TORCHJD
         )
     if losses is not None and not isinstance(losses, Tensor):
         raise TypeError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from autograd_hacks.compiled.face import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps, mean_of
-from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 
 with needed("transformers"):
@@ -359,16 +359,10 @@ def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
         return {own: _samples(part, f"{key}.{own}", start, end, whole) for own, part in x.items()}
     if hasattr(x, "__len__") and hasattr(x, "__getitem__") and len(x) == whole:
         return x[start:end]
-    given = (
-        f"shape {tuple(x.shape)}"
-        if hasattr(x, "shape")
-        else f"{len(x)} entries"
-        if hasattr(x, "__len__")
-        else type(x).__name__
-    )
+    shape = tuple(x.shape) if hasattr(x, "shape") else (len(x),) if hasattr(x, "__len__") else "unknown"
     raise ValueError(
-        f"the collator returned {key!r} ({type(x).__name__}, {given}) for {whole} samples, which can't be split; expected "
-        "the samples on axis 0 or in a list. A sampled batch can be larger than per_device_train_batch_size and is then "
-        "split. Change data_collator; or set a per_device_train_batch_size that no batch exceeds, and "
+        f"the collator returned {key!r} ({type(x).__name__}, shape {shape}) for {whole} samples, which can't be split; "
+        "expected the samples on axis 0 or in a list. A sampled batch can be larger than per_device_train_batch_size and is "
+        "then split. Change data_collator; or set a per_device_train_batch_size that no batch exceeds, and "
         "PrivateTraining(expected_batch_size=)." + ON_PRIVATE
     )

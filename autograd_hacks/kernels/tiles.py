@@ -1,5 +1,9 @@
-"""Sums of outer products, one tile of each row at a time: its norm, its product with a direction and the weighted sum of all
-rows in one pass over the factors.  No row is written."""
+"""Triton kernels for CUDA, each of which replaces several of torch's.
+
+Sums of outer products, one tile of each row at a time: its norm, its product with a direction and the weighted sum of all
+rows in one pass over the factors.  No row is written.  Rows of norm layers, and norms of a table's rows, where positions
+read it by index, in one pass over what they are made of.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autograd_hacks.support.precision import MATMUL, unit_of_products
+from autograd_hacks.support.contexts import MATMUL, unit_of_products
 
 BLOCK = 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -100,3 +104,66 @@ def _tiles(
             sums += row * tl.load(w + segment)
     if w is not None:
         tl.store(total + part.to(tl.int64) * fan_out * fan_in + place, sums, mask=is_entry)
+
+
+def affine_rows(x: Tensor, g: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor]:
+    """Σₜ g x̂ and Σₜ g for each sample, N D each, where x̂ is x normalised over D: the rows of weight and bias.
+
+    x, g: N T D    is_rms: whether x is divided by its root mean square alone
+    """
+    x, g = x.contiguous(), g.contiguous()
+    samples, positions, width = x.shape
+    parts = max(1, min(positions, triton.cdiv(PROGRAMS, max(1, samples))))
+    weight, bias = x.new_empty(2, samples, parts, width, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _affine[samples, parts](
+            x, g, weight, bias, positions, width, eps, triton.cdiv(positions, parts),
+            IS_RMS=is_rms, BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+    return weight.sum(1).to(g.dtype), bias.sum(1).to(g.dtype)
+
+
+@triton.jit
+def _affine(x, g, weight, bias, positions, width, eps, each, IS_RMS: tl.constexpr, BLOCK: tl.constexpr):
+    sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    is_feature = d < width
+    products = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for t in range(part * each, min(positions, (part + 1) * each)):
+        at = (sample * positions + t) * width + d
+        features = tl.load(x + at, mask=is_feature, other=0.0).to(tl.float32)
+        grads = tl.load(g + at, mask=is_feature, other=0.0).to(tl.float32)
+        if not IS_RMS:
+            features = tl.where(is_feature, features - tl.sum(features) / width, 0.0)
+        products += grads * features / tl.sqrt(tl.sum(features * features) / width + eps)
+        sums += grads
+    at = (sample * tl.num_programs(1) + part) * width + d
+    tl.store(weight + at, products, mask=is_feature)
+    tl.store(bias + at, sums, mask=is_feature)
+
+
+def norms_by_key(keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """‖Σ g[m]‖ over the m of each key.  keys: M integers, at least 0    g: M D
+
+    Returns the keys in order, M, and M norms in single precision: a key's own at its first place, and 0 at its others, so
+    that the host need not know how many keys there are.
+    """
+    keys, order = keys.sort()
+    ends, found = torch.searchsorted(keys, keys, right=True), g.new_empty(len(g), dtype=torch.float32)
+    with torch.cuda.device_of(g):
+        _norms[(len(g),)](keys, order, ends, g.contiguous(), found, g.shape[1], BLOCK=triton.next_power_of_2(g.shape[1]))
+    return keys, found
+
+
+@triton.jit
+def _norms(keys, order, ends, g, found, width, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if tl.load(keys + first - 1, mask=first > 0, other=-1) != tl.load(keys + first):
+        for m in range(first, tl.load(ends + first)):
+            total += tl.load(g + tl.load(order + m) * width + d, mask=d < width, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(total))
+    scale = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
+    tl.store(found + first, tl.sqrt(tl.sum((total / scale) * (total / scale))) * scale)

@@ -17,11 +17,10 @@ Accountant: TypeAlias = "Callable[[], Any] | None"
 ``dp_accounting.rdp.RdpAccountant`` or ``dp_accounting.pld.PLDAccountant``."""
 
 
-def add_steps(history: History, multiplier: float, rate: float, steps: int = 1) -> None:
-    """Adds steps to the history.  Equal steps in a row share one entry."""
-    if history and history[-1][:2] == (multiplier, rate):
-        steps += history.pop()[2]
-    history.append((multiplier, rate, steps))
+def add_step(history: History, multiplier: float, rate: float) -> None:
+    """Adds a step to the history.  Equal steps in a row share one entry."""
+    before = history.pop()[2] if history and history[-1][:2] == (multiplier, rate) else 0
+    history.append((multiplier, rate, before + 1))
 
 
 @checked(ON_PRIVATE)

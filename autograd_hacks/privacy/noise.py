@@ -6,6 +6,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -69,20 +70,13 @@ class SecureNoise:
 def _normal(count: int) -> Tensor:
     """Normal numbers in double precision from the operating system's random bits."""
     half = (count + 1) // 2
-    bits = (
-        torch.frombuffer(bytearray(os.urandom(16 * half)), dtype=torch.int64)
-        if half
-        else torch.empty(0, dtype=torch.int64, device="cpu")
-    )
+    bits = torch.frombuffer(bytearray(os.urandom(16 * half + 8)), dtype=torch.int64)[: 2 * half]  # never of an empty buffer
     return box_muller(bits.view(2, half) >> 11 & (2**53 - 1)).flatten()[:count]
 
 
 def inverse_square_root(bands: int) -> list[float]:
     """The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...  BISR: Kalinin et al. 2025, arXiv:2505.12128."""
-    found = [1.0]
-    for k in range(1, bands):
-        found.append(found[-1] * (k - 1.5) / k)
-    return found
+    return list(accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0))
 
 
 class BandedNoise:

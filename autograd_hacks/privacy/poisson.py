@@ -1,8 +1,10 @@
-"""Poisson-sampled batches, split into micro-batches, and their loader."""
+"""Poisson-sampled batches of samples or users, split into micro-batches, and their loader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -11,8 +13,71 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.users import Users
 from autograd_hacks.support.philox import Stream, uniform
+from autograd_hacks.support.ranges import is_whole
+from autograd_hacks.verbs.arguments import kind_of
+
+
+class Users:
+    """Users and the numbers of their samples.
+
+    groups: each sample's user, as whole numbers or names, in the order of the data
+    per_user: how many samples of a user may be in a batch; the others are left out of it at random. None for all
+    """
+
+    def __init__(self, groups: Tensor | Sequence[Any], per_user: int | None = None) -> None:
+        ids = groups.tolist() if hasattr(groups, "tolist") else groups
+        if not isinstance(ids, Iterable) or isinstance(ids, str) or not (ids := list(ids)):
+            raise TypeError(
+                f"PrivateTraining was given groups={kind_of(groups)}; expected the user of each sample of the data, as a "
+                "tensor of whole numbers, or a list of these or of names" + ON_PRIVATE
+            )
+        if wrong := [own for own in ids if not isinstance(own, str) and not is_whole(own)]:
+            raise TypeError(
+                f"PrivateTraining was given groups with {kind_of(wrong[0])}; expected whole numbers or names, one for each "
+                "sample of the data" + ON_PRIVATE
+            )
+        self.per_user, self.count = per_user, len(ids)
+        of: dict[int | str, list[int]] = {}
+        for n, own in enumerate(ids):
+            of.setdefault(own, []).append(n)
+        self._samples = list(of.values())
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def most(self) -> int:
+        """The largest number of samples of one user in a batch."""
+        largest = max(len(own) for own in self._samples)
+        return largest if self.per_user is None else min(largest, self.per_user)
+
+    def samples_of(self, drawn: Sequence[int], draws: Callable[[int], Tensor]) -> list[list[int]]:
+        """The samples of drawn users that are in a batch.
+
+        drawn: the users' numbers, in the order in which they first appear in the data
+        draws: returns so many random numbers
+        """
+        whole = [self._samples[user] for user in drawn]
+        if self.per_user is None:
+            return whole
+        sizes = [len(own) for own in whole]
+        order = [x.argsort()[: self.per_user].tolist() for x in draws(sum(sizes)).split(sizes)]
+        return [[own[i] for i in sorted(chosen)] for own, chosen in zip(whole, order)]
+
+    def check(self, size: int, micro_batch_size: int | None) -> None:
+        """Raises ValueError unless each sample has a user, and each user's samples fit into a micro-batch."""
+        if size != self.count:
+            raise ValueError(
+                f"PrivateTraining was given groups of {self.count} samples, and data of {size}; expected the user of each "
+                "sample, in the order of the data" + ON_PRIVATE
+            )
+        if micro_batch_size is not None and self.most > micro_batch_size:
+            raise ValueError(
+                f"loader was given micro_batch_size={micro_batch_size}, but a user has {self.most} samples, which must be "
+                "in one micro-batch, because they are clipped together. Give a larger one, or PrivateTraining(per_user=)"
+                + ON_PRIVATE
+            )
 
 
 class Mark(NamedTuple):
@@ -93,43 +158,26 @@ class Marked(NamedTuple):
     batch: Any
 
 
+@dataclass(eq=False)
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
     All processes get the same number of micro-batches of the same size.  If needed they are padded with sample 0; there is
     always at least one micro-batch.
-
-    size: the number of samples in the data, or of users
-    rate: the probability with which each sample, or user, is in a batch
-    steps: the steps of an epoch
-    seed: returns the secret seed; the batch of step t depends only on it and t
-    done: returns how many steps are done; called when an epoch begins
-    parts: the smallest number of micro-batches of a step
-    most: the largest number of samples in a micro-batch
-    share: (rank, world), this process's part of each batch
-    padded: pad micro-batches to ``most``, so that all have one shape
-    first: of the steps of an epoch, returns the step at which epoch 0 begins; called when an epoch begins
-    users: the users who are drawn, with their samples; None if samples are drawn
     """
 
-    def __init__(
-        self,
-        size: int,
-        rate: float,
-        steps: int,
-        seed: Callable[[], int],
-        done: Callable[[], int],
-        parts: int = 1,
-        most: int | None = None,
-        share: tuple[int, int] = (0, 1),
-        padded: bool = False,
-        first: Callable[[int], int] = lambda _: 0,
-        users: Users | None = None,
-    ) -> None:
-        self.first, self.users = first, users
-        self.size, self.rate, self.steps, self.seed, self.done = size, rate, steps, seed, done
-        self.parts, self.most, self.share, self.padded = parts, most, share, padded
-        self._epoch: int | None = None
+    size: int  # the number of samples in the data, or of users
+    rate: float  # the probability with which each sample, or user, is in a batch
+    steps: int  # of an epoch
+    seed: Callable[[], int]  # returns the secret seed; the batch of step t depends only on it and t
+    done: Callable[[], int]  # returns how many steps are done; called when an epoch begins
+    parts: int = 1  # the smallest number of micro-batches of a step
+    most: int | None = None  # the largest number of samples in a micro-batch
+    share: tuple[int, int] = (0, 1)  # (rank, world), this process's part of each batch
+    padded: bool = False  # whether micro-batches are padded to ``most``, so that all have one shape
+    first: Callable[[int], int] = lambda _: 0  # of the steps of an epoch, returns where epoch 0 begins, as one begins
+    users: Users | None = None  # the users who are drawn, with their samples; None if samples are drawn
+    _epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass begin with the first step of that epoch, instead of the first step that isn't done."""
@@ -204,14 +252,9 @@ class _WithMarks(Dataset[Any]):
         return index if isinstance(index, Mark) else self.data[index]
 
 
-class _Collate:
-    """Makes a `Marked` batch from a mark and samples.  It is a class, not a closure, so that workers can unpickle it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.collate = collate or default_collate
-
-    def __call__(self, found: list[Any]) -> Marked:
-        return Marked(found[0], self.collate(found[1:]))
+def _collated(collate: Callable[[list[Any]], Any], found: list[Any]) -> Marked:
+    """found: a mark and samples"""
+    return Marked(found[0], collate(found[1:]))
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -228,7 +271,8 @@ class PrivateLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         self._arrived, self._begins, self.batches = arrived, begins, batches
-        super().__init__(_WithMarks(data), batch_sampler=batches, collate_fn=_Collate(collate_fn), **options)
+        collate = partial(_collated, collate_fn or default_collate)  # workers unpickle it
+        super().__init__(_WithMarks(data), batch_sampler=batches, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
         self.batches.set_epoch(epoch)

@@ -1,7 +1,9 @@
-"""A step of differentially private training: clipped gradients with noise."""
+"""A step of differentially private training: clipped gradients with noise, and the guarantee that it gives."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import nan, sqrt
 
 import torch
@@ -12,16 +14,98 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
-from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.philox import Stream
-from autograd_hacks.support.ranges import check_bound, checked
+from autograd_hacks.support.ranges import check, check_bound, check_word, checked
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 from autograd_hacks.verbs.verify import ask_independent
+
+RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
+"""{relation of two neighbouring data sets: the distance of their sums, in bounds}"""
+
+
+@dataclass(frozen=True, repr=False)
+class PrivateStep(Shown):
+    """The result of `clip_and_noise_`.  Only ``.grad`` is private: norms, weights and shares are not.
+
+    norms: norms before clipping, N, or of each group in the order of the ids; NaN for those that didn't enter the sum
+    weights: the factor of each gradient in the sum, N, or {pattern: N} if parameters are bounded separately; 0 for those
+    that didn't enter the sum
+    bound: the largest norm of one sample's (or group's) contribution to the sum
+    expected_batch_size: the divisor of the sum
+    deviation: the standard deviation of the noise in ``.grad``
+    unit: 'sample' or 'group', the unit that is protected
+    """
+
+    norms: Tensor
+    weights: Tensor | Mapping[str, Tensor]
+    bound: float
+    expected_batch_size: float
+    deviation: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        numbers = {"bound": self.bound, "expected_batch_size": self.expected_batch_size, "deviation": self.deviation}
+        check("PrivateStep", ON_CLIPPING, **numbers)
+
+    @property
+    def clipped_fraction(self) -> Tensor:
+        """The share of samples in the sum that were clipped, a 0-dim tensor."""
+        parts = self.weights.values() if isinstance(self.weights, Mapping) else [self.weights]
+        taken = self.norms.isfinite()
+        clipped = torch.stack([w < 1 for w in parts]).any(0) & taken if parts else taken
+        return clipped.sum() / taken.sum().clamp(min=1)
+
+    def sensitivity(self, relation: str = "add_remove") -> float:
+        """The largest change of ``.grad`` between two neighbouring data sets, in the 2-norm.
+
+        relation: 'add_remove', one sample (or group) is added or removed; 'zero_out', one is replaced by zero;
+        'replace_one', one is replaced by another
+        Raises ValueError for another relation.
+        """
+        check_word("sensitivity", ON_CLIPPING, RELATIONS, relation=relation)
+        return RELATIONS[relation] * self.bound / self.expected_batch_size
+
+    def _first(self, samples: int) -> PrivateStep:
+        """The same step without the padding at the end.
+
+        samples: how many samples to keep
+        """
+        whole = self.weights
+        weights = {key: w[:samples] for key, w in whole.items()} if isinstance(whole, Mapping) else whole[:samples]
+        return replace(self, norms=self.norms[:samples], weights=weights)
+
+    def _table(self) -> Table:
+        multiplier = self.deviation / self.sensitivity()
+        rows = [
+            ("unit", self.unit),
+            ("in the sum", f"{int(self.norms.isfinite().sum())} of {len(self.norms)}"),
+            ("clipped", f"{float(self.clipped_fraction):.1%}"),
+            ("bound", f"{self.bound:.6g}"),
+            ("expected batch size", f"{self.expected_batch_size:.6g}"),
+            ("sensitivity of .grad, add_remove", f"{self.sensitivity():.6g}"),
+            ("sensitivity of .grad, replace_one", f"{self.sensitivity('replace_one'):.6g}"),
+            ("deviation of the noise in .grad", f"{self.deviation:.6g}"),
+        ]
+        title = f"a private step of {len(self.norms)} {self.unit}s, bound {self.bound:.4g}, noise {multiplier:.4g} of it"
+        return Table(title, [("", ""), *rows])
+
+
+def together(parts: Sequence[PrivateStep]) -> PrivateStep:
+    """The whole step of several micro-batches.  The last of them had the noise."""
+    last = parts[-1]
+    if isinstance(last.weights, Mapping):
+        maps = [part.weights for part in parts if isinstance(part.weights, Mapping)]
+        weights: Tensor | Mapping[str, Tensor] = {key: torch.cat([own[key] for own in maps]) for key in last.weights}
+    else:
+        weights = torch.cat([part.weights for part in parts if isinstance(part.weights, Tensor)])
+    norms = torch.cat([part.norms for part in parts])
+    return replace(last, norms=norms, weights=weights)
 
 
 @checked(ON_CLIPPING)
@@ -118,7 +202,7 @@ def clip_and_noise_(
         _add_noise(model, spread, deviation, noise)
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
-    placed = [taken.placed(w, 0.0) for w in weights]
+    placed = [taken.placed(w) for w in weights]
     whole = placed[0] if len(parts) == 1 and not parts[0].pattern else {part.pattern: w for part, w in zip(parts, placed)}
     unit = "sample" if groups is None else "group"
     return PrivateStep(taken.norms, whole, bound, float(expected_batch_size), deviation, unit)
@@ -133,8 +217,8 @@ def _bounds(
 ) -> tuple[list[Part], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
     check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)
-    if isinstance(clip, str) and clip not in RULES:
-        raise ValueError(f"clip_and_noise_ was given clip={clip!r}; expected one of {', '.join(RULES)}" + ON_CLIPPING)
+    if isinstance(clip, str):
+        check_word("clip_and_noise_", ON_CLIPPING, RULES, clip=clip)
     if not isinstance(clip, str | QuantileClip) and not callable(clip):
         raise TypeError(f"clip_and_noise_ was given clip={kind_of(clip)}; expected a name or a function" + ON_CLIPPING)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -164,11 +248,11 @@ class _Taken:
     parts: list[PerSampleGrads]
     by_part: list[Tensor]
 
-    def placed(self, x: Tensor, other: float) -> Tensor:
-        """M numbers at their places, and ``other`` elsewhere."""
+    def placed(self, x: Tensor) -> Tensor:
+        """M numbers at their places, and zeros elsewhere."""
         if self.where is None:
             return x
-        found = x.new_full((len(self.norms),), other)
+        found = x.new_zeros(len(self.norms))
         found[self.where.to(x.device)] = x
         return found
 
@@ -188,15 +272,14 @@ def _taken(
             "batch, including padding" + ON_CLIPPING
         )
 
-    def cut(whole: PerSampleGrads, part: Part) -> PerSampleGrads:
-        return whole.with_forms({name: whole[name] for name in part.names if name in whole}, whole.samples)
+    def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
+        return [whole] if len(parts) == 1 else [whole._part([n for n in part.names if n in whole]) for part in parts]
 
-    def lengths(whole: PerSampleGrads) -> list[Tensor]:
-        own = [whole if len(parts) == 1 else cut(whole, part) for part in parts]
-        return [x.norms(budget=budget) for x in own]
+    def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
+        by_part = [x.norms(budget=budget) for x in cut(whole)]
+        return by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0), by_part
 
-    by_part = lengths(grads)
-    norms = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
+    norms, by_part = lengths(grads)
     finite = norms.isfinite() if mask is None else norms.isfinite() & mask.to(norms.device)
     where, kept = None, grads
     if not finite.all():  # 0 · NaN is NaN
@@ -205,12 +288,11 @@ def _taken(
     if groups is not None:
         names, groups = groups.unique(), groups[finite.to(groups.device)]
         kept = kept.group(groups)
-        by_part = lengths(kept)
-        own = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
+        own, by_part = lengths(kept)
         where = torch.isin(names, groups).nonzero()[:, 0].to(own.device)
         norms = own.new_full((len(names),), nan)
         norms[where] = own
-    return _Taken(norms, where, [kept if len(parts) == 1 else cut(kept, part) for part in parts], by_part)
+    return _Taken(norms, where, cut(kept), by_part)
 
 
 def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:

@@ -16,14 +16,12 @@ from autograd_hacks.capture.hooks import Hooked, clear_backprops, recorder_of
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
+from autograd_hacks.privacy.accounting import Accountant, History, add_step, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise, seed_of
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, check_data
-from autograd_hacks.privacy.private import clip_and_noise_
-from autograd_hacks.privacy.promise import PrivateStep, together
+from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, Users, check_data
+from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
 from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
-from autograd_hacks.privacy.users import Users
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.draws import Noise
 from autograd_hacks.support.philox import Stream
@@ -99,11 +97,16 @@ class PrivateTraining:
                 f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
                 + ON_PRIVATE
             )
+        if groups is None and per_user is not None:
+            raise ValueError(
+                f"PrivateTraining was given per_user={per_user} without groups; expected groups=, each sample's user"
+                + ON_PRIVATE
+            )
         check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
         self.loss_type, self.batch_dim = loss_type, batch_dim
-        self._users = Users.of(groups, per_user)
+        self._users = None if groups is None else Users(groups, per_user)
         self.history: History = []
         self.size: int | None = None
         self._target, self.planned = epsilon, steps
@@ -206,7 +209,7 @@ class PrivateTraining:
                 f"publishing one of the {unit} whole would count as private" + ON_PRIVATE
             )
         self.size, self._ahead, rank, world = size, ahead, 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if has_processes():
             rank, world = dist.get_rank(), dist.get_world_size()
             if isinstance(self.clip, QuantileClip) and world > 1:
                 raise NotImplementedError("QuantileClip supports one process only" + ON_PRIVATE)
@@ -300,13 +303,12 @@ class PrivateTraining:
         check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
         factor = scale_of(self._scale if scale is None else scale, scaler)
         if mark.world > 1 or has_processes():
-            self._check_spread(mark)
+            self._check_spread(self._model, mark)
         self._noisy.forget()
         for p, own in self._sums:
             p.grad = own
         self._sums = []
-        found = self._clipped(mark, factor)
-        self._parts.append(found._first(mark.units))
+        self._parts.append(self._clipped(self._model, mark, factor)._first(mark.units))
         self._scale = None
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
@@ -315,7 +317,7 @@ class PrivateTraining:
                 p.grad = None
             return None
         whole, self._parts = together(self._parts), []
-        add_steps(self.history, self.multiplier, mark.rate)
+        add_step(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or Stream.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
@@ -362,33 +364,28 @@ class PrivateTraining:
             )
         return mark
 
-    def _check_spread(self, mark: Mark) -> None:
+    def _check_spread(self, model: nn.Module, mark: Mark) -> None:
         """Raises ValueError if the loader spreads batches over other processes than the model sums over."""
-        assert self._model is not None
-        mesh = spread_of(self._model, recorder_of(self._model)).mesh
+        mesh = spread_of(model, recorder_of(model)).mesh
         over = 1 if mesh is None else mesh.size()
         if over != mark.world:
             raise ValueError(
                 f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}; "
                 "expected the same number, because otherwise samples are left out or counted twice. Wrap the model by "
-                "DistributedDataParallel or fully_shard over all processes. Under tensor or pipeline parallelism use a "
-                "loader of your own and clip_and_noise_." + ON_PRIVATE
+                "DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
             )
 
-    def _clipped(self, mark: Mark, scale: float | Tensor) -> PrivateStep:
-        model, expected = self._model, self.expected_batch_size
-        assert model is not None
-        assert expected is not None
+    def _clipped(self, model: nn.Module, mark: Mark, scale: float | Tensor) -> PrivateStep:
+        expected: Any = self.expected_batch_size  # the loader needs it
         clip: Any = self.clip
         bound: Any = self.max_norm
         multiplier = self.multiplier if mark.is_last else 0.0
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise: Noise = self._secure or Stream.of(self._seed, "noise", mark.step)
-        add = bool(self._parts)
         return clip_and_noise_(
-            model, bound, multiplier, expected, mark.groups(), noise, add, self.loss_type, clip=clip, mask=mark.mask(),
-            scale=scale,
+            model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
+            mask=mark.mask(), scale=scale,
         )  # fmt: skip
 
     def _split(self, most: int) -> list[int]:
@@ -421,12 +418,11 @@ class PrivateTraining:
             raise RuntimeError(
                 "state_dict() was called between the micro-batches of a step; call it after a whole step" + ON_PRIVATE
             )
-        clip = self.clip.state_dict() if isinstance(self.clip, QuantileClip) else None
         return {
             "seed": self._seed,
             "history": list(self.history),
             "size": self.size,
-            "clip": clip,
+            "clip": self.clip.state_dict() if isinstance(self.clip, QuantileClip) else None,
             "noise": self._noise,
             "epochs": self._epochs,
         }

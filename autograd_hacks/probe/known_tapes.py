@@ -29,7 +29,8 @@ class Tapes:
 
     def __contains__(self, tape: Tape) -> bool:
         for key, known in reversed(self._known.items()):
-            if known.entries == tape.entries and _is_same(known, tape) and (not known.values or _equal(known, tape)):
+            is_same = known.entries == tape.entries and known.sources == tape.sources and known.sites == tape.sites
+            if is_same and known.has_values_of(tape):
                 self._known.move_to_end(key)
                 return True
         return False
@@ -40,7 +41,7 @@ class Tapes:
 
     def has_alike(self, tape: Tape) -> bool:
         """Whether a tape differs from a known one only in sizes, each by the factor of sizes of the arguments."""
-        return any(_is_alike(known, tape) and (not known.values or _equal(known, tape)) for known in self._known.values())
+        return any(_is_alike(known, tape) and known.has_values_of(tape) for known in self._known.values())
 
     def add(self, tape: Tape, for_all_values: bool) -> None:
         """for_all_values: whether the samples are independent whatever the values are"""
@@ -56,21 +57,16 @@ class Tapes:
 
 
 class _Shown(NamedTuple):
-    """What is kept of a tape.  values: see `Tape`; empty if they don't matter"""
+    """What is kept of a tape."""
 
     entries: list[Entry]
     sources: dict[int, Source]
     sites: frozenset[Hashable]
-    values: Sequence[Tensor]
+    values: Sequence[Tensor]  # see `Tape`; empty if they don't matter
 
-
-def _is_same(known: _Shown, tape: Tape) -> bool:
-    return known.sources == tape.sources and known.sites == tape.sites
-
-
-def _equal(known: _Shown, tape: Tape) -> bool:
-    pairs = list(zip(known.values, tape.values))
-    return len(known.values) == len(tape.values) and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+    def has_values_of(self, tape: Tape) -> bool:
+        is_alike = len(self.values) == len(tape.values) and all(map(torch.equal, self.values, tape.values))
+        return is_alike or not self.values
 
 
 def _is_alike(known: _Shown, tape: Tape) -> bool:

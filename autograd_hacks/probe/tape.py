@@ -5,8 +5,8 @@ A path without a gradient leaves no node in autograd's graph, but its operations
 
 from __future__ import annotations
 
+import re
 import sys
-import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -21,6 +21,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
+from autograd_hacks.support.trees import ByTensor
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
 MIXING = "samples mix"
@@ -175,12 +176,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if type(x) in (list, tuple):
             return [y if type(y) in _NUMBERS else self._noted(y) for y in x]
         if isinstance(x, Tensor):
-            try:
-                key: Any = address_of(x), x.shape, x.stride()
-            except (RuntimeError, NotImplementedError):
-                key = (0,)
-            key = key if key[0] else self._key(x)
-            number = self._numbers.get(key)
+            number = self._numbers.get(key := self._key(x))
             return (self._found(x, key) if number is None else number,)
         if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
             return str(x._type())
@@ -350,28 +346,17 @@ def _kind(func: Any) -> tuple[Any, str]:
 def place() -> tuple[str, int]:
     """The file and line of the user's code that runs."""
     frame = sys._getframe(1)
-    while frame is not None and (_is_ours(frame.f_code.co_filename)) and frame.f_back is not None:
+    while frame.f_back is not None and re.search(r"/torch/|/autograd_hacks/|^<", frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _is_ours(file: str) -> bool:
-    return "/torch/" in file or "/autograd_hacks/" in file or file.startswith("<")
-
-
-class Constants:
-    """Tensors that are older than a forward, known by identity as long as they live."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-
-    def __contains__(self, x: Tensor) -> bool:
-        known = self._known.get(id(x))
-        return known is not None and known() is x
+class Constants(ByTensor[bool]):
+    """Tensors that are older than a forward."""
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        self._known = {n: known for n, known in self._known.items() if known() is not None}
-        self._known |= {id(x): weakref.ref(x) for x in tensors}
+        for x in tensors:
+            self[x] = True
 
 
 # Ways on which values leave PyTorch, or change, without an operation.  They are watched while a tape runs.

@@ -1,23 +1,22 @@
 """Checks that the rows add up to the gradient that arrived at the parameter.  If not, some gradient was not recorded."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.records import Pass, Record
+from autograd_hacks.capture.records import SMALL, Pass, Record
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
-from autograd_hacks.forms.directions import PAIRS
+from autograd_hacks.forms import Chained, Convolution, Dense, Form, Outer, magnitudes
+from autograd_hacks.forms.directions import PAIRS, along, directions, stacked
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
 """How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
@@ -43,6 +42,18 @@ Told = tuple[Use, OutputGrads, Form]
 """A use, the gradients that a pass gave to it, and the rows that follow for a parameter."""
 
 
+class _Compared(NamedTuple):
+    """A parameter that is compared.
+
+    unit: the tolerance    told: what gives its rows    received: see `received_by`; None where the host may ask at once
+    """
+
+    name: str
+    unit: float
+    told: Sequence[Told]
+    received: Tensor | float | None
+
+
 class Certificate:
     """Compares sums of rows with the gradients that arrived at parameters, along a few random directions.
 
@@ -51,85 +62,129 @@ class Certificate:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._units = dict[tuple[object, ...], float | None]()
-        self._found = dict[tuple[object, ...], list[_Compared]]()  # by the shapes of their tensors
+        # What is compared, by kinds and shapes.  Small parameters of one kind are compared together.
+        self._small = dict[tuple[object, ...], list[tuple[str, str, int, Sequence[Told], Tensor]]]()
+        self._found = dict[tuple[object, ...], list[tuple[_Compared, Tensor, Tensor, Tensor]]]()
 
-    @torch.no_grad()
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
 
         name: the parameter's name in messages
         known: its name in the record
         """
-        arrived = recorded.along.get(known)
-        if arrived is None or not told or recorded.is_certified:
-            return
-        if known in recorded.beside or known in recorded.skipped:
+        if recorded.is_certified or known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
-        (use, grads, form), (at, parts) = told[0], arrived
-        made_by = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", "")
-        kind = (
-            made_by,
-            type(form),
-            use.precision,
-            grads.first.dtype,
-            form.samples,
-            len(told),
-            grads.first.numel(),
-            form.shape,
-        )
-        if (unit := self._units.get(kind, -1.0)) == -1.0:
-            unit = self._units[kind] = tolerance_of(told, parts[0])
-        if unit is None or not form.samples or not form.shape.numel():
+        small, sums = recorded.small.get(known, []), recorded.along.get(known, [])
+        use, grads, form = told[0]
+        if not form.samples or not form.shape.numel() or not (small or sums):
             return
+        if len(told) == len(small) == 1 and not sums and _is_small(use, form, small[0]):
+            kind, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
+            alike = (
+                kind,
+                type(form),
+                g.dtype,
+                g.shape,
+                small[0].dtype,
+                small[0].device,
+                form.shape,
+                *[x.shape for x in form.held],
+            )
+            self._small.setdefault(alike, []).append((name, known, recorded.task, told, small[0]))
+            return
+        like = small[0] if small else sums[0]
+        if (unit := tolerance_of(told, like)) is None:
+            return
+        at = directions(known, recorded.task % 4, form.shape, like.dtype, like.device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
-        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        received = partial(received_by, [form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
-        compared = _Compared(name, unit, own, total, at[1], received if looks_free(own) else received())
-        self._found.setdefault((own.shape, total.shape, own.dtype, total.dtype, own.device), []).append(compared)
+        sums = [*sums, *[along(x, at) for x in small]]
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+        key = own.shape, total.shape, own.dtype, total.dtype, own.device
+        self._found.setdefault(key, []).append((_compared(name, unit, told), own, total, at[1]))
+
+    def _groups(self) -> Iterator[tuple[list[_Compared], Tensor, Tensor, Tensor]]:
+        """P parameters with the terms of their rows along directions, P K *, what arrived, P K I, and v, P K I."""
+        (small, self._small), (found, self._found) = (self._small, {}), (self._found, {})
+        for group in small.values():
+            names, numbers, grads = [own[1] for own in group], [own[2] % 4 for own in group], [own[4] for own in group]
+            if (unit := tolerance_of(group[0][3], grads[0])) is not None:
+                u, v = stacked(tuple(names), tuple(numbers), grads[0].shape, grads[0].dtype, grads[0].device)
+                terms = _terms_of_all([own[3][0][2] for own in group], u, v)
+                totals = torch.bmm(u, torch.stack(grads).view(len(grads), u.shape[2], v.shape[2]))
+                yield [_compared(own[0], unit, own[3]) for own in group], terms, totals, v
+        for group_of in found.values():
+            compared, *tensors = zip(*group_of)
+            terms, totals, v = (torch.stack(own) for own in tensors)
+            yield list(compared), terms, totals, v
 
     def check(self) -> None:
         """Raises if rows don't add up."""
-        found, self._found = self._found, {}
-        alike, numbers = [each for group in found.values() for each in group], list[Tensor]()
-        is_told = not all(callable(each.received) for each in alike)
-        for group in found.values():
-            terms, totals, v = (torch.stack(own) for own in zip(*((each.terms, each.total, each.v) for each in group)))
-            along = totals * v
-            apart = (along.sum(2).to(terms.dtype) - terms.sum(2)).abs()
-            sizes = torch.linalg.vector_norm(totals, dim=(1, 2), keepdim=True)[..., 0] / PAIRS**0.5  # about the gradient's
-            sizes = torch.maximum(sizes, torch.linalg.vector_norm(along, dim=2))
-            length = torch.linalg.vector_norm(terms, dim=2).add_(sizes)
-            given = [apart, length]
-            if is_told:
-                received = [0.0 if callable(each.received) else each.received for each in group]
-                lengths = torch.stack([torch.as_tensor(x, device=length.device) for x in received])
-                given.append(lengths[:, None].expand_as(length).to(length))
-            numbers.append(torch.stack(given, 1).double())
-        if alike:
-            every = numbers[0] if len(numbers) == 1 else torch.cat([x.to(numbers[0].device) for x in numbers])
-            for each, (apart_k, length_k, *told) in zip(alike, every.tolist()):
-                rest = told[0][0] if told else 0.0
-                wrong = [(own, size) for own, size in zip(apart_k, length_k) if own > each.unit * (size + 2 * rest)]
-                if wrong and callable(each.received):
-                    more = rest + float(each.received())
-                    wrong = [(own, size) for own, size in wrong if own > each.unit * (size + 2 * more)]
-                if wrong:
-                    raise unexplained(each.name, self._record)
+        compared, parts = list[_Compared](), list[list[Tensor]]()
+        for group, terms, totals, v in self._groups():
+            moved, norm = totals * v, torch.linalg.vector_norm
+            whole = norm(totals, dim=(1, 2))[:, None].expand(-1, PAIRS)
+            apart = moved.sum(2).to(terms.dtype) - terms.sum(2)
+            parts.append([apart.abs(), norm(terms, dim=2), whole, norm(moved, dim=2)])
+            compared += group
+        if compared:
+            device = parts[0][0].device
+            apart, length, whole, moved = (torch.cat([x.to(device) for x in own]) for own in zip(*parts))
+            length += torch.maximum(whole / PAIRS**0.5, moved)  # about the gradient's
+            if any(own.received is not None for own in compared):
+                given = [0.0 if own.received is None else own.received for own in compared]
+                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])[:, None]
+            # Of infinite gradients nothing is known.
+            for n, most in enumerate((apart / length).nan_to_num(0.0).amax(1).tolist()):
+                own = compared[n]
+                if most > own.unit and not self._is_rounding(own, [*zip(apart[n].tolist(), length[n].tolist())]):
+                    raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
             recorded.is_certified = recorded.finished
 
+    def _is_rounding(self, own: _Compared, found: Sequence[tuple[float, float]]) -> bool:
+        """Whether differences are no more than what torch loses in sums over positions.
 
-class _Compared(NamedTuple):
-    """What is compared for a parameter.  received: see `received_by`; a function, where the host may ask at once"""
+        found: along each direction, the difference and the length with which it was compared"""
+        if own.received is not None:
+            return False
+        # Bounds of what was received, the first of which is cheap.
+        bounds: Sequence[Callable[[], Tensor | float]] = lambda: _least(own.told), lambda: _received(own.told)
+        return any(
+            all(not apart > own.unit * (length + 2 * more) for apart, length in found)
+            for more in (float(own()) for own in bounds)
+        )
 
-    name: str
-    unit: float  # the tolerance
-    terms: Tensor
-    total: Tensor
-    v: Tensor
-    received: Callable[[], Tensor | float] | Tensor | float
+
+def _compared(name: str, unit: float, told: Sequence[Told]) -> _Compared:
+    return _Compared(name, unit, told, None if looks_free(told[0][2].like) else _received(told))
+
+
+def _least(told: Sequence[Told]) -> Tensor:
+    """Less than `received_by`: the length of one use's gradient."""
+    return torch.linalg.vector_norm(told[0][1].first)
+
+
+def _received(told: Sequence[Told]) -> Tensor | float:
+    return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
+
+
+def _is_small(use: Use, form: Any, grad: Tensor) -> bool:
+    """Whether a parameter may be compared together with others of its shape."""
+    if use.precision is not None or grad.ndim not in (1, 2) or grad.dtype != form.like.dtype or grad.element_size() < 4:
+        return False
+    if grad.ndim == 1:
+        return type(form) is Dense and form.values.numel() <= SMALL
+    is_outer = type(form) is Outer and (form.fan_out, form.fan_in) == grad.shape
+    return is_outer and form.left.numel() <= SMALL and form.right.numel() <= SMALL
+
+
+def _terms_of_all(forms: Sequence[Any], u: Tensor, v: Tensor) -> Tensor:
+    """`Form.terms` of the forms of P vectors or matrices, all of one size, (P, K, N T).  u: P K O    v: P K I"""
+    if isinstance(forms[0], Outer):
+        left, right = (torch.stack([form.pair[n] for form in forms]).flatten(1, 2) for n in (0, 1))
+        return torch.bmm(u, left.mT) * torch.bmm(v, right.mT)
+    return torch.bmm(u * v, torch.stack([form.values for form in forms]).mT)
 
 
 def _as_used(use: Use, form: Form) -> Form:

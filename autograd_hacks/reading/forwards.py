@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,11 +111,10 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
     told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
     told.nodes, told.disproven, told.returns_parameters = found.nodes, found.disproven, found.returns_parameters
-    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
-    told.by_rule = frozenset([edge.name for call in calls for edge in call.edges.values()])
+    told.by_rule = found.covered
     if not told.mixing and told.kind.dependent is not None:
         told.mixing, told.mixed_outputs = told.kind.dependent
-    recorder.watch_hooks(_by_number(best.reader), best.hypothesis.samples)
+    recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
     return best.hypothesis.samples, off
 
 
@@ -140,6 +139,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
+    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    found.covered = frozenset([edge.name for call in calls for edge in call.edges.values()])
     if found.uses:
         _note_nodes(ran, reader, found, off)
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
@@ -160,9 +161,10 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     return best, found
 
 
-def _by_number(reader: Reader) -> Labels:
-    """Labels of the gradients at nodes, which nothing here may hold."""
-    return {sequence_number(node): own for node, own in zip(reader.trace.nodes, reader.walk.labels)}
+def labels_of(reader: Reader) -> Callable[[], Labels]:
+    """Gives the labels of the gradients at nodes, which nothing here may hold."""
+    numbers, labels = list(map(sequence_number, reader.trace.nodes)), reader.walk.labels
+    return lambda: dict(zip(numbers, labels))
 
 
 def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:

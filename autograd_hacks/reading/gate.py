@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -65,28 +66,30 @@ def _read(
 ) -> dict[str, Form | None]:
     segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    names = {name: record.name_of(parameter) for name, parameter in trainable.items()}
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in segments]
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
-            for name, parameter in trainable.items():
-                gate.certify(certificate, name, record.name_of(parameter))
-        certificate.check()
-        return dict(_forms_of(gates, trainable, record, scaling))
+            with torch.no_grad():
+                for name, known in names.items():
+                    gate.certify(certificate, name, known)
+        with torch.no_grad():
+            certificate.check()
+        return dict(_forms_of(gates, trainable, names, scaling))
 
 
 def _forms_of(
     gates: Sequence[Gate],
     parameters: Mapping[str, Tensor],
-    record: Record,
+    names: Mapping[str, str],
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
-    """(name, form) pairs."""
+    """(name, form) pairs.  names: in the record"""
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
-        known = record.name_of(parameter)
-        forms = [gate.form(known) for gate in gates]
+        forms = [gate.form(names[name]) for gate in gates]
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -125,7 +128,9 @@ class Gate:
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
-            certificate.add(name, known, recorded, read.pop(known, ()))
+            told = read.pop(known, ())
+            if told and (known in recorded.small or known in recorded.along):
+                certificate.add(name, known, recorded, told)
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None if no call leads to it.

@@ -26,7 +26,7 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import modules_of, overwritten_in
+from autograd_hacks.support.trees import overwritten_in
 
 _MICRO_BATCHES = (
     "If both passes are of the same samples, add their losses up first, so that each sample has one row. For micro-batches "
@@ -37,7 +37,8 @@ _MICRO_BATCHES = (
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises if a trainable parameter has no hook, or its layer has none."""
-    missing = {layer for layer in modules_of(model) if layer._parameters and layer not in recorder.layers and _trains(layer)}
+    modules = recorder.tree.modules()
+    missing = {layer for layer in modules if layer._parameters and layer not in recorder.layers and _trains(layer)}
     unhooked = [
         where(path, layer)
         for path, layer in (model.named_modules() if missing else ())

@@ -17,7 +17,7 @@ from autograd_hacks.probe.batch import Batch
 from autograd_hacks.reading.inner_losses import frontier
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
-from autograd_hacks.support.trees import is_packed, modules_of
+from autograd_hacks.support.trees import is_packed
 
 Where = Layout | Tensor
 """Where samples are in an output: a layout, or the sample of each entry on axis 0."""
@@ -111,11 +111,10 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
 
 def _axes(known: Known, batch: Batch, ran: Ran) -> tuple[int | None, ...]:
     """Possible axes of the samples in the arguments, the likeliest first."""
-    (model,) = ran.modules
-    if known.axis != 0 or not runs_time_first(modules_of(model), batch):
+    if known.axis != 0 or not runs_time_first(ran.modules, batch):
         return (known.axis,)
     # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
-    return (1, 0) if is_time_first(model) else (0, 1)
+    return (1, 0) if is_time_first(ran.modules[0]) else (0, 1)
 
 
 def time_first_sizes(ran: Ran) -> set[int]:
@@ -127,7 +126,7 @@ def time_first_sizes(ran: Ran) -> set[int]:
 def trains_time_first(ran: Ran) -> bool:
     """Whether a layer with samples on axis 1 ran: if it trains, one of its parameters is in the graph."""
     reached = {id(leaf.variable) for leaf in ran.graph.leaves}
-    layers = (module for model in ran.modules for module in model.modules() if is_time_first(module))
+    layers = filter(is_time_first, ran.modules)
     trained = ([id(p) for p in layer.parameters() if p.requires_grad] for layer in layers)
     return any(not own or not reached.isdisjoint(own) for own in trained)
 

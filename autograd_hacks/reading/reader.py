@@ -26,7 +26,7 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -44,8 +44,10 @@ class Read:
     by_rule: for some uses, by node and input, the parameters whose rows a layer's rule gives there
     mixed: the parameters' leaves behind which samples mix, with the node at which they do
     nodes: by parameter, the nodes that read it, for messages
+    covered: the parameters for which some layer's rule gives rows
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
+    lowest: see `OffGraph`; None as long as nobody has looked for them
     """
 
     calls: list[Whose | None] = field(default_factory=list)
@@ -53,8 +55,14 @@ class Read:
     by_rule: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     mixed: dict[int, str] = field(default_factory=dict)
     nodes: dict[str, list[str]] = field(default_factory=dict)
+    covered: frozenset[str] = frozenset()
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
+    lowest: list[int] | None = None
+
+    def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
+        if all(node in number for node in nodes):
+            self.lowest = [number[node] for node in nodes]
 
 
 class Reader:
@@ -75,10 +83,8 @@ class Reader:
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
-        asks = any(
-            kind.entry is None and kind.law is None and is_users(node)
-            for kind, node in zip(self.trace.kinds, self.trace.nodes)
-        )
+        kinds = zip(self.trace.kinds, self.trace.nodes)
+        asks = [node for k, node in kinds if k.entry is None and k.law is None and k is not LEAF and is_users(node)]
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():
             walk = walked if memo is None else memo.walk
@@ -88,6 +94,8 @@ class Reader:
         self.number = self.trace.number
         names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
         ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
+        ran.nodes = self.number
+        ran.checkpoints = [node for node, kind in zip(nodes, self.trace.kinds) if kind.name == CHECKPOINT]
         ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
         self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
@@ -114,17 +122,22 @@ class Reader:
 
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
-        key = list[Hashable]()
-        for noted in self.ran.noted:
-            call, hooks = noted.call, noted.hooks
-            rule = rule_for(call.layer)
-            if rule is None or rule.count is not None or rule.recomputes or len(hooks) != 1:
+        key, number = list[Hashable](), self.number
+        for call, hooks, inputs in self.ran.noted:
+            if len(hooks) != 1:
                 return None
             ((node, hook),) = hooks
-            given, at = call.args[0] if call.args else None, None
+            known: Any = vars(call).get("known")
+            if known is None:
+                rule = rule_for(call.layer)
+                if rule is None or rule.count is not None or rule.recomputes:
+                    return None
+                known = call.path, id(rule), *call.edges
+            at = None
+            given = call.args[0] if call.args and not inputs else None
             if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
                 at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
-            key += (call.path, id(rule), self.number.get(node), hook.number, hook.shape, *call.edges, noted.is_empty, at)
+            key += (known, number.get(node), hook.number, hook.shape, at)
         return tuple(key)
 
     def known(self) -> Read | None:
@@ -249,9 +262,11 @@ class Reader:
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
         refused = {names[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in names}
+        leaves: Iterable[Any] = names
+        leaf_of = {id(leaf.variable): leaf for leaf in leaves}
         for noted, whose in zip(ran.noted, found.calls):
             call = noted.call
-            call.told, call.samples = off.told, samples
+            call.told, call.samples, call.leaves = off.told, samples, leaf_of
             if refused:
                 call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "")
             if whose is None:
@@ -260,6 +275,9 @@ class Reader:
                 call.layouts, call.labels, call.is_unseen = whose
             if noted.is_empty:
                 call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
+        if found.lowest is not None:
+            off.lowest = [nodes[k] for k in found.lowest]
+        off.note_lowest = partial(found.note_lowest, self.number)
         off.found |= self.found_in_graph(found)
         off.refused = refused
         off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
@@ -340,7 +358,7 @@ def _are(label: Owned, shape: Sequence[int], samples: int, rows: Tensor) -> bool
 @contextmanager
 def grads_kept(ran: Ran) -> Iterator[None]:
     """A context that restores ``.grad``, because a user's function may run its own backward pass inside backward."""
-    every = [*ran.parameters.values(), *(p for module in ran.modules for p in module.parameters())]
+    every = [*ran.parameters.values(), *(p for m in ran.modules for p in m._parameters.values() if p is not None)]
     grads = {p: p.grad for p in every if p.is_leaf}
 
     def undo() -> None:

@@ -1,15 +1,18 @@
-"""The context in which code runs: random numbers, autocast, inference mode."""
+"""The context in which code runs: random numbers, autocast and TF32, inference mode, compiled or as it is written."""
 
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.support.internals import top_saved_hooks
+from autograd_hacks.support.internals import COMPILER, top_saved_hooks
 from autograd_hacks.support.restored import restored, switches_kept
 
 RandomState = dict[str, Tensor]
@@ -96,3 +99,64 @@ def cuda_devices_of(module: nn.Module) -> set[torch.device]:
     if not torch.cuda.is_initialized():
         return set()
     return {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
+
+
+# How products in single precision round their factors: to TF32, with a ten-bit mantissa, if torch's settings allow it.
+
+MATMUL, CONV, RNN = "matmul", "conv", "rnn"
+KINDS = (MATMUL, CONV, RNN)
+UNITS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+"""By torch's name of the rounded format: its unit in the last place, for 1."""
+
+_CUDNN: Any = torch.backends.cudnn  # its settings have no types
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "cuda": {MATMUL: torch.backends.cuda.matmul, CONV: _CUDNN.conv, RNN: _CUDNN.rnn},
+    "cpu": {kind: getattr(torch.backends.mkldnn, kind) for kind in KINDS},
+}
+
+
+def unit_of_products(x: Tensor, kinds: Iterable[str] = KINDS) -> float:
+    """The unit to which products on x's device may round their factors; 0 if they keep all digits.
+
+    By default cuDNN rounds the factors of convolutions and recurrent layers to TF32.  For other products, this depends on
+    ``torch.set_float32_matmul_precision`` and ``allow_tf32``.
+
+    kinds: of products, some of `KINDS`
+    """
+    if x.dtype not in (torch.float32, torch.complex64):
+        return 0.0
+    settings = _SETTINGS.get(x.device.type, {})
+    return max((UNITS.get(settings[kind].fp32_precision, 0.0) for kind in kinds if kind in settings), default=0.0)
+
+
+# Code that torch.compile has compiled.
+
+_OPEN: set[object] = set()  # contexts of all threads: if two overlapped, torch would forget the older setting
+_STANCE: list[Any] = []  # undoes the first one
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def as_written(wanted: bool = True) -> Iterator[None]:
+    """A context in which compiled functions and modules run as they are written, everywhere in the process.
+
+    wanted: False does nothing
+    """
+    if not wanted or COMPILER not in sys.modules:  # it takes a second to import
+        yield
+        return
+    mine = object()
+
+    def leave() -> None:
+        with _LOCK:
+            _OPEN.discard(mine)
+            if _STANCE and not _OPEN:
+                _STANCE[0].__exit__(None, None, None)
+                _STANCE.clear()
+
+    with restored(leave):
+        with _LOCK:
+            _OPEN.add(mine)
+            if not _STANCE:
+                _STANCE.append(torch.compiler.set_stance("force_eager"))
+        yield

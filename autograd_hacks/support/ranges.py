@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from inspect import signature
 from math import inf
@@ -116,6 +116,13 @@ def check(who: str, page: str, *optional: str, **numbers: Any) -> None:
         if not (value is None and is_optional) and (error := allowed.refusal(value)):
             expected = allowed.text + ", or None" * is_optional
             raise error(f"{who} was given {name}={value!r}; expected {expected}" + page)
+
+
+def check_word(who: str, page: str, allowed: Collection[str], **given: object) -> None:
+    """Raises ValueError for an argument that is none of the allowed words.  The others are as in `check`."""
+    for name, word in given.items():
+        if word not in allowed:
+            raise ValueError(f"{who} was given {name}={word!r}; expected one of {', '.join(map(repr, allowed))}" + page)
 
 
 def checked(page: str) -> Callable[[F], F]:

@@ -29,21 +29,19 @@ SAME = 1e-3
 """The largest difference of one batch's rows on another day or machine, relative to their length."""
 KEY = "rows"
 """The tensor's name in a ``.safetensors`` file."""
-
-
-NOTES = ".progress"
-"""The suffix of the file of notes."""
+NOTES, SUFFIX = ".progress", ".npy"
+"""The suffixes of the file of notes, and of files of rows in a folder."""
 
 
 class RowFile:
     """Rows in ``path``, (rows, *shape), and notes in ``path.progress``: how many there are, and from which batches.
 
-    origin: a digest of everything that the rows depend on; a file of another origin is not resumed
+    origin: a digest of everything that the rows depend on; a file of another origin is not resumed. None to read only
     weights: a digest of the weights, empty for several checkpoints
     """
 
-    def __init__(self, path: str | os.PathLike[str], origin: str, weights: str = "") -> None:
-        self.path, self._notes = Path(path), Path(f"{os.fspath(path)}{NOTES}")
+    def __init__(self, path: Path, origin: str | None, weights: str = "") -> None:
+        self.path, self._notes = path, path.with_name(path.name + NOTES)
         self._batches, self._seen = 0, ""  # batches seen by this call, and their digest
         self.progress: dict[str, Any] = {
             "origin": origin,
@@ -55,7 +53,7 @@ class RowFile:
             "dtype": "",
             "ended": False,
         }
-        if self.path.suffix not in (".npy", ".safetensors"):
+        if path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"over: out={str(path)!r}; expected a file name that ends with .npy or .safetensors; or a folder, without "
                 "an ending, for a dictionary of rows" + ON_DATA_SETS
@@ -64,31 +62,28 @@ class RowFile:
             raise self._refused(f"and {self._notes}: only one of the two files exists, so over can't resume; delete it")
         try:
             if self._notes.exists():
-                self.progress = json.loads(self._notes.read_text())
-        except ValueError as error:
-            raise ValueError(f"{self._notes} is not valid JSON ({error}); delete both files" + ON_DATA_SETS) from error
-        if self.progress["origin"] != origin:
+                self.progress = {**json.loads(self._notes.read_text())}
+            stored = self.progress["origin"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self._notes} does not contain the notes of over ({error!r}); delete both files, and write the rows again"
+                + ON_DATA_SETS
+            ) from error
+        if origin is not None and stored != origin:
             raise self._refused("holds rows of other weights or checkpoints; delete it, or give another name")
         if self.progress["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
             raise self._refused(f"has {size} of the {_HEADER + self._size()} bytes written; delete it and its notes")
 
     @classmethod
-    def written(cls, path: str | os.PathLike[str]) -> "RowFile":
+    def written(cls, path: Path) -> "RowFile":
         """An existing file, for reading."""
-        notes = Path(f"{os.fspath(path)}{NOTES}")
-        if not Path(path).exists() or not notes.exists():
-            missing = path if not Path(path).exists() else notes
+        notes = path.with_name(path.name + NOTES)
+        if missing := [part for part in (path, notes) if not part.exists()]:
             raise FileNotFoundError(
-                f"there is no {os.fspath(missing)}; expected the rows that over(..., out={os.fspath(path)!r}) has written, "
-                f"and their notes in {notes}" + ON_DATA_SETS
+                f"there is no {missing[0]}; expected the rows that over(..., out={str(path)!r}) has written, and their "
+                f"notes in {notes}" + ON_DATA_SETS
             )
-        try:
-            origin = json.loads(notes.read_text())["origin"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{notes} does not contain the notes of over ({error!r}); write the rows again" + ON_DATA_SETS
-            ) from error
-        return cls(path, origin)
+        return cls(path, None)
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
@@ -148,7 +143,7 @@ class RowFile:
 
     def _note(self, more: dict[str, Any]) -> None:
         self.progress = self.progress | more
-        draft = self._notes.with_name(self._notes.name + ".draft")
+        draft = self._notes.with_suffix(f"{NOTES}.draft")
         draft.write_text(json.dumps(self.progress))
         draft.replace(self._notes)
 
@@ -195,28 +190,26 @@ class RowFile:
         return torch.from_numpy(np.memmap(self.path, _KINDS[self._dtype()][0], "c", _HEADER, shape))
 
 
-class RowFolder:
-    """A folder with one `RowFile` for each name, all of the same batches.
+class RowFiles:
+    """Rows of one or several names, all of the same batches: a file for the name '', or a folder with a file for each name.
 
     origin: as in `RowFile`
     weights: as in `RowFile`
     """
 
-    SUFFIX = ".npy"
-
-    def __init__(self, path: str | os.PathLike[str], origin: str, weights: str = "") -> None:
-        self.path, self._given = Path(path), (origin, weights)
-        if self.path.exists() and not self.path.is_dir():
+    def __init__(self, path: Path, origin: str, weights: str) -> None:
+        self.path, self._given, self._is_one = path, (origin, weights), bool(path.suffix)
+        if not self._is_one and path.is_file():
             raise ValueError(
-                f"over: out={self.path} is a file, but verb returns rows of several names; expected a folder, without .npy"
+                f"over: out={path} is a file, but verb returns rows of several names; expected a folder, without .npy"
                 + ON_DATA_SETS
             )
-        self.files = {name: RowFile(self._at(name), *self._given) for name in names_in(self.path)}
+        self.files = {name: RowFile(self._at(name), *self._given) for name in ([""] if self._is_one else names_in(path))}
         self._batches, self._last = 0, object()  # the number of batches so far, and the last batch
         self._wanted = set[str]()
 
     def _at(self, name: str) -> Path:
-        return self.path / f"{name}{self.SUFFIX}"
+        return self.path if self._is_one else self.path / f"{name}{SUFFIX}"
 
     def wants(self, batch: object) -> bool:
         """Whether any of the files needs the rows of the next batch, see `RowFile.wants`."""
@@ -226,7 +219,14 @@ class RowFolder:
 
     def take(self, rows: Mapping[str, Tensor]) -> None:
         """Writes, or compares, the rows of the batch that `wants` was called for, by name."""
-        if odd := [name for name in rows if not name or "/" in name or os.sep in name or name.startswith(".")]:
+        if (rows.keys() == {""}) is not self._is_one:
+            raise ValueError(
+                f"over was given out={str(self.path)!r}, but verb returned "
+                f"{'a dictionary' if self._is_one else 'one tensor'}. Give a file, out='rows.npy', for one tensor of N "
+                "rows; or a folder, out='rows', for a dictionary" + ON_DATA_SETS
+            )
+        odd = [name for name in rows if not name or "/" in name or os.sep in name or name.startswith(".")]
+        if odd and not self._is_one:
             raise ValueError(
                 f"over: verb returned rows named {odd[0]!r}, which can't be the name of a file in {self.path}" + ON_DATA_SETS
             )
@@ -236,12 +236,12 @@ class RowFolder:
                 f"{self.path} holds rows named {sorted(self.files)} from another verb; this verb returned {sorted(rows)}. "
                 "Delete the folder, or give another name" + ON_DATA_SETS
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        for name in rows:
-            if name not in self.files:
-                self.files[name] = RowFile(self._at(name), *self._given)
-                if self.files[name].wants(self._last):
-                    self._wanted.add(name)
+        if not self._is_one:
+            self.path.mkdir(parents=True, exist_ok=True)
+        for name in rows.keys() - self.files.keys():
+            self.files[name] = RowFile(self._at(name), *self._given)
+            if self.files[name].wants(self._last):
+                self._wanted.add(name)
         self.files = {name: self.files[name] for name in rows}  # in the verb's order
         for name in rows:
             if name in self._wanted:
@@ -252,9 +252,17 @@ class RowFolder:
         return {name: file.end() for name, file in self.files.items()}
 
 
+def by_file(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows by the names of their files: one for each field of a named tuple."""
+    found: dict[str, Any] = {}
+    for name, x in rows.items():
+        found |= {f"{name}.{field}": part for field, part in x._asdict().items()} if hasattr(x, "_asdict") else {name: x}
+    return found
+
+
 def names_in(folder: Path) -> list[str]:
     """The names of a folder's rows."""
-    ends = f"{RowFolder.SUFFIX}{NOTES}"
+    ends = f"{SUFFIX}{NOTES}"
     return sorted(notes.name.removesuffix(ends) for notes in folder.glob(f"*{ends}")) if folder.is_dir() else []
 
 

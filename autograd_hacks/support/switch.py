@@ -22,7 +22,7 @@ class Switch:
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not cls.is_paused_here()
+        return cls.enabled and not cls.pauses and not getattr(cls.here, "paused", False)
 
     @classmethod
     def is_paused_here(cls) -> bool:

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state, without_collection
+from autograd_hacks.support.contexts import as_written, cuda_devices_of, random_state, with_random_state, without_collection
 from autograd_hacks.support.internals import versions_kept
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.reach import Reach
 from autograd_hacks.support.restored import restored, switches_kept
-from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.trees import tensors_of
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -40,8 +41,6 @@ from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows
 
 BUDGET = 16 * 2**20
 """The default number of bytes to use beside the results."""
-
-
 WHAT = ("grad1", "norms", "gram")
 """The quantities that `during_backward` computes by name."""
 
@@ -109,7 +108,7 @@ def during_backward(
         theirs = dot.detach()[among]
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
-        check_direction(dot, {name: p.shape for name, p in record.parameters_of(model).items() if p.requires_grad})
+        check_direction(dot, {name: p.shape for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: stream.along(name, form, dot[name], weights, budget)
     if "gram" in what:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
@@ -178,23 +177,21 @@ class Quantities(Shown):
         raise AttributeError(name)
 
 
+@dataclass
 class _Stream:
     """Reads one parameter at a time, as soon as its last gradient has arrived."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        verbs: Mapping[str, Callable[[str, Form], Tensor | None]],
-        loss_type: str | None,
-        scaling: float | Tensor,
-        sets_grads: bool,
-    ) -> None:
-        record, self.is_private, self._recorder = recorder.record, recorder.kinds.independent, recorder
-        self.is_of_documents = recorder.segments is not None
-        self.pool, self.has_ended, self._sets_grads = recorder.pool, False, sets_grads
-        self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
-        self._parameters = record.asked(parameters_of(model))
+    model: nn.Module
+    recorder: Recorder
+    verbs: Mapping[str, Callable[[str, Form], Tensor | None]]
+    loss_type: str | None
+    scaling: float | Tensor
+    sets_grads: bool
+    has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.record = record = self.recorder.record
+        self._parameters = record.asked(parameters_of(self.model))
         self._unwritten = set(self._parameters)  # parameters without rows yet
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None
@@ -202,7 +199,7 @@ class _Stream:
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and the call that it came from
         self._sums: dict[str, Tensor] = {}  # the new ``.grad``
-        self._found: dict[str, list[Tensor]] = {what: [] for what in verbs}  # each verb's results
+        self._found: dict[str, list[Tensor]] = {what: [] for what in self.verbs}  # each verb's results
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Takes a parameter to which a pass has brought all its gradients.
@@ -229,25 +226,24 @@ class _Stream:
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
         for call in calls:
-            if self.is_private:
+            if self.recorder.kinds.independent:
                 check_shown(call)
-            if call in current.received:
-                check_own_documents(call, current.received[call], self.is_of_documents)
-            self._check_size(call, current.received.get(call))
+            if call in current.received:  # else it was read already
+                check_own_documents(call, current.received[call], self.recorder.segments is not None)
+                self._check_size(call, current.received[call])
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)
             if form is not None and name in self.names:
                 self._gate.certify(self._certificate, self.names[name], name)
                 if looks_free(form.like):  # else the host would have to wait
                     self._certificate.check()
+                    current.small.pop(name, None)
                 self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:
             current.received.pop(call)
 
-    def _check_size(self, call: Use, grads: OutputGrads | None) -> None:
-        if grads is None:  # already read
-            return
+    def _check_size(self, call: Use, grads: OutputGrads) -> None:
         size = call.batch_size(grads)
         self._told = self._told or (size, call.what)
         if size != self._told[0]:
@@ -268,7 +264,7 @@ class _Stream:
     def write(self, name: str, form: Form) -> None:
         """Sets a parameter's ``grad1``."""
         parameter = self._parameters[name]
-        write_rows(name, parameter, self.record.gathered.get(name, parameter), True, form, self.pool)
+        write_rows(name, parameter, self.record.gathered.get(name, parameter), True, form, self.recorder.pool)
         self._unwritten.discard(name)
 
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
@@ -300,15 +296,6 @@ class _Stream:
         own = self.checked(name, form, w, "weights")
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
-    def _set_grads(self) -> None:
-        if spread_of(self.model, self._recorder).mesh is not None:
-            raise NotReduced(
-                "during_backward was given weights, but this process has only a part of the samples, and .grad would hold "
-                "that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
-                "processes."
-            )
-        set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
-
     def end(self) -> dict[str, Tensor]:
         """The results.  Raises if the pass is not complete."""
         self._certificate.check()
@@ -316,9 +303,15 @@ class _Stream:
         readable_segments(dict(self._parameters), self.record)
         for name in self._unwritten if "grad1" in self.verbs else ():  # None or no grad1, as `compute_grad1` does
             parameter = self._parameters[name]
-            write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)
-        if self._sets_grads:
-            self._set_grads()
+            write_rows(name, parameter, parameter, parameter.requires_grad, None, self.recorder.pool)
+        if self.sets_grads and spread_of(self.model, self.recorder).mesh is not None:
+            raise NotReduced(
+                "during_backward was given weights, but this process has only a part of the samples, and .grad would hold "
+                "that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
+                "processes."
+            )
+        if self.sets_grads:
+            set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
         self.has_ended = True
         return {
             what: joint_norms(found, len(found[0])) if what == "norms" else found[0]

@@ -62,7 +62,7 @@ def per_sample_jacobian(
             first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
         # Inputs are leaves, too, because reentrant checkpoints reach nothing else.  Other models' parameters are left out,
         # so that those models' records stay as they are.
-        parameters = set(record.parameters_of(model).values())
+        parameters = set(record.as_seen(recorder.tree.parameters()).values())
         leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in parameters]
         if leaves and not is_returned:
             _check_function(first)
@@ -159,7 +159,7 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
             record.clear(f"a backward pass of another model's {WHAT} has replaced its record")
     is_own = any(call.is_own for recorded in mine.passes for call in recorded.received)
     if not is_own and mine.told.mixing:
-        check_unseen(mine.parameters_of(model), mine)
+        check_unseen(mine.as_seen(recorder.tree.parameters()), mine)
     grads = per_sample_grads(model) if is_own else None
     mine.clear()
     if grads is None or not grads.reached:

@@ -1,6 +1,6 @@
 """The scalings that optimizers apply to gradients, from their state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,10 +20,6 @@ def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
     v = state["square_avg"]
     v = v - state["grad_avg"].square() if group.get("centered") else v
     return 1 / (v.sqrt() + group["eps"])
-
-
-def _of_adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
-    return 1 / (state["sum"].sqrt() + group["eps"])
 
 
 def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
@@ -66,10 +62,10 @@ def of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
     return None
 
 
-SCALINGS = {
+SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling]] = {
     ("Adam", "AdamW", "NAdam"): _of_adam,
     ("RMSprop",): _of_rmsprop,
-    ("Adagrad",): _of_adagrad,
+    ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
     ("Adafactor",): _of_adafactor,
     ("Muon",): _of_muon,
     ("SGD",): of_sgd,

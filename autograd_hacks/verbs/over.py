@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -21,9 +22,9 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
-from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.parts import memory_of, part_of
 from autograd_hacks.support.ranges import check, checked
-from autograd_hacks.support.row_files import RowFile, RowFolder, digest_of
+from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import check_loader, kind_of, names_matching
@@ -116,15 +117,13 @@ def over(
     if segments is not None:
         kinds = recorder.kinds
         check_segments(segments, "over", kinds.batch_dim, kinds.probes, kinds.independent)
-    file: RowFile | RowFolder | None = None
+    file: RowFiles | None = None
     if out is not None:
         weights = digest_of(model.state_dict() if states is None else states)
         origin = digest_of(only, before=weights)
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
-        path = _of_process(out)
-        kind = RowFile if os.path.splitext(path)[1] else RowFolder
-        file = kind(path, origin, weights if states is None else "")
+        file = RowFiles(_of_process(out), origin, weights if states is None else "")
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
     told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget, states is not None)
@@ -145,16 +144,8 @@ def over(
             if file is None:
                 _check_alike(pieces, piece, total)
                 pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
-            elif isinstance(file, RowFolder) and _ALONE not in piece:
-                file.take(piece)
-            elif isinstance(file, RowFile) and _ALONE in piece:
-                file.take(piece[_ALONE])
             else:
-                raise ValueError(
-                    f"over was given out={out!r}, but verb returned {'one tensor' if _ALONE in piece else 'a dictionary'}. "
-                    "Give a file, out='rows.npy', for one tensor of N rows; or a folder, out='rows', for a dictionary"
-                    + ON_DATA_SETS
-                )
+                file.take(piece)
     finally:
         recorder.segments = told
         if before is not None:
@@ -162,9 +153,9 @@ def over(
     record.clear("over has read its passes and discarded them")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
-    if file is not None:
-        return cast(Found, file.end())
-    joined = {name: torch.cat([piece[name] for piece in pieces]) if not total else x for name, x in pieces[0].items()}
+    joined: dict[str, Tensor] = {} if file is None else file.end()
+    for name, x in pieces[0].items() if pieces else ():
+        joined[name] = x if total else torch.cat([piece[name] for piece in pieces])
     return cast(Found, joined.get(_ALONE, joined))
 
 
@@ -283,8 +274,12 @@ class _Step:
                     del table[key]
             for p, _ in parameters:
                 p.grad = None
+            chosen: list[Tensor] | None = None  # None for all: processes need all, because they wait for each other
+            if self.only is not None and not has_processes():
+                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                chosen = [trained[name] for name in names_matching(self.only, self.model, list(trained))]
             with torch.enable_grad():
-                backward_to(self.loss(self.model, batch), self._chosen(), "sum")
+                backward_to(self.loss(self.model, batch), chosen, "sum")
             return per_sample_grads(self.model, only=self.only)
         finally:
             for p, grad in parameters:
@@ -292,24 +287,13 @@ class _Step:
             for table, before in hooks:
                 table.update(before)
 
-    def _chosen(self) -> list[Tensor] | None:
-        """The parameters that the pass must reach; None for all.  Processes need all, because they wait for each other."""
-        if self.only is None or has_processes():
-            return None
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return [trained[name] for name in names_matching(self.only, self.model, list(trained))]
-
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
     """A verb's result by name, on the CPU.
 
     samples: the expected number of rows; None for sums
     """
-    given = dict(returned) if isinstance(returned, Mapping) else {_ALONE: returned}
-    named: dict[str, Any] = {}
-    for name, x in given.items():
-        fields = getattr(x, "_asdict", None)
-        named |= {name: x} if fields is None else {f"{name}.{field}": part for field, part in fields().items()}
+    named = by_file(returned if isinstance(returned, Mapping) else {_ALONE: returned})
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
             rows = "sums" if samples is None else f"{samples} rows, one for each sample"
@@ -333,14 +317,14 @@ def _look_of(model: nn.Module) -> object:
     return [torch.stack(x).tolist() for x in by_device.values()], places, [p.requires_grad for p in model.parameters()]
 
 
-def _of_process(out: str | os.PathLike[str]) -> str:
+def _of_process(out: str | os.PathLike[str]) -> Path:
     path, rank = os.fspath(out), torch.distributed.get_rank() if has_processes() else 0
     if has_processes() and "{rank}" not in path and torch.distributed.get_world_size() > 1:
         raise ValueError(
             f"over: out={path!r} is the same on several processes; expected a name that contains {{rank}}: rows-{{rank}}.npy"
             + ON_DATA_SETS
         )
-    return path.replace("{rank}", str(rank))
+    return Path(path.replace("{rank}", str(rank)))
 
 
 # Checkpoints of training, which the model loads one after the other.
@@ -376,8 +360,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
     states = list(checkpoints)
     if not states:
         raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}" + ON_DATA_SETS)
-    trained, live = {_memory_of(p) for p in model.parameters() if p.requires_grad}, 0
-    memory = trained | {_memory_of(x) for x in (*model.parameters(), *model.buffers())}
+    trained, live = _memory([p for p in model.parameters() if p.requires_grad]), 0
+    memory = trained | _memory([*model.parameters(), *model.buffers()])
     for number, pair in enumerate(states):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
@@ -385,7 +369,7 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
         state, weight = pair
         check("over", ON_DATA_SETS, weight=weight)
         if isinstance(state, Mapping):
-            places = {_memory_of(x) for x in state.values() if isinstance(x, Tensor)}
+            places = _memory([x for x in state.values() if isinstance(x, Tensor)])
             live += not places.isdisjoint(trained)
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
@@ -396,9 +380,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
     return states
 
 
-def _memory_of(x: Tensor) -> object:
-    part = part_of(x)
-    return part.untyped_storage().data_ptr() if part.layout == torch.strided and part.numel() else object()
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    return {memory_of(x) for x in map(part_of, tensors) if x.numel()}
 
 
 # Rows that outlive their activations.

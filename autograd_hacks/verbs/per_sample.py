@@ -79,7 +79,7 @@ def grads_of(
     spread: the processes that share the batch
     """
     record = recorder.record
-    parameters = record.parameters_of(model)
+    parameters = record.as_seen(spread.parameters)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
     samples = _samples(forms.values())
@@ -177,7 +177,7 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, None if set_grad else False)
-    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.parameters_of(model)
+    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.as_seen(spread.parameters)
     names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
@@ -239,7 +239,8 @@ def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: F
         out = pool.take(key, (form.samples, *form.shape), like)
     attributes.pop("grad1", None)  # free the old rows before writing new ones
     if trains:
-        attributes["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
+        rows = None if form is None else form.dense(out)
+        attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:

@@ -13,11 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_STORES
-from autograd_hacks.forms.low_rank import LowRank
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
-from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.row_files import RowFile, digest_of, names_in
+from autograd_hacks.support.ranges import check_word, checked
+from autograd_hacks.support.row_files import RowFile, by_file, digest_of, names_in
 from autograd_hacks.verbs.arguments import differing, kind_of, some
 
 BUDGET = 2**26
@@ -146,10 +145,7 @@ class Store(Shown):
         an unknown metric; TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
-        if metric not in METRICS:
-            raise ValueError(
-                f"search was given metric={metric!r}; expected one of {', '.join(map(repr, METRICS))}" + ON_STORES
-            )
+        check_word("search", ON_STORES, METRICS, metric=metric)
         if k > len(self):
             raise ValueError(
                 f"search was given k={k}, but {self.path} has {len(self)} rows; expected at most that many" + ON_STORES
@@ -215,12 +211,7 @@ class Store(Shown):
 
     def _named(self, queries: Queries) -> Named:
         """The queries by file.  Raises for queries that don't fit the rows."""
-        given: dict[str, Any] = {"": queries}
-        if isinstance(queries, Mapping):
-            given = {}
-            for name, x in queries.items():
-                both = x._asdict() if isinstance(x, LowRank) else None
-                given |= {name: x} if both is None else {f"{name}.{field}": part for field, part in both.items()}
+        given = by_file(queries) if isinstance(queries, Mapping) else {"": queries}
         if given.keys() != self._rows.keys():
             what = "one tensor" if self._is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             names = kind_of(queries) if "" in given else f"tensors named {some(list(given))}"
@@ -266,18 +257,16 @@ class Store(Shown):
 
     def _products(self, mine: Named, theirs: Named) -> Tensor:
         """The inner products of Q rows with n others, (Q, n)."""
-        total: Tensor | None = None
+        total: Any = 0
         for name in self._plain:
-            product = mine[name].flatten(1) @ theirs[name].flatten(1).mT
-            total = product if total is None else total + product
+            total = total + mine[name].flatten(1) @ theirs[name].flatten(1).mT
         for name in self._pairs:
             left, right = (
                 torch.tensordot(mine[side], theirs[side], dims=([1], [1])) for side in (f"{name}.left", f"{name}.right")
             )
-            product = (left * right).sum((1, 3))
-            total = product if total is None else total + product
-        assert total is not None  # there is a file
-        return total
+            total = total + (left * right).sum((1, 3))
+        found: Tensor = total  # of one file or more
+        return found
 
     def _units(self, rows: Named) -> Named:
         """Rows of length one; zeros stay as they are."""

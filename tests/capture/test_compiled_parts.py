@@ -10,7 +10,7 @@ from compiled_nets import Graphs, Net, batch, check, ran, squares
 from oracle import one_backward_per_sample
 
 import autograd_hacks
-from autograd_hacks.support.stance import as_written
+from autograd_hacks.support.contexts import as_written
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
 

@@ -197,3 +197,14 @@ def test_a_hook_at_several_places_and_draws_of_the_user() -> None:
         squares(model(torch.randn(5, 3).double())).mean().backward()
         numbers.append(torch.randn(3))
     assert torch.equal(*numbers)
+
+
+def test_a_hook_of_a_parameter_may_do_what_it_likes_after_the_forward_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    autograd_hacks.add_hooks(model)
+    losses, weight = squares(model(torch.randn(5, 3).double())), model[0].weight
+    with_hook = weight.register_hook(lambda grad: grad.roll(1, 0))
+    losses.mean().backward()
+    autograd_hacks.compute_grad1(model)
+    torch.testing.assert_close(weight.grad1.mean(0).roll(1, 0), weight.grad)
+    with_hook.remove()

@@ -18,7 +18,7 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient, VerificationFailed
 from autograd_hacks.formulas import RULES
-from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 
 class Bare(nn.Module):

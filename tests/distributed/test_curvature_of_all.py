@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import BlockTooLarge, NotReduced
+from autograd_hacks.errors import BlockTooLarge, NotReduced, UnsupportedLayer
 
 SIZES = (5, 3)
 WAYS = ["replicas", "shards"]
@@ -114,6 +114,16 @@ def switches(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def read_apart() -> None:
+    """One process's weight is a layer's, and the other's is read by its value, so its factors have other shapes."""
+    model = wrapped(Bare(switches, inner=nn.Linear(3, 2)).double(), "inner")[2].train(dist.get_rank() == 0)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(batch(0, 4)[0]), "LeastSquares")
+    with pytest.raises(UnsupportedLayer, match=r"weight of .*: it is read in other ways on another process"):
+        autograd_hacks.compute_hess(model, "kfac")
+    assert [name.split(".")[-1] for name in autograd_hacks.compute_hess(model, "kfac", skip=True).covered] == ["bias"]
+
+
 def two(m: Any, x: Tensor) -> Tensor:
     out: Tensor = m.head(m.middle(m.cell(x)).tanh())
     return out
@@ -139,8 +149,9 @@ def two_batches() -> None:
     assert_close(found[2:], found[:2])
 
 
-def test_batches_whose_rows_need_other_weights(both: Both) -> None:
-    both(two_batches)
+@pytest.mark.parametrize("task", [two_batches, read_apart])
+def test_weights_that_are_read_in_several_ways(both: Both, task: Any) -> None:
+    both(task)
 
 
 def by_words(m: Any, words: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from autograd_hacks.kernels import affine, segments, tiles
+from autograd_hacks.kernels import tiles
 
 def compiled(kernel, constants, *types):
     names = kernel.arg_names
@@ -181,8 +181,8 @@ for kind in ("*fp32", "*bf16"):
     assert compiled(tiles._tiles, dict(blocks), *some, *sizes)
     for is_rms in (False, True):
         block = dict(IS_RMS=is_rms, BLOCK=1024)
-        assert compiled(affine._affine, block, kind, kind, "*fp32", "*fp32", "i32", "i32", "fp32", "i32")
-    assert compiled(segments._norms, dict(BLOCK=1024), "*i64", "*i64", "*i64", kind, "*fp32", "i32")
+        assert compiled(tiles._affine, block, kind, kind, "*fp32", "*fp32", "i32", "i32", "fp32", "i32")
+    assert compiled(tiles._norms, dict(BLOCK=1024), "*i64", "*i64", "*i64", kind, "*fp32", "i32")
 """
 
 

@@ -194,7 +194,7 @@ def test_it_prints_as_a_table() -> None:
     found = step(hooked(), torch.randn(6, 4), multiplier=1.5)
     assert repr(found) == "a private step of 6 samples, bound 2, noise 1.5 of it"
     assert all(part in str(found) for part in ("sensitivity of .grad, replace_one", "0.4", "expected batch size"))
-    with pytest.raises(ValueError, match="'swap'; expected one of add_remove"):
+    with pytest.raises(ValueError, match="'swap'; expected one of 'add_remove'"):
         found.sensitivity("swap")
 
 
@@ -203,7 +203,7 @@ def test_what_would_break_the_promise_is_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"clip": lambda norms: 2 * BOUND / norms}, "expected at most max_norm"),
         ({"clip": lambda norms: norms[:2]}, "expected 6 weights"),
-        ({"clip": "none"}, "expected one of flat, per_parameter"),
+        ({"clip": "none"}, "expected one of 'flat', 'per_parameter'"),
         ({"clip": 3}, "expected a name or a function"),
         ({"max_norm": {"0.*": 1.0}}, "no bound for"),
         ({"max_norm": {"*": 1.0, "0.*": 1.0}}, "two bounds for"),

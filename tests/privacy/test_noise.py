@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import BandedNoise, SecureNoise
-from autograd_hacks.privacy.noise import inverse_square_root
 
 BOUND, EXPECTED = 2.0, 10.0
 
@@ -111,7 +110,7 @@ def test_correlated_noise_is_banded() -> None:
     assert_close(found.double(), banded(steps, noise.coefficients) @ z.double())
     with pytest.raises(RuntimeError, match="made for 6 steps"):
         noise("weight", shape, 0.5)
-    assert inverse_square_root(4) == [1.0, -0.5, -0.125, -0.0625]
+    assert BandedNoise(5, 4).coefficients == [1.0, -0.5, -0.125, -0.0625]
     assert BandedNoise(5, 1).sensitivity == 1  # independent noise
 
 

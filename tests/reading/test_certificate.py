@@ -42,6 +42,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+class Sum(nn.Module):
+    def __init__(self, first: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.last(x)
+
+
 class Last(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,3 +164,49 @@ def test_sums_of_many_terms_are_read() -> None:
             for _ in range(4):  # each pass is compared along other directions
                 model(x).square().sum((1, 2, 3)).mean().backward()
                 autograd_hacks.per_sample_grads(model)
+
+
+@pytest.mark.parametrize("width", [4, 160])
+def test_the_parameter_that_gets_a_penalty_is_named_among_many_like_it_whenever_it_is_asked(width: int) -> None:
+    layers = [nn.Linear(width, width, dtype=torch.float64) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    autograd_hacks.add_hooks(model)
+    check(model, torch.randn(3, width).double())
+    (squares(model(torch.randn(3, width).double()), torch.zeros(3, width)).mean() + layers[3].weight[1, 2] ** 2).backward()
+    for _ in range(2):
+        with pytest.raises(UnseenGradient, match=r"^3\.weight: the rows don't add up"):
+            autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_gradients_without_numbers_are_no_difference_and_hide_none(bad: float) -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    (squares(model(torch.randn(3, 3).double()), torch.zeros(3, 2)).mean() * bad).backward()
+    autograd_hacks.compute_grad1(model)  # what isn't finite is the loss's own
+
+    first, last = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)
+    both = Sum(first, last)
+    autograd_hacks.add_hooks(both)
+    loss = squares(both(torch.randn(3, 3).double()), torch.zeros(3, 2)).mean()
+    first.weight.register_hook(lambda grad: grad * bad)
+    (loss + last.weight[0, 0] * 3).backward()
+    with pytest.raises(UnseenGradient, match=r"last\.weight"):
+        autograd_hacks.compute_grad1(both)
+
+
+def _double(p: Tensor) -> None:
+    p.grad.mul_(2)
+
+
+def test_what_others_do_to_a_gradient_later_is_no_difference() -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.mul_(3))
+        p.register_post_accumulate_grad_hook(_double)
+    for _ in range(3):
+        squares(model(data(model))).mean().backward()
+        for p in model.parameters():
+            p.grad.zero_()
+        autograd_hacks.compute_grad1(model)

@@ -11,9 +11,8 @@ import torch.nn as nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.row_files import digest_of
-from autograd_hacks.support.trees import leaves_of, modules_of
+from autograd_hacks.support.trees import ByTensor, Tree, leaves_of, modules_of
 
 
 def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:
@@ -35,6 +34,36 @@ def test_modules_of_a_model_are_those_that_it_names() -> None:
     model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, nn.Sequential(nn.Tanh(), nn.Sequential(shared)))
     model.register_module("none", None)
     assert modules_of(model) == list(model.modules())
+
+
+def _renamed(model: Any) -> None:
+    name, p = model[0]._parameters.popitem()
+    model[0]._parameters[f"{name} again"] = p
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: None,
+        lambda model: model.append(nn.Linear(2, 2)),
+        lambda model: model.__setitem__(1, nn.Linear(2, 3)),
+        lambda model: model[0].register_module("inside", nn.Linear(2, 2)),
+        lambda model: model[0].register_parameter("weight", nn.Parameter(torch.ones(2, 2))),
+        lambda model: model[0].register_parameter("bias", None),
+        lambda model: setattr(model[1], "weight", model[0].weight),
+        lambda model: model.__delitem__(0),
+        _renamed,
+    ],
+)
+def test_a_tree_sees_whatever_changes_in_a_model(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    tree = Tree(model)
+    for _ in range(2):
+        assert tree.modules() == list(model.modules())
+        assert [(n, id(p)) for n, p in tree.parameters().items()] == [(n, id(p)) for n, p in model.named_parameters()]
+        change(model)
+    assert tree.modules() == list(model.modules())
+    assert [(n, id(p)) for n, p in tree.parameters().items()] == [(n, id(p)) for n, p in model.named_parameters()]
 
 
 def test_leaves_are_those_that_torch_finds() -> None:
