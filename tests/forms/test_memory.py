@@ -98,7 +98,6 @@ def test_such_rows_lead_back_to_factors() -> None:
 
 
 def test_inner_products_of_passes_write_each_row_once() -> None:
-    torch.manual_seed(0)
     x, shape, rest = torch.randn(8, 1, 12, 12).double(), torch.Size((4, 1, 3, 3)), ((1, 1), (1, 1), (1, 1), 1)
     form = Concatenation.of([Convolution(x, torch.randn(8, 4, 12, 12).double(), shape, *rest) for _ in range(5)])
     expected = form.matrix() @ form.matrix().mT
