@@ -46,11 +46,9 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     products = new(2, n, 256, 256)
     pair = took(lambda: (products[0] * products[1]).sum((1, 2)), products[0].numel())
     shift = took(lambda: products[0, :, :-1, :-1] + products[1, :, 1:, 1:], products[0].numel())
-    tiny = Outer(new(n, 2, 4), new(n, 2, 4))
-    in_double = device.type == "cuda"
-    call = seconds(lambda: norms_of_pairs([tiny.pair], 2**20, in_double), device) - seconds(
-        lambda: tiny.dense().flatten(1).norm(dim=1), device
-    )
+    tiny, is_cuda = Outer(new(n, 2, 4), new(n, 2, 4)), device.type == "cuda"
+    call = seconds(lambda: norms_of_pairs([tiny.pair], 2**20, is_cuda), device)
+    call -= seconds(lambda: tiny.dense().flatten(1).norm(dim=1), device)
     place = torch.randint(512, (rows[0].numel(),), device=device)
     scatter = took(lambda: new_zeros(rows, 512).index_add_(1, place, rows.flatten(1)), rows.numel())
     put = took(lambda: new_zeros(rows, 512).index_add_(1, place[:o], left[:, 0]), n * o)

@@ -6,6 +6,7 @@ from strategies import pull_along
 from torch import Tensor
 
 from autograd_hacks.forms import (
+    Bags,
     Chained,
     Concatenation,
     Convolution,
@@ -19,7 +20,6 @@ from autograd_hacks.forms import (
     Sum,
 )
 from autograd_hacks.forms.directions import PAIRS, along, directions
-from autograd_hacks.forms.lookup import Bags
 
 N = 5
 

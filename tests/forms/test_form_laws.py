@@ -185,8 +185,7 @@ def test_a_sum_of_outer_products_stays_one() -> None:
 def test_passes_of_complex_rows_are_not_conjugated() -> None:
     left, right, v = (torch.randn(*shape, dtype=torch.complex128) for shape in ((3, 2, 4), (3, 2, 5), (4, 5)))
     form = Concatenation.of([Outer(left, right), Outer(2 * left, right)])
-    assert isinstance(form, Concatenation)
-    assert form.varying == 0
+    assert getattr(form, "varying", None) == 0
     assert_close(form.dot(v), rows_of(form) @ v.flatten())
 
 
