@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.kinds import Known, runs_time_first
 from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import One
 from autograd_hacks.graph.roots import frontier, picked
 from autograd_hacks.probe.batch import Batch
@@ -152,12 +153,19 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             [slot for slot, x in outputs.items() if not options[slot] and (alone or x.numel() == 1)] if samples > 1 else ()
         )
         added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
+        by_rule = {
+            node
+            for own in ran.noted
+            if (rule := rule_for(own.call.layer)) is not None and rule.by_input
+            for node, _ in own.hooks
+        }
+        added = {slot: own for slot, own in added.items() if own[0] or ran.value(slot).node not in by_rule}
         for value in (value for values, _ in added.values() for value in values):
             options[value] = candidates(shape_of(value), samples, axes)
         is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}
         make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
         chosen, taken_from = chosen_rows(ran, samples, options)
-        if chosen or (losses and not any(options.values())):  # a loss that adds up no samples is refused
+        if chosen or (added and not any(options.values())):  # a loss that adds up no samples is refused
             by_layout = {slot: found[0] for slot, found in options.items() if found}
             yield make({**by_layout, **chosen}, taken_from=taken_from)
         options = {slot: found for slot, found in options.items() if found}
