@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autograd_hacks import errors, forms, formulas
 from autograd_hacks.capture.accumulate import accumulate
-from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
+from autograd_hacks.capture.hooks import add_hooks, clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.compiled.face import compile
 from autograd_hacks.compiled.labels import register_operation
 from autograd_hacks.curvature.backprop import backprop_hess
@@ -26,7 +26,6 @@ from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.during_backward import during_backward
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.metric import Metric

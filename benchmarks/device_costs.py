@@ -12,7 +12,7 @@ from torch.nn.grad import conv2d_weight
 
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.cost import Costs
-from autograd_hacks.forms.positions import norms_in_double, norms_of_pairs
+from autograd_hacks.forms.positions import norms_of_pairs
 
 Timed = Callable[[], object]
 ROUNDS = 9
@@ -46,9 +46,9 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     products = new(2, n, 256, 256)
     pair = took(lambda: (products[0] * products[1]).sum((1, 2)), products[0].numel())
     shift = took(lambda: products[0, :, :-1, :-1] + products[1, :, 1:, 1:], products[0].numel())
-    tiny = Outer(new(n, 2, 4), new(n, 2, 4))
-    norms = norms_in_double if device.type == "cuda" else norms_of_pairs
-    call = seconds(lambda: norms([tiny.pair], 2**20), device) - seconds(lambda: tiny.dense().flatten(1).norm(dim=1), device)
+    tiny, is_cuda = Outer(new(n, 2, 4), new(n, 2, 4)), device.type == "cuda"
+    call = seconds(lambda: norms_of_pairs([tiny.pair], 2**20, is_cuda), device)
+    call -= seconds(lambda: tiny.dense().flatten(1).norm(dim=1), device)
     place = torch.randint(512, (rows[0].numel(),), device=device)
     scatter = took(lambda: new_zeros(rows, 512).index_add_(1, place, rows.flatten(1)), rows.numel())
     put = took(lambda: new_zeros(rows, 512).index_add_(1, place[:o], left[:, 0]), n * o)

@@ -142,7 +142,7 @@ def clipped(net: nn.Module, x: Tensor, y: Tensor, divisor: float | None = None) 
 
 
 def train(
-    model: nn.Module, name: str, sizes: tuple[int, ...], steps: int = 4, run: nn.Module | None = None, **tolerance: float
+    model: nn.Module, name: str, sizes: tuple[int, ...], steps: int = 3, run: nn.Module | None = None, **tolerance: float
 ) -> None:
     """Clipped SGD steps of a hooked model beside one process: norms, ``.grad`` and weights of every step.
 

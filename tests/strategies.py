@@ -19,16 +19,14 @@ from autograd_hacks.forms import (
     Grouping,
     Lookup,
     Outer,
-    Passes,
     Placed,
     Zero,
     add,
     put,
     scale,
 )
-from autograd_hacks.forms.chained import Pull
 from autograd_hacks.forms.factored import Factored
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Pull, Sides, mapped
 
 small = st.integers(1, 3)
 
@@ -287,8 +285,8 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
     if passes > 1:
         first = draw(leaf_forms(samples // passes, shape))
         if not isinstance(first, Factored):
-            return Passes.of([first, *(draw(leaf_forms(samples // passes, shape)) for _ in range(passes - 1))])
+            return Concatenation.of([first, *(draw(leaf_forms(samples // passes, shape)) for _ in range(passes - 1))])
         place = draw(st.sampled_from(first.varies))
         more = [first.varied(place, torch.randn_like(first.held[place])) for _ in range(passes - 1)]
-        return Passes.of([first, *more])
+        return Concatenation.of([first, *more])
     return draw(leaf_forms(samples, shape))

@@ -41,7 +41,7 @@ def entry_points(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield kind.__name__, kind
     for name in dir(kind):
         raw = inspect.getattr_static(kind, name)
-        if not name.startswith("_") and name not in INTERNAL and callable(found := getattr(raw, "__func__", raw)):
+        if not name.startswith("_") and name not in INTERNAL and inspect.isfunction(found := getattr(raw, "__func__", raw)):
             yield f"{kind.__name__}.{name}", found
 
 

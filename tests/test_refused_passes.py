@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import (
@@ -57,15 +58,9 @@ class Named(nn.Module):
         return {"logits": self.layer(x)}
 
 
-class Past(nn.Module):
+def past_net() -> nn.Module:
     """Its weight is used past its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.layer(x), self.layer.weight)
+    return Bare(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(3, 3).double())
 
 
 class Mixes(Named):
@@ -170,7 +165,7 @@ CURVES: list[Row] = [
     (KeyError, None, "", lambda s: s.passes.block("nowhere")),
     (UnsupportedLayer, ..., "",
      lambda s: curved(s.other(nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 4, 1), nn.Flatten()), s.x, **JOINT)),
-    (UnseenGradient, ..., "", lambda s: curved(hooked(Past(), probe=False), s.x)),
+    (UnseenGradient, ..., "", lambda s: curved(hooked(past_net(), probe=False), s.x)),
     (RuntimeError, None, "use_reentrant",
      lambda s: backprop_hess(checkpoint(s.model, s.x.requires_grad_(), use_reentrant=True))),
     *[(error, CURVATURE if error in (TypeError, ValueError) else ..., words,

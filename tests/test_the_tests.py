@@ -16,7 +16,7 @@ from test_rule_laws import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, Weighted, group
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, group
 from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading import forwards, gate
 
@@ -144,7 +144,7 @@ SHAPE = torch.Size((4, 2, 3))
         Dense(torch.randn(3, *SHAPE).double()),
         group(Dense(torch.randn(2, *SHAPE).double()), torch.tensor([0, 2]), 3),
         Scaled(Outer(G[:, :, 0], X[:, 0], SHAPE), 3.0),
-        Weighted(Outer(G[:, :, 0], X[:, 0], SHAPE), torch.tensor([3.0, -1.0, 0.5]).double()),
+        Scaled(Outer(G[:, :, 0], X[:, 0], SHAPE), torch.tensor([3.0, -1.0, 0.5]).double()),
         Sum([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
         Concatenation([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
     ],

@@ -42,11 +42,9 @@ class Inner:
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    # Set by `verbs/hooking.py`: called when a pass that makes a graph arrives at a node.
-    created: Callable[[Use, Node, AtOutput | None], None]
-
-    def __init__(self, record: Record, reduction: Reduction) -> None:
+    def __init__(self, record: Record, reduction: Reduction, created: Callable[[Use, Node, AtOutput | None], None]) -> None:
         self.record, self.reduction = record, reduction
+        self.created = created  # called when a pass that makes a graph arrives at a node
         self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -13,16 +13,19 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.kinds import Kinds, Told, uncovered
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
-from autograd_hacks.errors import ON_HOOKS, NothingRecorded
+from autograd_hacks.errors import ON_BATCH, ON_HOOKS, NothingRecorded
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
+from autograd_hacks.support.patterns import names_matching
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
@@ -31,6 +34,7 @@ Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
 """The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
 
 
+@checked(ON_BATCH)
 def add_hooks(
     model: nn.Module,
     batch_dim: BatchDim = 0,
@@ -38,7 +42,7 @@ def add_hooks(
     param_grad: bool = True,
     reuse: bool = True,
     independent: bool = False,
-    left_out: Collection[str] = (),
+    only: str | Iterable[str] | None = None,
     segments: Segments | None = None,
 ) -> Hooked:
     """Hooks a model, so that each backward pass records what `compute_grad1` needs.
@@ -92,6 +96,8 @@ def add_hooks(
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True or False" + ON_HOOKS)
     if segments is not None:
         check_segments(segments, "add_hooks", batch_dim, probe, independent)
+    names = [name for name, _ in model.named_parameters()]
+    left_out = set[str]() if only is None else set(names).difference(names_matching(only, model, names))
     if left_out and not param_grad:
         raise ValueError(
             "add_hooks was given only=... with param_grad=False, so nothing would compute the gradients of the other "
@@ -106,6 +112,7 @@ def add_hooks(
         else (known.kinds, known.backward.wants_grad, known.pool.reuse, record.left_out, known.segments)
     )
     record.left_out = frozenset(left_out)
+    record.is_settled, record.gathered = False, {}  # the next forward finds the whole parameters that replace shards
     try:
         _hook_all(recorder, model)
         recorder.read_by(Kinds(model, batch_dim, probe, independent))
@@ -188,7 +195,6 @@ def hooked_copy(
     told, knows: see `Kinds.for_copy`
     """
     own = Recorder(model)
-    recorder.connect(own)
     own.is_aside = own.said_uncompiled = True
     own.segments, own.record.left_out = recorder.segments, recorder.record.left_out
     with torch.enable_grad():
@@ -321,6 +327,13 @@ class Hooked(Shown):
             return
         recorder.attach()
         _hook_all(recorder, self._model)
+
+    def describe(self, trained: bool = False) -> Any:
+        """A table of the model's parameters: `autograd_hacks.describe`.
+
+        trained: whether to leave out frozen parameters
+        """
+        return ABOVE.describe(self._model, trained)
 
     def _table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__

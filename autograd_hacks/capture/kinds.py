@@ -60,7 +60,7 @@ class Told:
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
-    is_scaled: bool = False  # whether a loss inside the model divides by something of the whole batch
+    is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
 
 
 class Known(NamedTuple):

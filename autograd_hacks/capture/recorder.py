@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
@@ -50,27 +51,9 @@ class Recorder:
 
     kinds: Kinds  # each `add_hooks` makes a new one
 
-    # Set by `verbs/hooking.py`.
-    # ``together(model, recorder, read, show)``: reads a finished forward, and shows independence if ``read`` says that it
-    # is due.  Other processes may have to take part, so each forward with gradients calls it.
-    together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
-    # ``read_forward(recorder, known, ran)``: reads a finished forward by laws.  Returns N, and what was read from the graph
-    read_forward: Callable[[Recorder, Known, Ran], tuple[int | None, OffGraph | None]]
-    show: Callable[..., None]  # `show_independent`
-    assume: Callable[[Ran, OffGraph], None]  # reads a graph whose outputs are assumed to have samples on axis 0
-    # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
-    why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
-    # ``is_shown(recorder, ran, told, samples)``: whether the tape shows that samples are independent, if that is asked
-    is_shown: Callable[[Recorder, Ran, Told, int | None], bool]
-    # ``why_not_by_tape(tape, axes, samples, outputs)``: why labels of the tape don't show it; "" if they do
-    check_tape: Callable[[Tape], None]  # raises for operations that are opaque
-    why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
-    learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
-    connect: Callable[[Recorder], None]  # sets all of these for the recorder of a copy
-
     def __init__(self, model: nn.Module) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
-        self.backward = Backward(self.record, self.reduction)
+        self.backward = Backward(self.record, self.reduction, partial(ABOVE.created, weakref.ref(self)))
         self.forward = Forward(self.record, self.backward)
         self.tree = Tree(model)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the layers that got hooks
@@ -177,7 +160,7 @@ class Recorder:
         check_undivided(model, (args, kwargs))
         self._ends = made_by((args, kwargs))
         if not path and not self.is_aside:
-            self.learn(model, self)
+            ABOVE.learn(model, self)
         known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
         self.record.told, self.forward.samples = known.told, known.samples
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
@@ -263,7 +246,7 @@ class Recorder:
         off = found or OffGraph(ran, told, samples or 0)
         off.documents = ran.documents
         if is_assumed and samples is not None:
-            self.assume(ran, off)
+            ABOVE.assume(ran, off)
         return off
 
     def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
@@ -278,17 +261,17 @@ class Recorder:
                 ran.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
-            run = partial(self.read_forward, self, known, ran)
+            run = partial(ABOVE.read_forward, self, known, ran)
             samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-            return self.kinds.independent and (told.kind.pending or not self.is_shown(self, ran, told, samples))
+            return self.kinds.independent and (told.kind.pending or not ABOVE.is_shown(self, ran, told, samples))
 
         def show() -> None:
             if self.kinds.independent and known is not None and known.batch is not None and samples is not None:
                 with without_collection():
-                    self.show(self, model, known.copy, known.batch, ran, told, samples)
+                    ABOVE.show(self, model, known.copy, known.batch, ran, told, samples)
 
         if not self.is_aside:
-            self.together(model, self, read, show)
+            ABOVE.together(model, self, read, show)
         elif read():
             show()
         self.forward.samples = samples
@@ -326,21 +309,13 @@ def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int
         attributes = vars(module)
         for name in sorted(attributes.keys() - _OF_MODULE):
             value = attributes[name]
-            if isinstance(value, Tensor):
-                own = [value]
-            elif not isinstance(value, list | tuple | dict) or {type(x) for x in _items(value)} <= _SIMPLE:
-                continue  # most are sizes
-            else:
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes
                 own = tensors_of(value)
-            if own:
                 found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:

@@ -9,21 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor, fx
 
-from autograd_hacks.compiled import operations as operations  # which register rules
-from autograd_hacks.compiled import products as products
-from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import Joint, labelled, shape
-from autograd_hacks.compiled.torch_names import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-    decompositions,
-    joint_graph,
-    recurrent_layers_unrolled,
-)
+from autograd_hacks.compiled.labelled import labelled
+from autograd_hacks.compiled.labels import Joint, shape
+from autograd_hacks.compiled.torch_names import decompositions, ends_of, joint_graph, recurrent_layers_unrolled
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.copies import Marks
@@ -73,18 +61,8 @@ class _OfTensors(nn.Module):
 
 
 def _joint(traced: fx.GraphModule, axes: list[int | None], samples: int) -> Joint:
-    given, tangents, found = dict[fx.Node, int](), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
-    last = traced.graph.output_node()
-    pairs = [(node, kind) for node, kind in zip(last.args[0], last.meta["desc"]) if isinstance(node, fx.Node)]  # type: ignore
-    outputs = {kind.idx: node for node, kind in pairs if isinstance(kind, PlainAOTOutput)}
-    for node in traced.graph.find_nodes(op="placeholder"):
-        kind = node.meta["desc"]
-        if isinstance(kind, TangentAOTInput):
-            tangents[node] = outputs[getattr(kind.output, "idx", 0)]
-        elif isinstance(kind, PlainAOTInput) and (axis := axes[kind.idx]) is not None:
-            given[node] = axis % len(shape(node))
-    for node, kind in pairs:
-        if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, ParamAOTInput):
-            found[kind.grad_of.target] = node
-    left = {kind.mutated_input.expr(): node for node, kind in pairs if isinstance(kind, InputMutationAOTOutput)}
-    return Joint(traced.graph, samples, given, tangents, found, list(outputs.values()), left)
+    ends = ends_of(traced.graph)
+    given = {node: axis % len(shape(node)) for node, place in ends.inputs.items() if (axis := axes[place]) is not None}
+    gradients = {name: node for name, node in ends.gradients.values() if isinstance(name, str)}
+    left = {str(name): node for name, node in ends.written.items()}
+    return Joint(traced.graph, samples, given, ends.tangents, gradients, list(ends.outputs.values()), left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,25 +12,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor, fx
 
-from autograd_hacks.compiled import operations as operations  # which register rules
-from autograd_hacks.compiled import products as products
-from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import Joint, after, labelled, size
+from autograd_hacks.compiled.labelled import labelled
+from autograd_hacks.compiled.labels import Joint, after, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.compiled.torch_names import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
     aot_autograd,
+    boxed,
     compile_fx_inner,
     decompositions,
+    describe_more,
+    ends_of,
     lowered,
     make_fx,
     min_cut_rematerialization_partition,
     recurrent_layers_unrolled,
+    source_of,
     with_random_numbers_of_inductor,
     without_idle_views,
 )
@@ -58,45 +56,36 @@ Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tenso
 that replace some of them."""
 
 
+@dataclass
 class Backend:
     """torch.compile calls it with the whole graph of a model.
 
     model: the model with the parameters
-    axes: returns the samples' axes in the arguments of the traced forward
-    given: returns the ids of the tensors among these arguments
     verb: computes the results
     begin: is called before each backward pass
     deliver: is called after each backward pass
     compiles: whether inductor compiles graphs
     is_private: whether buffers must not depend on samples
+    axes: the samples' axes in the arguments of the forward that is traced
+    given: the ids of the tensors among these arguments
+    compilations: how often torch.compile has called it
+    made_of_samples: in private steps, what the last forward made from samples
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axes: Callable[[], Axes],
-        given: Callable[[], set[int]],
-        verb: Verb,
-        begin: Callable[[], None],
-        deliver: Deliver,
-        compiles: bool,
-        is_private: bool,
-    ) -> None:
-        self.model, self.axes, self.given, self.verb, self.deliver, self.compiles = (
-            model,
-            axes,
-            given,
-            verb,
-            deliver,
-            compiles,
-        )
-        self.begin, self.is_private = begin, is_private
-        self.compilations = 0
-        self.made_of_samples: list[Any] = []  # in private steps: what the last forward made from samples
+    model: nn.Module
+    verb: Verb
+    begin: Callable[[], None]
+    deliver: Deliver
+    compiles: bool
+    is_private: bool
+    axes: Axes = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    compilations: int = 0
+    made_of_samples: list[Any] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
-        one = _Compilation(self, list(examples), [_name_of(node) for node in module.graph.find_nodes(op="placeholder")])
+        one = _Compilation(self, list(examples), [source_of(node) for node in module.graph.find_nodes(op="placeholder")])
         made = aot_autograd(
             fw_compiler=one.forward, bw_compiler=one.backward, partition_fn=one.partition, decompositions=decompositions()
         )
@@ -114,13 +103,6 @@ class Backend:
         return watched
 
 
-def _name_of(node: fx.Node) -> str:
-    """The name of an input of the graph, for messages."""
-    source: Any = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    return str(name() if callable(name) else name or node.name)
-
-
 class _Compilation:
     """The compilation of one graph."""
 
@@ -130,7 +112,7 @@ class _Compilation:
         self.parameters = {n: first[id(x)] for n, x in enumerate(examples) if id(x) in first}
         buffers = {id(b) for b in backend.model.buffers()}
         self.is_buffer = {n for n, x in enumerate(examples) if id(x) in buffers}
-        self.axes = backend.axes()
+        self.axes = backend.axes
         self.full: fx.GraphModule | None = None  # the backward with all results
         self.results: list[str] = []
         self.places: dict[str, int] = {}  # the places of parameters' gradients in the backward's outputs
@@ -139,47 +121,33 @@ class _Compilation:
 
     # 1. The joint graph.
 
-    def _joint(self, graph: fx.Graph, outputs: int) -> tuple[Joint, dict[str, fx.Node], list[Any], list[Any]]:
-        """The joint graph; its gradients by the parameters' names; its outputs and their kinds."""
-        last = graph.output_node()
-        flat, kinds = list(last.args[0]), list(last.meta["desc"])  # type: ignore[arg-type]
-        axes, tangents, gradients = dict[fx.Node, int](), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
-        made = {kind.idx: node for node, kind in zip(flat[:outputs], kinds) if isinstance(kind, PlainAOTOutput)}
-        samples = self._samples()
-        for node in graph.find_nodes(op="placeholder"):
-            kind = node.meta["desc"]
-            if isinstance(kind, TangentAOTInput):
-                tangents[node] = made[getattr(kind.output, "idx", 0)]
-            elif isinstance(kind, PlainAOTInput):
-                axis = self._axis(kind.idx, samples)
-                if axis is not None:
-                    axes[node] = axis
-            else:
-                raise UnsupportedOperation(
-                    f"the graph has an unsupported input, {kind}, from an operation that checks values, such as "
-                    "torch.linalg.inv. Use a variant that doesn't, such as inv_ex, or add_hooks(model)." + ON_COMPILING
-                )
-        for place, (node, kind) in enumerate(zip(flat[outputs:], kinds[outputs:])):
-            of = kind.grad_of.idx if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput) else None
-            if node is not None and of in self.parameters:
+    def _joint(self, graph: fx.Graph, first: int) -> Joint:
+        """The joint graph, of which the output number ``first`` is the first gradient."""
+        ends, samples, gradients = ends_of(graph), self._samples(), dict[str, fx.Node]()
+        for kind in ends.others.values():
+            raise UnsupportedOperation(
+                f"the graph has an unsupported input, {kind}, from an operation that checks values, such as "
+                "torch.linalg.inv. Use a variant that doesn't, such as inv_ex, or add_hooks(model)." + ON_COMPILING
+            )
+        axes = {node: axis for node, place in ends.inputs.items() if (axis := self._axis(place, samples)) is not None}
+        for place, (of, node) in ends.gradients.items():
+            if of in self.parameters:
                 if (name := self.parameters[of]) in gradients:
                     raise UnsupportedOperation(f"the graph contains the parameter {name} several times." + ON_COMPILING)
-                gradients[name] = node
-                self.places[name] = place
+                gradients[name], self.places[name] = node, place - first
+        flat: Any = graph.output_node().args[0]
         others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
         left = None
         if self.backend.is_private:
-            mutated = [kind.mutated_input if isinstance(kind, InputMutationAOTOutput) else None for kind in kinds]
-            written = {own.idx: node for own, node in zip(mutated, flat) if isinstance(own, PlainAOTInput)}
-            left = {self.names[place]: node for place, node in written.items() if id(self.examples[place]) not in self.axes}
+            left = {self.names[n]: node for n, node in ends.written.items() if id(self.examples[n]) not in self.axes}
             of_samples = after(axes)
-            self.made_of_samples = [idx for idx, node in made.items() if node in of_samples]
+            self.made_of_samples = [idx for idx, node in ends.outputs.items() if node in of_samples]
             if samples < 2 and (wrong := [name for name, node in left.items() if node in of_samples]):
                 raise SamplesMixed(
                     f"the forward writes a value to {wrong[0]} that depends on a sample, and later steps could use it."
                     + ON_COMPILING
                 )
-        return Joint(graph, samples, axes, tangents, gradients, others, left), gradients, flat, kinds
+        return Joint(graph, samples, axes, ends.tangents, gradients, others, left)
 
     def _samples(self) -> int:
         sizes = {size(x.shape[self.axes[id(x)]]) for x in self.examples if id(x) in self.axes}
@@ -196,7 +164,7 @@ class _Compilation:
         if id(x) in self.axes:
             return self.axes[id(x)]
         name = self.names[place]
-        if isinstance(x, Tensor) and id(x) not in self.backend.given() and ("['args']" in name or "['kwargs']" in name):
+        if isinstance(x, Tensor) and id(x) not in self.backend.given and ("['args']" in name or "['kwargs']" in name):
             raise UnsupportedOperation(
                 f"the model's argument {name} is an array and not a tensor, so it is unknown whether it has samples. Give "
                 "it as a tensor, named in batch=." + ON_COMPILING
@@ -215,7 +183,8 @@ class _Compilation:
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint, gradients, flat, kinds = self._joint(module.graph, num_fwd_outputs)
+        joint, last = self._joint(module.graph, num_fwd_outputs), module.graph.output_node()
+        gradients, flat, kinds = joint.gradients, list(last.args[0]), last.meta["desc"]  # type: ignore[arg-type]
         labels = labelled(joint) if joint.samples > 1 else None
         numbers = {name: num_fwd_outputs + place for name, place in self.places.items()}
         ordinary = [n for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in numbers.values()]
@@ -255,12 +224,12 @@ class _Compilation:
         traced.recompile()
         self.results = list(made_of[-1].results)
         last = traced.graph.output_node()
-        last.meta["desc"] = [*kinds, *(PlainAOTOutput(idx=10**6 + n) for n in range(len(self.results)))]
         last.args = (tuple(last.args[0]),)  # type: ignore[arg-type]
+        describe_more(traced.graph, kinds)
         for node in traced.graph.nodes:
             node.meta.pop("partitioner_tag", None)
         if labels is not None:
-            self.certificate = Certificate(joint, labels, gradients, len(joint.tangents))
+            self.certificate = Certificate(joint, labels)
         forward, backward = min_cut_rematerialization_partition(traced, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self.full = backward
         return forward, self._without_results(backward)
@@ -269,14 +238,11 @@ class _Compilation:
         """The backward for AOTAutograd, which checks the number of outputs."""
         if not self.results:
             return backward
-        graph, last = fx.Graph(), backward.graph.output_node()
-        copies: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(backward.graph, copies)
-        kept = last.args[0][: -len(self.results)]  # type: ignore[index]
-        own = graph.output(tuple(copies[x] if isinstance(x, fx.Node) else x for x in kept))  # type: ignore[union-attr]
-        own.meta = dict(last.meta)
-        if "desc" in own.meta:
-            own.meta["desc"] = list(own.meta["desc"])[: -len(self.results)]
+        graph = deepcopy(backward.graph)
+        last, kept = graph.output_node(), slice(-len(self.results))
+        last.args = (last.args[0][kept],)  # type: ignore[index]
+        if "desc" in last.meta:
+            last.meta["desc"] = last.meta["desc"][kept]
         return fx.GraphModule(backward, graph)
 
     # 3. Both compiled.
@@ -289,8 +255,7 @@ class _Compilation:
                 self.certificate.note_forward(args)
             return compiled(args)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return boxed(call)
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         full = graph if self.full is None else self.full
@@ -310,8 +275,7 @@ class _Compilation:
                 found[self.places[name]] = gradient
             return found
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return boxed(call)
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Callable[[list[Any]], Any]:
         if self.backend.compiles:

@@ -12,31 +12,28 @@ aten: Any = torch.ops.aten
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """x[mask] = a number, as a pointwise operation."""
+    """x[mask] = a value that is the same wherever the mask is true, as an operation entry by entry."""
     mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or accumulate:
         return NotImplemented
-    return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), values.view(()).to(x.dtype), x)
+    rest = x.ndim - mask.ndim
+    if values.ndim > rest and any(s != 1 for s in values.shape[: values.ndim - rest]):
+        return NotImplemented
+    own = values.reshape(values.shape[max(0, values.ndim - rest) :])
+    return torch.where(mask.view(*mask.shape, *[1] * rest), own.to(x.dtype), x)
 
 
-def trilinear(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    expand_a: Sequence[int],
-    expand_b: Sequence[int],
-    expand_c: Sequence[int],
-    summed: Sequence[int],
-    unroll_dim: int = 1,
-) -> Tensor:
-    """The operation of Bilinear: the sum of a product of three tensors with new axes."""
+def trilinear(a: Tensor, b: Tensor, c: Tensor, *given: Any, unroll_dim: int = 1) -> Tensor:
+    """The operation of Bilinear: the sum of a product of three tensors with new axes.
+
+    given: the new axes of each tensor, the axes of the sum, and how torch computes it
+    """
     product: Any = 1
-    for x, axes in ((a, expand_a), (b, expand_b), (c, expand_c)):
+    for x, axes in zip((a, b, c), given):
         for axis in axes:
             x = x.unsqueeze(axis)
         product = product * x
-    found: Tensor = product.sum(summed) if summed else product
-    return found
+    return product.sum(given[3]) if given[3] else product
 
 
 DECOMPOSED: dict[Any, Callable[..., Any]] = {

@@ -1,10 +1,10 @@
-"""Labels: where the samples are in each tensor of a joint graph of forward and backward, and where they are summed.
+"""Labels of a joint graph of forward and backward: where the samples are in each tensor, and where they are summed.
 
-A label is None for a tensor that is the same for all samples, `At` for a tensor with samples on an axis, and `SUM` for a sum
-over samples of terms that each depend on one sample.  Anything else that an operation does with samples is an error.  So a
-graph that can be labelled has independent samples, for all values of weights and inputs.
-
-Each kind of operation has one rule, by name: see `compiled/operations.py` and `compiled/products.py`.
+They are the labels of `graph/label.py`, of which a graph has few, since they must hold for all values and sizes: None for a
+tensor that is the same for all samples, `At` for one with samples on an axis, and `SUM` for a sum over samples of terms that
+each depend on one sample.  `Routed` stands for the sample of each entry, where only a run tells it.  Anything else that an
+operation does with samples is an error.  So a graph that can be labelled has independent samples, for all values of weights
+and inputs.
 """
 
 from __future__ import annotations
@@ -12,26 +12,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
-
-
-@dataclass(frozen=True)
-class At:
-    """The samples are on axis ``dim``, which is outer × N × inner: positions may be folded in on either side."""
-
-    dim: int
-    outer: int = 1
-    inner: int = 1
-
-    def moved(self, dim: int) -> At:
-        """The same label on another axis."""
-        return At(dim, self.outer, self.inner)
+from autograd_hacks.graph.label import SUM, At, Several
+from autograd_hacks.support.internals import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -46,27 +34,14 @@ class Routed:
     source: At
 
 
-class _Sum:
-    def __repr__(self) -> str:
-        return "SUM"
-
-
-SUM = _Sum()
-
-Label = At | _Sum | Routed | None
-Found = Label | list[Label]
-"""The label of an operation's result, or a list for several results."""
+Label = At | Several | Routed | None
+Found = Label | Sequence[Label | Exception]
+"""The label of an operation's result; for several results a list, with an error for each that has no label."""
 Rule = Callable[..., Found]
 """``rule(labels, node, *args, **kwargs)`` is called if some of the operation's tensors have samples and none is a sum."""
 
 RULES: dict[str, Rule] = {}
-"""{an operation's name: its rule}.  Operations that torch tags as pointwise need no rule."""
-OF_ROUTED = "of what is routed"
-"""The name of the rule for operations with a `Routed` tensor."""
-SIZES = {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
-"""Operations that read sizes, not values."""
-LINEAR: set[str] = set()
-"""Operations that are linear in each of their tensors, so they may follow a sum over samples."""
+"""{an operation's name: its rule}, for those that have no law in `graph/`, and for custom operations."""
 
 
 def register_operation(*names: str) -> Callable[[Rule], Rule]:
@@ -87,18 +62,6 @@ def register_operation(*names: str) -> Callable[[Rule], Rule]:
         return rule
 
     return put
-
-
-def size(x: Any) -> int:
-    """The value of a size, which may be symbolic, in the traced batch."""
-    if isinstance(x, int):
-        return x
-    hint = getattr(getattr(x, "node", None), "hint", None)
-    return int(x) if hint is None else int(hint)
-
-
-def shape(node: fx.Node) -> list[int]:
-    return [size(s) for s in node.meta["val"].shape]
 
 
 @dataclass(frozen=True)
@@ -197,48 +160,69 @@ class Labels:
         return SUM
 
 
+# What rules read of a node.
+
+
+def size(x: Any) -> int:
+    """The value of a size, which may be symbolic, in the traced batch."""
+    if isinstance(x, int):
+        return x
+    hint = getattr(getattr(x, "node", None), "hint", None)
+    return int(x) if hint is None else int(hint)
+
+
+def shape(node: fx.Node) -> list[int]:
+    return [size(s) for s in node.meta["val"].shape]
+
+
+def number(x: Any) -> Any:
+    """An operation's argument with the values that symbolic sizes have in the traced batch."""
+    if isinstance(x, list | tuple):
+        return [number(y) for y in x]
+    return size(x.meta["val"]) if isinstance(x, fx.Node) else x
+
+
+def name_of(node: fx.Node) -> str:
+    """An operation's name, with its namespace unless that is torch's own."""
+    schema = getattr(node.target, "_schema", None)
+    return str(node.target) if schema is None else str(schema.name).removeprefix("aten::")
+
+
+@cache
+def _signature(operation: Any) -> tuple[list[str], dict[str, Any], list[str]]:
+    """The names of an operation's arguments, their defaults, and the names of its tensors."""
+    arguments = operation._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return [a.name for a in arguments], defaults, [a.name for a in arguments if "Tensor" in str(a.type)]
+
+
+def by_name(node: fx.Node) -> dict[str, Any]:
+    """An operation's arguments by name, with defaults."""
+    names, defaults, _ = _signature(node.target)
+    return defaults | dict(zip(names, node.args)) | node.kwargs
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node | None]:
+    """An operation's tensors in the order of its arguments, None for those that aren't given."""
+    given, found = by_name(node), list[Any]()
+    for name in _signature(node.target)[2]:
+        x = given.get(name)
+        found += x if isinstance(x, list | tuple) else [x]
+    return [x if isinstance(x, fx.Node) else None for x in found]
+
+
+def results_of(node: fx.Node) -> list[Any]:
+    """The tensors that an operation returns, as they were traced."""
+    made = node.meta["val"]
+    return list(made) if isinstance(made, tuple | list) else [made]
+
+
 def place_of(node: fx.Node) -> str:
     """An operation and the line of user code that it comes from, for messages."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     files = [n for n, line in enumerate(trace) if line.startswith("File ")]
     name = str(node.target).removeprefix("aten.")
     return f"{name}, at {' '.join(trace[files[-1] : files[-1] + 2])}" if files else name
-
-
-def labelled(joint: Joint) -> Labels:
-    """The labels of all nodes that parameters' gradients depend on; with ``joint.left`` also of outputs and buffers.
-
-    Raises SamplesMixed, with the operation and its line, if samples mix; UnsupportedOperation for an operation without a
-    rule.
-    """
-    seen = [] if joint.left is None else [*joint.outputs, *joint.left.values()]
-    labels, needed = Labels(joint.samples), behind([*joint.gradients.values(), *joint.tangents.values(), *seen])
-    labels.after_gradients.update(joint.tangents)
-    nodes = [node for node in joint.graph.nodes if node in needed]
-    for node in nodes:
-        if not labels.after_gradients.isdisjoint(node.all_input_nodes):
-            labels.after_gradients.add(node)
-    for node in nodes:  # the forward's nodes
-        if node not in labels.after_gradients:
-            axis = joint.axes.get(node)
-            labels.found[node] = _label(labels, node) if node.op == "call_function" else None if axis is None else At(axis)
-    for tangent, output in joint.tangents.items():
-        if not isinstance(labels[output], At):
-            labels.mixed(output, "an output of the model has no batch axis")
-        labels.found[tangent] = labels[output]
-    for node in nodes:
-        if node not in labels.found:
-            labels.found[node] = _label(labels, node) if node.op == "call_function" else None
-    for name, gradient in joint.gradients.items():
-        if isinstance(labels[gradient], At):
-            labels.mixed(gradient, f"the gradient of {name} has a batch axis")
-    for node in seen:
-        if isinstance(labels[node], Routed):
-            labels.mixed(node, "an output is in an order that depends on all samples")
-    for name, node in (joint.left or {}).items():
-        if labels[node] is not None:
-            labels.mixed(node, f"the forward writes a value to {name} that depends on samples")
-    return labels
 
 
 def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -259,62 +243,3 @@ def _reached(nodes: Iterable[fx.Node], ahead: Callable[[fx.Node], Iterable[fx.No
             found.add(node)
             waiting += ahead(node)
     return found
-
-
-def name_of(node: fx.Node) -> str:
-    """An operation's name, with its namespace unless that is torch's own."""
-    target: Any = node.target
-    return str(target._schema.name).removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else str(target)
-
-
-def _label(labels: Labels, node: fx.Node) -> Found:
-    if node.target is operator.getitem:
-        found = labels[node.args[0]]
-        return found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        if any(isinstance(x, torch.Tensor) for x in tree_flatten(node.meta.get("val"))[0]) and any(
-            labels[x] is not None for x in node.all_input_nodes
-        ):
-            return labels.unsupported(
-                node, f"there is no rule for the operation {name_of(node)!r}, a loop or a custom function"
-            )
-        return None  # arithmetic on sizes
-    given = [labels[x] for x in node.all_input_nodes]
-    if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
-        return None
-    name = name_of(node)
-    if name in SIZES:
-        return None
-    if any(isinstance(label, Routed) for label in given):
-        return RULES[OF_ROUTED](labels, node)
-    if SUM in given:
-        return _after_sum(labels, node, name)
-    if (rule := RULES.get(name)) is not None:
-        return rule(labels, node, *node.args, **node.kwargs)
-    if torch.Tag.pointwise in node.target.tags:
-        return pointwise(labels, node)
-    return labels.unsupported(
-        node, f"there is no rule for the operation {name!r} (autograd_hacks.register_operation({name!r}) adds one)"
-    )
-
-
-def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
-    """The label of an operation on a sum over samples, which must be linear in it."""
-    if any(isinstance(labels[x], At) for x in node.all_input_nodes):
-        labels.mixed(node, "the operation combines a sum over samples with samples")
-    sums = [x for x in node.all_input_nodes if labels[x] is SUM]
-    if name not in LINEAR:
-        labels.mixed(node, "the operation is not linear in a sum over samples")
-    if name in ("mul", "mm", "bmm", "convolution") and len(sums) > 1:
-        labels.mixed(node, "the operation multiplies two sums over samples")
-    if name == "div" and labels[node.args[1]] is SUM:
-        labels.mixed(node, "the operation divides by a sum over samples")
-    return SUM
-
-
-def pointwise(labels: Labels, node: fx.Node) -> At | None:
-    """The common label of the arguments after broadcasting."""
-    made = node.meta["val"]
-    axes = (made[0] if isinstance(made, tuple | list) else made).ndim
-    given = [(x, labels[x]) for x in node.all_input_nodes]
-    return labels.same(node, [at.moved(axes - len(shape(x)) + at.dim) for x, at in given if isinstance(at, At)])

@@ -13,25 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.compiled import operations as operations  # which register rules
-from autograd_hacks.compiled import products as products
-from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import RULES, Joint, Labels, labelled, name_of
+from autograd_hacks.capture.above import ABOVE
+from autograd_hacks.compiled.labelled import labelled
+from autograd_hacks.compiled.labels import RULES, Joint, Labels, name_of
 from autograd_hacks.errors import ON_PRIVATE, PerSampleGradientError, ProbeFailed, UnsupportedOperation
 from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 
-FILLS = (
-    "bernoulli_",
-    "uniform_",
-    "normal_",
-    "random_",
-    "exponential_",
-    "geometric_",
-    "cauchy_",
-    "log_normal_",
-    "zero_",
-    "fill_",
-)
+FILLS = "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill_".split()  # noqa: SIM905
 """Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
 LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905
 """Operations that read sizes of their first argument only."""
@@ -93,11 +81,7 @@ class _Graph:
         seen = [self._of((n,)) for n in numbers if n is not None]
         seen += [after for _, after, is_alone, _ in self.writes if not is_alone]
         buffers = {name: self.tape.number(x) for name, x in self.tape.model.named_buffers()}
-        left = {
-            name: self.nodes[n]
-            for name, n in buffers.items()
-            if n is not None and n in self.nodes and n not in self.tape.sources
-        }
+        left = {name: self.nodes[n] for name, n in buffers.items() if n in self.nodes and n not in self.tape.sources}
         return Joint(self.graph, self.samples, self.given, {}, {}, seen, left)
 
     def check_writes(self, labels: Labels) -> None:
@@ -110,10 +94,8 @@ class _Graph:
     def _add(self, entry: Any) -> None:
         target, written = _as_function(entry.func)
         name = target._schema.name.removeprefix("aten::")
-        if name in UNWRITTEN or name in LIKE or (written == 0 and _overwrites(entry)):
-            args: Any = ()
-        else:
-            args = [self._one(x, n == written) for n, x in enumerate(entry.args)]
+        reads_sizes = name in UNWRITTEN or name in LIKE or (written == 0 and _overwrites(entry))
+        args = [] if reads_sizes else [self._one(x, n == written) for n, x in enumerate(entry.args)]
         kwargs = {key: self._one(x, False) for key, x in entry.kwargs or ()}
         if target is _LIFT:  # a number of Python's
             self._same(entry.outputs[0][0], entry.args[0][0])
@@ -215,3 +197,6 @@ def _as_function(func: Any) -> tuple[Any, int | None]:
 def _overwrites(entry: Any) -> bool:
     """Whether an operation of `FILLS` reads no tensor."""
     return entry.func._schema.name.removeprefix("aten::") in FILLS and not any(type(x) is tuple for x in entry.args[1:])
+
+
+ABOVE.why_not_by_tape, ABOVE.check_opaque = why_not_by_tape, check_opaque

@@ -1,163 +1,187 @@
-"""Rules for views, selections, reductions and operations along axes: where the samples are in the result."""
+"""Where the samples are in the result of an operation: the laws of `graph/`, read forwards, and rules for indices.
+
+A law says with which axis of a result each axis of an argument is walked in step.  Backwards, for autograd's nodes, it gives
+the label of an argument's gradient; forwards, for the operations of a graph, that of the result.  Operations that move
+entries are the derivatives of others, their adjoints, so the law of the one read backwards is that of the other forwards.
+
+Rules by name are for what autograd's nodes read from values, and for derivatives without a derivative, which have no node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import LINEAR, RULES, At, Found, Labels, name_of, pointwise, shape, size
-from autograd_hacks.compiled.labels import register_operation as rule
-
-Axes = int | Sequence[int] | None
-
-LINEAR.update(
-    """mul div add sub neg view _unsafe_view reshape permute transpose t clone alias sum mean expand unsqueeze squeeze slice
-    select slice_scatter select_scatter cat constant_pad_nd _to_copy where mm bmm addmm embedding_dense_backward index_put
-    index gather scatter_add as_strided split_with_sizes copy detach convolution _weight_norm_interface_backward index_add
-    slice_backward select_backward flip roll index_select diagonal unfold_backward repeat cumsum real imag complex
-    view_as_real view_as_complex _conj lift_fresh_copy tril triu""".split()  # noqa: SIM905 a list of words to be read
+from autograd_hacks.compiled.labels import (
+    RULES,
+    Found,
+    Label,
+    Labels,
+    by_name,
+    name_of,
+    number,
+    results_of,
+    shape,
+    size,
+    tensors_of,
 )
+from autograd_hacks.compiled.labels import register_operation as rule
+from autograd_hacks.errors import PerSampleGradientError
+from autograd_hacks.graph.axes import AXES, Axes, axis
+from autograd_hacks.graph.label import ALONE, MIX, At, viewed
+from autograd_hacks.graph.moves import MOVES
 
-for _name in (
-    "clone",
-    "alias",
-    "_to_copy",
-    "detach",
-    "lift_fresh_copy",
-    "where",
-    "contiguous",
-    "masked_fill",
-    "copy",
-    "complex",
-    "polar",
-    "_conj",
-    "rrelu_with_noise_backward",
-):
-    RULES[_name] = lambda labels, node, *_, **__: pointwise(labels, node)
-
-
-@rule("view_as_real", "view_as_complex")
-def _(labels: Labels, node: fx.Node, x: fx.Node) -> Found:
-    return labels[x]
+ADJOINTS = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), "view"), "slice": "slice_backward", "select": "select_backward",
+    "diagonal": "diagonal_backward", "unbind": "stack", "flip": "flip", "roll": "roll",
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), "cat"),
+}  # fmt: skip
+"""{an operation that moves entries of one tensor: its derivative's name}"""
+SUMS = {"sum", "mm", "bmm", "convolution_backward"}
+"""Operations that add up along an axis of which their law says that it is lost."""
+ATTENTION = "_scaled_dot_product"
+INTEGERS = (ATTENTION, "max_pool", "adaptive_max_pool", "max_unpool", "linalg_lu")
+"""The first parts of the names of operations that read integers of each sample for this sample alone."""
 
 
-@rule("native_dropout", "rrelu_with_noise_functional")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
-    return [labels[x], labels[x]]
+def rule_of(node: fx.Node) -> Any:
+    """The rule of an operation: one by its name, or its law; None if it has neither."""
+    name, target = name_of(node), node.target
+    if (own := RULES.get(name)) is not None:
+        return own
+    if name in ADJOINTS:
+        return _moved
+    entry = AXES.get(name)
+    if entry is None and torch.Tag.pointwise in target.tags:  # type: ignore[union-attr]  # rules are of operations alone
+        entry = Axes()
+    # Of some operations the law knows only that everything depends on everything, or nothing of the scales of channels.
+    return None if entry is None or entry.rule is AXES["dot"].rule or "_per_channel_" in name else _by_law
+
+
+def _moved(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
+    made, given = results_of(node), by_name(node)
+    move, outs = MOVES[ADJOINTS[name_of(node)]], [[size(s) for s in y.shape] for y in made]
+    if len(outs) == 1 and move is MOVES["view"] and prod(outs[0]) != prod(shape(x)):
+        return labels.unsupported(node, "reads numbers of another kind from memory")
+    numbers = {name: number(given[name]) for name in move.reads}
+    found: Any = move.law(labels[x], 0, [shape(x)], outs, labels.samples, **numbers)
+    if not all(at is None or isinstance(at, At) for at in found):
+        if move is MOVES["view"]:
+            return labels.unsupported(node, "a view cuts the axis of samples")
+        return labels.mixed(node, "takes some of the samples, or turns their order")
+    return list(found) if isinstance(node.meta["val"], tuple | list) else found[0]
+
+
+def _by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
+    made, axes, found = results_of(node), AXES.get(name_of(node), Axes()), list[Label | Exception]()
+    is_one = not isinstance(node.meta["val"], tuple | list)
+    if axes.rule is None:  # entry by entry
+        most = made[0].ndim
+        given = [labels[x].moved(most - len(x.meta["val"].shape) + labels[x].dim) for x in node.all_input_nodes if labels[x]]
+        return labels.same(node, given) if is_one else [labels.same(node, given)] * len(made)
+    outs = [None if y is None else [size(s) for s in y.shape] for y in made]
+    for o, out in enumerate(outs):
+        try:
+            found.append(None if out is None or 0 in out else _of_output(labels, node, axes, o, outs))
+        except PerSampleGradientError as error:
+            if is_one:
+                raise
+            found.append(error)  # nobody may want this one
+    return found[0] if is_one else found  # type: ignore[return-value]
+
+
+def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence[Any]) -> Label:
+    """The label of output number o, by a law of axes."""
+    name, given, ins = name_of(node), by_name(node), tensors_of(node)
+    if name.startswith(ATTENTION) and o > 1:  # seeds, which depend on sizes alone
+        return None
+    others: list[Any] = [x for x in ins if x is not None and not _is_float(x)]
+    if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
+        others = []
+    ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
+    assert axes.rule is not None
+    numbers = {key: number(given[key]) for key in axes.reads if key in given}
+    links = axes.rule(o, outs, [None if x is None else shape(x) for x in ins], **numbers)
+    owned, lost = list[At](), dict[fx.Node, At]()
+    for k, x in enumerate(ins):
+        if x is None or (at := labels[x]) is None:
+            continue
+        to = links[k][at.dim] if k < len(links) and at.dim < len(links[k]) else MIX
+        if to == MIX:
+            what = " (BatchNorm in training mode)" if "batch_norm" in name else ""
+            return labels.mixed(node, f"the operation works along the samples' axis{what}")
+        if to == ALONE:
+            lost[x] = at
+        elif outs[o][to : to + 1] != [shape(x)[at.dim]]:
+            return labels.unsupported(node, "the result has no axis of samples")
+        else:
+            owned.append(at.moved(to))
+    if lost:
+        return _summed(labels, node, links, ins, lost, owned, o)
+    found = labels.same(node, owned)
+    if any(labels[x] is not None and (labels[x] != found or not name.startswith(INTEGERS)) for x in others):
+        return labels.mixed(node, "numbers of samples say what is read of others")
+    return found
+
+
+def _is_float(x: fx.Node) -> bool:
+    return bool(x.meta["val"].is_floating_point() or x.meta["val"].is_complex())
+
+
+def _summed(
+    labels: Labels,
+    node: fx.Node,
+    links: Sequence[Any],
+    ins: Sequence[Any],
+    lost: Mapping[fx.Node, At],
+    owned: list[At],
+    o: int,
+) -> Label:
+    """The label of an operation that adds up along the samples' axis."""
+    if owned:
+        return labels.mixed(node, "multiplies samples with each other")
+    if name_of(node) not in SUMS:
+        return labels.mixed(node, "takes samples together")
+    at: Any = labels.same(node, [own.moved(0) for own in lost.values()])
+    along = {x: at.moved(own.index(ALONE)) for x, own in zip(ins, links) if list(own).count(ALONE) == 1}
+    return labels.contract(node, {**along, **lost}, output=o if isinstance(node.meta["val"], tuple | list) else None)
+
+
+# Numbers that don't depend on the argument, and copies of memory.
 
 
 @rule(
-    "full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_full", "new_empty",
-    "new_ones", "new_empty_strided", "randperm", "arange",
+    "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_full", "new_empty", "new_ones",
+    "new_empty_strided", "randperm", "arange",
 )  # fmt: skip
-def _(labels: Labels, node: fx.Node, x: Any, *_: Any, **__: Any) -> Found:
-    """The label of numbers that don't depend on the argument, such as noise for each entry."""
-    is_noise = name_of(node) in ("rand_like", "randn_like")
-    return labels[x] if is_noise else None
+def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
+    return None
 
 
-@rule("bernoulli")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
-    return labels[x]
+@rule("as_strided", "as_strided_scatter")
+def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any) -> Found:
+    """The label of a whole tensor's memory in another shape, or with other strides of the same shape."""
+    source = given[0] if isinstance(given[0], fx.Node) and isinstance(given[0].meta["val"], Tensor) else x
+    sizes, strides, *offset = number(given if source is x else given[1:])
+    at, memory = labels[source], x.meta["val"]
+    if not any(offset) and prod(shape(source)) == prod(shape(x)) == prod(sizes):
+        if shape(source) == shape(x) == sizes and strides == [size(s) for s in memory.stride()]:
+            return at
+        if memory.is_contiguous() and all(
+            n == 1 or s == prod(sizes[d + 1 :]) for d, (n, s) in enumerate(zip(sizes, strides))
+        ):
+            found = at and viewed(at, shape(source), shape(node), labels.samples)
+            if found is None or isinstance(found, At):
+                return found
+    return labels.unsupported(node, "reads or writes memory by strides")
 
 
-# Reductions.
-
-
-def axes_of(dims: Axes, axes: int) -> list[int]:
-    """The axes of a reduction.
-
-    dims: as operations have them; empty for all axes
-    """
-    if dims is None or dims == []:
-        return list(range(axes))
-    return [d % axes for d in ([dims] if isinstance(dims, int) else dims)]
-
-
-def by_name(node: fx.Node) -> dict[str, Any]:
-    """An operation's arguments by name, with defaults."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # rules are of operations alone
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return given | dict(zip([a.name for a in arguments], node.args)) | node.kwargs
-
-
-def reduced(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes, keepdim: bool, adds_up: bool = False) -> Any:
-    at, over = labels[x], axes_of(dims, len(shape(x)))
-    if at.dim in over:
-        return labels.contract(node, {x: at}) if adds_up else labels.mixed(node, "takes samples together")
-    return at if keepdim else at.moved(at.dim - sum(d < at.dim for d in over))
-
-
-@rule("sum")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None, keepdim: bool = False, **_: Any) -> Found:
-    return reduced(labels, node, x, dims, keepdim, adds_up=True)
-
-
-@rule(
-    "mean", "any", "all", "amax", "amin", "prod", "var", "std", "argmax", "argmin", "logsumexp", "var_mean", "std_mean",
-    "max", "min", "median", "kthvalue", "mode",
-)  # fmt: skip
-def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
-    given = by_name(node)
-    if isinstance(given.get("other"), fx.Node):
-        return pointwise(labels, node)
-    found = reduced(labels, node, x, given.get("dim"), bool(given.get("keepdim")))
-    return [found] * len(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else found
-
-
-@rule("linalg_vector_norm")
-def _(
-    labels: Labels, node: fx.Node, x: fx.Node, order: float = 2, dims: Axes = None, keepdim: bool = False, **_: Any
-) -> Found:
-    return reduced(labels, node, x, dims, keepdim)
-
-
-# Along an axis.
-
-
-@rule(
-    "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "unfold",
-    "index_fill",
-    "glu",
-)  # fmt: skip
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *_: Any, **__: Any) -> Found:
-    return labels.along(node, x, dim)
-
-
-@rule("_softmax_backward_data", "_log_softmax_backward_data")
-def _(labels: Labels, node: fx.Node, g: fx.Node, y: fx.Node, dim: int, *_: Any) -> Found:
-    at = labels.same(node, [labels[g], labels[y]])
-    return labels.along(node, g if labels[g] is not None else y, dim) if at is not None else None
-
-
-@rule("topk", "cummax", "cummin")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **named: Any) -> Found:
-    numbers = [y for y in (given[1:] if name_of(node) == "topk" else given) if not isinstance(y, bool)]
-    return labels.along(node, x, named.get("dim", numbers[0] if numbers else -1), outputs=2)
-
-
-@rule("flip", "_fft_r2c", "_fft_c2r", "_fft_c2c")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Sequence[int], *_: Any) -> Found:
-    for dim in dims:
-        labels.along(node, x, dim)
-    return labels[x]
-
-
-@rule("roll")
-def _(labels: Labels, node: fx.Node, x: fx.Node, shifts: Sequence[int], dims: Sequence[int] = ()) -> Found:
-    for dim in dims or range(len(shape(x))):
-        labels.along(node, x, dim)
-    return labels[x]
-
-
-@rule("tril", "triu")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
-    for dim in (-1, -2):
-        labels.along(node, x, dim)
-    return labels[x]
+# Parts of an axis.
 
 
 @rule("constant_pad_nd")
@@ -168,143 +192,28 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, pad: Sequence[int], value: floa
     return labels[x]
 
 
-# Axes in another order.
-
-
-@rule("permute")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Found:
-    return labels[x].moved([d % len(dims) for d in dims].index(labels[x].dim))
-
-
-@rule("transpose")
-def _(labels: Labels, node: fx.Node, x: fx.Node, a: int, b: int) -> Found:
-    at, axes = labels[x], len(shape(x))
-    return at.moved({a % axes: b % axes, b % axes: a % axes}.get(at.dim, at.dim))
-
-
-@rule("t")
-def _(labels: Labels, node: fx.Node, x: fx.Node) -> Found:
-    return labels[x].moved(1 - labels[x].dim) if len(shape(x)) == 2 else labels[x]
-
-
-@rule("diagonal")
-def _(labels: Labels, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Found:
-    for dim in (dim1, dim2):
-        labels.along(node, x, dim)
-    return labels[x].moved(labels[x].dim - sum(dim % len(shape(x)) < labels[x].dim for dim in (dim1, dim2)))
-
-
-@rule("expand")
-def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Sequence[int], **_: Any) -> Found:
-    return labels[x].moved(labels[x].dim + len(sizes) - len(shape(x)))
+@rule("unfold", "index_fill")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *others: Any) -> Found:
+    if any(labels[y] is not None for y in others):
+        return labels.mixed(node, "writes to places of samples' own")
+    return labels.along(node, x, dim)
 
 
 @rule("repeat")
 def _(labels: Labels, node: fx.Node, x: fx.Node, times: Sequence[int]) -> Found:
-    at = labels[x]
-    dim = at.dim + len(times) - len(shape(x))
-    return At(dim, at.outer * size(times[dim]), at.inner)
+    at, dim = labels[x], labels[x].dim + len(times) - len(shape(x))
+    return At(dim, at.outer * number(times[dim]), at.inner)
 
 
-@rule("unsqueeze")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int) -> Found:
-    return labels[x].moved(labels[x].dim + (dim % (len(shape(x)) + 1) <= labels[x].dim))
-
-
-@rule("squeeze")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None) -> Found:
-    at, sizes = labels[x], shape(x)
-    gone = [d for d in axes_of(dims, len(sizes)) if sizes[d] == 1]
-    if at.dim in gone:
-        return labels.unsupported(node, "the axis of samples is taken away from a batch of one")
-    return at.moved(at.dim - sum(d < at.dim for d in gone))
-
-
-def reshaped(at: At, old: Sequence[int], new: Sequence[int], samples: int) -> At | None:
-    """Where the samples are after a view, from strides; None if no axis holds them whole."""
-    stride, below = at.inner * prod(old[at.dim + 1 :]), 1
-    for dim in range(len(new) - 1, -1, -1):
-        if stride % below == 0 and (below * new[dim]) % (stride * samples) == 0:
-            return At(dim, below * new[dim] // (stride * samples), stride // below)
-        below *= new[dim]
-    return None
-
-
-@rule("view", "_unsafe_view", "reshape")
-def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Sequence[int]) -> Found:
-    found = reshaped(labels[x], shape(x), shape(node), labels.samples)
-    return labels.unsupported(node, "a view cuts the axis of samples") if found is None else found
-
-
-def _is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-    below = 1
-    for own, stride in zip(reversed(sizes), reversed(strides)):
-        if size(own) != 1 and size(stride) != below:
-            return False
-        below *= size(own)
-    return True
-
-
-@rule("as_strided")
-def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Any, strides: Any, offset: int = 0) -> Found:
-    given = x.meta["val"]
-    if not offset and shape(node) == shape(x) and [size(s) for s in strides] == [size(s) for s in given.stride()]:
-        return labels[x]
-    is_view = not offset and given.is_contiguous() and _is_contiguous(sizes, strides) and prod(shape(node)) == prod(shape(x))
-    found = reshaped(labels[x], shape(x), shape(node), labels.samples) if is_view else None
-    return labels.unsupported(node, "reads memory by strides") if found is None else found
-
-
-@rule("as_strided_scatter")
-def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, sizes: Any, strides: Any, offset: int = 0) -> Found:
-    given = x.meta["val"]
-    if (
-        not offset
-        and shape(node) == shape(src) == shape(x)
-        and [size(s) for s in strides] == [size(s) for s in given.stride()]
-    ):
-        return labels.same(node, [labels[src]])
-    is_view = not offset and x.meta["val"].is_contiguous() and _is_contiguous(sizes, strides)
-    is_view = is_view and isinstance(labels[src], At) and prod(shape(src)) == prod(shape(x))
-    found = reshaped(labels[src], shape(src), shape(node), labels.samples) if is_view else None
-    return labels.unsupported(node, "writes memory by strides") if found is None else found
-
-
-# Parts of an axis.
-
-
-@rule("slice")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Found:
-    at, sizes = labels[x], shape(x)
-    dim %= len(sizes)
-    if dim != at.dim or shape(node)[dim] == sizes[dim]:
-        return at
-    unit = labels.samples * at.inner
-    if step != 1 or size(start or 0) % unit or shape(node)[dim] % unit:
-        return labels.mixed(node, "takes some of the samples")
-    return At(dim, shape(node)[dim] // unit, at.inner)
-
-
-@rule("select")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: int) -> Found:
-    labels.along(node, x, dim)
-    return labels[x].moved(labels[x].dim - (dim % len(shape(x)) < labels[x].dim))
-
-
-@rule("slice_scatter")
+@rule("slice_scatter", "select_scatter")
 def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Found:
-    at = labels.same(node, [labels[x], labels[src]])
-    if at is not None and dim % len(shape(x)) == at.dim and shape(src)[at.dim] != shape(x)[at.dim]:
-        labels.mixed(node, "the operation writes to some of the samples")
-    return at
-
-
-@rule("select_scatter")
-def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: int) -> Found:
-    dim, own = dim % len(shape(x)), labels[src]
-    own = own.moved(own.dim + (dim <= own.dim)) if isinstance(own, At) else own
+    own, d, is_slice = labels[src], dim % len(shape(x)), len(shape(src)) == len(shape(x))
+    if own is not None and not is_slice:
+        own = own.moved(own.dim + (d <= own.dim))
     at = labels.same(node, [labels[x], own])
-    return labels.mixed(node, "writes to one of the samples") if at is not None and dim == at.dim else at
+    if at is not None and d == at.dim and not (is_slice and shape(src)[d] == shape(x)[d]):
+        labels.mixed(node, "writes to some of the samples")
+    return at
 
 
 @rule("cat")
@@ -326,16 +235,170 @@ def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -
     return None if at is None else at.moved(at.dim + (dim % len(shape(node)) <= at.dim))
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Found:
-    at, unit = labels[x], labels.samples * labels[x].inner
-    lengths = [size(part.shape[dim]) for part in node.meta["val"]]
-    if dim % len(shape(x)) == at.dim and not any(length % unit for length in lengths):
-        return [At(at.dim, length // unit, at.inner) for length in lengths]
-    return labels.along(node, x, dim, outputs=len(lengths) if len(lengths) > 1 else 1) if len(lengths) > 1 else [at]
+# Derivatives that have none of their own, so no node of autograd has their law.
 
 
-@rule("unbind")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int = 0) -> Found:
-    labels.along(node, x, dim)
-    return [labels[x].moved(labels[x].dim - (dim % len(shape(x)) < labels[x].dim))] * len(node.meta["val"])
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+    "_cdist_backward",
+)  # fmt: skip
+def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
+    """The samples are on the first axis of all tensors.  Only attention has some with fewer axes, its logsumexp."""
+    at, tensors = (
+        labels.same(node, [labels[x] for x in node.all_input_nodes]),
+        [x for x in tensors_of(node) if x is not None],
+    )
+    most = max(len(shape(x)) for x in tensors) - name_of(node).startswith(ATTENTION)
+    if at is not None and (at.dim != 0 or any(labels[x] is not None and len(shape(x)) < most for x in tensors)):
+        return labels.unsupported(node, "the samples are not on the first axis of all tensors")
+    return [at] * len(results_of(node)) if isinstance(node.meta["val"], tuple | list) else at
+
+
+# Tables and indices.
+
+
+@rule("embedding_dense_backward")
+def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Found:
+    at = labels.same(node, [labels[g], labels[index]])
+    return labels.contract(node, {g: at, index: at}, 0) if at is not None else None
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Node, *more: Any) -> Found:
+    """The label of bags of equal length, one for each sample."""
+    at, length = labels[index], shape(index)[0] // labels.samples
+    counts = name_of(offsets) == "arange" and offsets.args[:1] == (0,) and shape(offsets) == [labels.samples]
+    step = offsets.args[2] if counts and len(offsets.args) > 2 else 1
+    aligned = labels[w] is None and all(labels[x] in (None, at) for x in node.all_input_nodes)
+    if not aligned or at != At(0, 1, length) or not counts or number(step) != length or more[:1] == (True,):
+        return labels.unsupported(node, "bags that begin anywhere, or are scaled by how often an entry occurs")
+    return [At(0), at, At(0), At(0)]
+
+
+@rule("_embedding_bag_backward")
+def _(
+    labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, offsets: fx.Node, to_bag: fx.Node, lengths: fx.Node,
+    longest: fx.Node, entries: int, by_frequency: bool, mode: int, *_: Any,
+) -> Found:  # fmt: skip
+    if mode == 2:
+        return labels.unsupported(node, "the largest entries of bags")
+    return labels.contract(node, {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)}, 0)
+
+
+_SAME_NUMBERS = ("view", "unsqueeze", "clone", "alias", "_to_copy", "squeeze", "lift_fresh_copy")
+
+
+def counts_up(node: Any) -> bool:
+    """Whether a tensor is 0, 1, 2, ..., in any shape."""
+    while isinstance(node, fx.Node) and name_of(node) in _SAME_NUMBERS:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or not name_of(node).startswith("arange"):
+        return False
+    start, step = (node.args[0] if len(node.args) > 1 else 0), (node.args[2] if len(node.args) > 2 else 1)
+    return bool(start == 0 and step == 1)
+
+
+class _Indices:
+    """The indices of x[i, j, ...]: the place of their axes in the result, and where the samples are among these."""
+
+    def __init__(self, labels: Labels, x: fx.Node, indices: Sequence[fx.Node | None]) -> None:
+        self.labels, self.given = labels, [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        masks = [index for _, index in self.given if index.meta["val"].dtype in (torch.bool, torch.uint8)]
+        if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
+            labels.mixed(masks[0], "a mask takes other entries of each sample")
+        self.dims = [dim for dim, _ in self.given]
+        self.axes = max(len(shape(index)) for _, index in self.given)
+        self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
+        self.left = [dim for dim in range(len(shape(x))) if dim not in self.dims]  # axes that aren't indexed
+
+    def own(self) -> list[At]:
+        """Where the samples are in the result, from the indices."""
+        found = [(label, self.axes - len(shape(index))) for _, index in self.given if (label := self.labels[index])]
+        return [at.moved(self.start + missing + at.dim) for at, missing in found]
+
+    def place_of(self, dim: int) -> int:
+        """The axis in the result that belongs to an axis of x that isn't indexed."""
+        before = self.left.index(dim)
+        return before + (self.axes if before >= self.start else 0)
+
+    def counted(self, dim: int) -> At | None:
+        """Where the samples are in the result, if x's axis is indexed by arange(N), the number of each sample."""
+        index = next(index for own, index in self.given if own == dim)
+        sizes, samples = shape(index), self.labels.samples
+        if not counts_up(index) or prod(sizes) != samples or samples not in sizes:  # or each of its rows takes several
+            return None
+        return At(self.start + self.axes - len(sizes) + sizes.index(samples))
+
+
+@rule("index", "_unsafe_index")
+def _indexed(labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> Found:
+    at, given = labels[x], _Indices(labels, x, indices)
+    own = given.own()
+    if at is None:
+        return labels.same(node, own)
+    if at.dim in given.dims:
+        counted = given.counted(at.dim) if at == At(at.dim) else None
+        return labels.mixed(node, "picks samples by index") if counted is None else labels.same(node, [counted, *own])
+    return labels.mixed(node, "each sample looks up others") if own else at.moved(given.place_of(at.dim))
+
+
+@rule("embedding")
+def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Found:
+    return _indexed(labels, node, w, [index])
+
+
+@rule("index_select")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> Found:
+    return _indexed(labels, node, x, [*[None] * axis(dim, len(shape(x))), index])
+
+
+@rule("index_add")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: fx.Node, **_: Any) -> Found:
+    return _written(labels, node, x, [*[None] * axis(dim, len(shape(x))), index], values, accumulate=True)
+
+
+@rule("index_put", "_unsafe_index_put")
+def _written(
+    labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None], values: fx.Node, accumulate: bool = False
+) -> Found:
+    given = _Indices(labels, x, indices)
+    axes, own = given.axes + len(given.left), labels[values]
+    written = [own.moved(own.dim + axes - len(shape(values)))] if isinstance(own, At) else []
+    at = labels.same(node, [*written, *given.own()])
+    if at is None or not given.start <= at.dim < given.start + given.axes:  # on an axis that isn't indexed
+        if at is not None:
+            at = at.moved(next(dim for dim in given.left if given.place_of(dim) == at.dim))
+        return labels.same(node, [at, labels[x]])
+    for dim in given.dims:
+        if shape(x)[dim] == labels.samples and given.counted(dim) == at.moved(at.dim):
+            return labels.same(node, [At(dim), labels[x]])
+    if labels[x] is not None or not accumulate:
+        return labels.mixed(node, "writes to samples by index, or writes where the last sample wins")
+    # An index that is equal for all samples may be repeated for each.
+    ends = [(values, at.dim - axes), *((index, at.dim - given.start - given.axes) for _, index in given.given)]
+    there = [(tensor, len(shape(tensor)) + end) for tensor, end in ends]
+    return labels.contract(node, {tensor: at.moved(d) for tensor, d in there if d >= 0 and shape(tensor)[d] > 1})
+
+
+@rule("gather")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *_: Any, **__: Any) -> Found:
+    at = labels[x]
+    if at is not None:
+        labels.along(node, x, dim)
+        if shape(x)[at.dim] != shape(index)[at.dim]:
+            labels.mixed(node, "the operation selects some of the samples")
+    return labels.same(node, [at, labels[index]])
+
+
+@rule("scatter_add", "scatter", "scatter_reduce")
+def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: Any, *_: Any, **__: Any) -> Found:
+    at, dim = labels.same(node, [labels[index], labels[values], labels[x]]), axis(dim, len(shape(x)))
+    if at is None or dim != at.dim:
+        if at is not None and shape(x)[at.dim] != shape(index)[at.dim]:
+            labels.mixed(node, "the operation writes to some of the samples")
+        return at
+    if labels[x] is not None or name_of(node) != "scatter_add":
+        return labels.mixed(node, "writes to samples by index")
+    return labels.contract(node, {values: at, index: at})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Joint, Labels, behind
+from autograd_hacks.compiled.labels import Joint, Labels
 from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.reading.certificate import agree, rounding_of_products
@@ -17,13 +17,10 @@ from autograd_hacks.support.contexts import CONV
 
 
 class Certificate:
-    """The checks of one compilation, in its steps 1, 2, 16, 128, ...
+    """The checks of one compilation, in its steps 1, 2, 16, 128, ..."""
 
-    tangents: how many of the backward's last arguments are outputs' gradients
-    """
-
-    def __init__(self, joint: Joint, labels: Labels, gradients: Mapping[str, fx.Node], tangents: int) -> None:
-        self.joint, self.labels, self.gradients, self.tangents = joint, labels, dict(gradients), tangents
+    def __init__(self, joint: Joint, labels: Labels) -> None:
+        self.joint, self.labels = joint, labels
         made = (node.meta.get("val") for node in joint.graph.nodes)
         # Under autocast, gradients are computed in the precision of their terms.
         self.dtypes = {x.dtype for x in made if isinstance(x, Tensor) and x.is_floating_point()}
@@ -45,7 +42,7 @@ class Certificate:
         if given is None or not is_milestone(self.steps):
             return None
         with torch.no_grad():
-            self._check_rows(given, [x.detach() for x in args[len(args) - self.tangents :]])
+            self._check_rows(given, [x.detach() for x in args[len(args) - len(self.joint.tangents) :]])
             if graph is None:
                 return None
             expected = _AsTraced(graph).run(*args)
@@ -63,10 +60,12 @@ class Certificate:
             x * over(w, x, self.labels[node]) if node in self.joint.tangents else x for node, x in zip(nodes, values)
         ]
         with torch.random.fork_rng(devices):
-            sums = _run(self.joint, list(self.gradients.values()), weighted)
-        whole = [torch.linalg.vector_norm(x.double()) for x in map(sums.__getitem__, self.gradients.values())]
+            graph: Any = self.joint.graph
+            made = _AsTraced(graph.owning_module, graph=graph).run(*weighted, enable_io_processing=False)
+            sums = dict(zip(graph.output_node().args[0], made))
+        whole = [torch.linalg.vector_norm(sums[node].double()) for node in self.joint.gradients.values()]
         scale = float(torch.linalg.vector_norm(torch.stack([x.cpu() for x in whole])))
-        for name, gradient in self.gradients.items():
+        for name, gradient in self.joint.gradients.items():
             form, expected = apart.form_of(gradient), sums[gradient]
             if form is None:
                 is_right = not bool(expected.any())
@@ -79,21 +78,6 @@ class Certificate:
                     f"wrong per-sample gradients: a randomly weighted sum of the rows of {name} differs from the gradient "
                     "of the weighted losses in the same graph." + ON_COMPILING
                 )
-
-
-def _run(joint: Joint, wanted: list[fx.Node], values: list[Any]) -> dict[fx.Node, Any]:
-    """The values of some nodes of a joint graph."""
-    needed, given, found = behind(wanted), iter(values), dict[fx.Node, Any]()
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            found[node] = next(given)
-        elif node in needed and node.op == "get_attr":
-            found[node] = getattr(joint.graph.owning_module, str(node.target))
-        elif node in needed:
-            args = fx.map_arg(node.args, found.__getitem__)
-            kwargs = fx.map_arg(node.kwargs, found.__getitem__)
-            found[node] = run_operation(node.target, args, kwargs)
-    return found
 
 
 class _AsTraced(fx.Interpreter):

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autograd_hacks.compiled.labels import OF_ROUTED, RULES, At, Found, Labels, Routed, name_of, pointwise, shape, size
+from autograd_hacks.compiled.labels import Found, Labels, Routed, name_of, shape, size
 from autograd_hacks.compiled.labels import register_operation as rule
+from autograd_hacks.compiled.operations import counts_up, rule_of
+from autograd_hacks.graph.label import At
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **named: Any) -> F
     return labels.along(node, x, named.get("dim", numbers[0] if numbers else -1), outputs=2)
 
 
-@rule(OF_ROUTED)
-def _(labels: Labels, node: fx.Node) -> Found:
+def routed(labels: Labels, node: fx.Node) -> Found:
     """The label of an operation with a routed tensor."""
     name, args = name_of(node), node.args
     given: dict[fx.Node, Any] = {x: labels[x] for x in node.all_input_nodes if labels[x] is not None}
@@ -115,7 +116,7 @@ def _indexed(labels: Labels, node: fx.Node, x: Any, index: Any) -> Found:
 def _written(labels: Labels, node: fx.Node, x: Any, index: Any, values: Any, adds: bool) -> Found:
     """The label of x[index] = values, where x is the same for all samples."""
     own, label = labels[index], labels[values]
-    if x is None and isinstance(own, Order) and own.at == own.source and _counts_up(values) and not adds:
+    if x is None and isinstance(own, Order) and own.at == own.source and counts_up(values) and not adds:
         return Inverse(own.order, own.source)  # every entry is written
     if x is not None or name_of(node.args[0]) not in FILLED:  # type: ignore[arg-type]
         return _refused(labels, node)
@@ -126,15 +127,6 @@ def _written(labels: Labels, node: fx.Node, x: Any, index: Any, values: Any, add
     if isinstance(own, Sorted) and label == Sorted(own.order, own.source) and adds:
         return labels.contract(node, {index: own, values: label}, output=None)
     return _refused(labels, node)
-
-
-def _counts_up(node: Any) -> bool:
-    while isinstance(node, fx.Node) and name_of(node) in SAME:
-        node = node.args[0]
-    if not isinstance(node, fx.Node) or name_of(node) != "arange":
-        return False
-    start, step = (node.args[0] if len(node.args) > 1 else 0), (node.args[2] if len(node.args) > 2 else 1)
-    return bool(start == 0 and step == 1)
 
 
 def _counted(labels: Labels, node: fx.Node, keys: Keys, bins: Any = 100, min: Any = 0, max: Any = 0) -> Found:
@@ -183,8 +175,7 @@ def _along(labels: Labels, node: fx.Node, name: str, given: Mapping[fx.Node, Any
     one = next(iter(given.values()))
     if any((label.order, label.source) != (one.order, one.source) for label in given.values()):
         return _refused(labels, node)
-    own = RULES.get(name) if name in ALONG else None
-    if own is None and torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
+    if name not in ALONG and torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
         return _refused(labels, node)
     axis = one.dim - len(shape(next(iter(given))))
     if not all(x in given or _is_even(x, axis) for x in node.all_input_nodes):
@@ -192,7 +183,7 @@ def _along(labels: Labels, node: fx.Node, name: str, given: Mapping[fx.Node, Any
     inner = size(shape(next(iter(given)))[one.dim]) // labels.samples
     labels.found.update({x: At(label.dim, 1, inner) for x, label in given.items()})
     try:
-        found = pointwise(labels, node) if own is None else own(labels, node, *node.args, **node.kwargs)
+        found = rule_of(node)(labels, node, *node.args, **node.kwargs)
     finally:
         labels.found.update(given)
     many: list[Any] = found if isinstance(found, list) else [found]

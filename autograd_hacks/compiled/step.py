@@ -58,39 +58,21 @@ class CompiledStep(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        verb: str,
-        batch: BatchDim,
-        loss_type: str,
-        param_grad: bool,
-        numbers: Mapping[str, float | None],
-        noise: Noise,
-        seed: int,
-        budget: int,
-        backend: str | None,
-        dynamic: bool | None,
+        self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str, param_grad: bool,
+        numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
         options: Mapping[str, Any] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
-        self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
-        self._tensors = set[int]()
+        self._given, self._results = Given(), dict[str, Tensor]()
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
         self._backend = Backend(
-            model,
-            lambda: self._axes,
-            lambda: self._tensors,
-            self._make,
-            self._begin,
-            self._deliver,
-            backend is not None,
-            verb == "clip_and_noise",
+            model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
         )
         # A code object of its own: for each code object the compiler counts recompilations and learns which sizes change.
         own = _run.__code__.replace(co_name=f"_run_{next(_COUNT)}")
@@ -127,7 +109,7 @@ class CompiledStep(nn.Module):
             calls[CALL] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._axes, self._results = self._axes_of(args, kwargs), {}
+        self._backend.axes, self._results = self._axes_of(args, kwargs), {}
         before, began = self._backend.compilations, perf_counter()
         try:
             with self._contexts[0], self._contexts[1]:
@@ -288,7 +270,7 @@ class CompiledStep(nn.Module):
     def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
         """{id of an argument: the axis of its samples}"""
         batch = Batch.of(args, kwargs, self._batch)
-        self._tensors = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
+        self._backend.given = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
         axes = batch.axes
         if axes is None:
             axes = [self._batch if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of, size
-from autograd_hacks.compiled.operations import Axes, axes_of
+from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
-from autograd_hacks.forms.experts import Experts
-from autograd_hacks.forms.opaque import squares
+from autograd_hacks.forms.opaque import Experts, squares
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
+from autograd_hacks.graph.axes import some_axes
+from autograd_hacks.graph.label import SUM, At
+from autograd_hacks.support.internals import tree_flatten, tree_leaves, tree_unflatten
 
 aten: Any = torch.ops.aten
 GROUPED = "transformers::grouped_mm_fallback"
@@ -53,6 +53,15 @@ def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if target in (aten.view.default, aten._unsafe_view.default):
         return args[0].reshape(args[1])
     return target(*args, **kwargs)
+
+
+def run_contraction(found: Contraction, values: list[Any], spec: Any) -> Any:
+    """The sum, from the flattened arguments."""
+    if found.node.target is aten.convolution_backward.default:
+        values[-3:] = [found.output == k for k in range(3)]
+    args, kwargs = tree_unflatten(values, spec)
+    made = found.node.target(*args, **kwargs)  # type: ignore[operator]
+    return made if found.output is None else made[found.output]
 
 
 class TakenApart:
@@ -94,6 +103,11 @@ class TakenApart:
     def _arguments(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
 
+    def _flat(self, node: fx.Node) -> tuple[list[Any], Any]:
+        """An operation's arguments in one list, and the tree that they came from.  Sums over samples are None."""
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        return [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
+
     # Forms.
 
     def _form(self, node: fx.Node) -> Form | list[Form]:
@@ -124,10 +138,9 @@ class TakenApart:
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
-        flat: list[Any]
-        flat, spec = tree_flatten((node.args, node.kwargs))
-        places = [n for n, x in enumerate(flat) if isinstance(x, fx.Node) and self.labels[x] is SUM]
-        values = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        values, spec = self._flat(node)
+        flat: list[Any] = tree_leaves((node.args, node.kwargs))
+        places = [n for n, x in enumerate(flat) if self.labels[x] is SUM]
         if node.target is aten.cat.default:  # torch's vmap rule for it holds for one N only
             given: Any = node.args
             tensors, dim = given[0], given[1] if len(given) > 1 else 0
@@ -147,9 +160,7 @@ class TakenApart:
         return vmap(one)(*[self.forms[flat[n]].dense() for n in places])
 
     def _contracted(self, found: Contraction) -> Form:
-        node = found.node
-        flat, spec = tree_flatten((node.args, node.kwargs))
-        values: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        node, (values, spec) = found.node, self._flat(found.node)
         if any(isinstance(at, Sorted) for at in found.at.values()):
             return self._routed(found, values)
         is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
@@ -158,7 +169,7 @@ class TakenApart:
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
         if node.target is aten.sum.dim_IntList and not node.kwargs:
-            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))  # type: ignore[arg-type]
+            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))
         if node.target is aten.embedding_dense_backward.default and not node.args[4]:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
@@ -175,7 +186,7 @@ class TakenApart:
             rows = g.new_zeros(self.samples * len(table), *g.shape[1:]).index_add(0, owners * len(table) + experts, g)
             return Dense(rows.view(self.samples, *table.shape))
         x, g, ends = (values[0], values[3], values[2]) if name == f"{GROUPED}_backward" else (values[0].mT, *values[1:3])
-        return Experts(x, g, ends, owners, g.new_empty(self.samples))
+        return Experts(x, g, ends, owners, self.samples)
 
     def _owners(self, at: Sorted) -> Tensor:
         """The sample of each position, in the order of the sort."""
@@ -200,17 +211,14 @@ class TakenApart:
         """The form of a product of left (O, M) and right (M, I), with the samples in M."""
         if (at[0].outer, at[0].inner) == (1, 1):
             return Outer(values[0].permute(1, 0), values[1])
-        left, right = (
-            unfolded(values[0].permute(1, 0), at[0].moved(0), self.samples),
-            unfolded(values[1], at[1], self.samples),
-        )
+        left, right = unfolded(values[0].mT, at[0].moved(0), self.samples), unfolded(values[1], at[1], self.samples)
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
 
-    def _summed(self, x: Tensor, dims: Axes, at: At, keepdim: bool) -> Dense:
+    def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
         """The form of a sum over axes of x that include the samples' axis."""
-        if axes_of(dims, x.ndim) == [0] and at == At(0):
+        if some_axes(dims, x.ndim) == [0] and at == At(0):
             return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
-        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, axes_of(dims, x.ndim)
+        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
         axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
         axes += [at.dim + 1] if has_outer else []
         rows = rows.sum(axes, keepdim=True) if axes else rows
@@ -239,11 +247,7 @@ class TakenApart:
             for n, x in zip(parts, tensors):
                 where = at.get(n)
                 own[n] = x.flatten(where.dim, where.dim + 1) if where is not None and where.outer > 1 else x
-            if found.output is not None:
-                own[-3:] = [found.output == k for k in range(3)]
-            args, kwargs = tree_unflatten(own, spec)
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
-            return made if found.output is None else made[found.output]
+            return run_contraction(found, own, spec)
 
         return vmap(one)(*parts.values())
 
@@ -274,14 +278,12 @@ class TakenApart:
                 self.rows(gradient)
                 budget -= held
             found.append(self._squares(form, self._rows.get(gradient)))
-        total = found[0]
-        for other in found[1:]:
-            total = total + other
-        return total.sqrt()
+        return reduce(torch.add, found).sqrt()
 
     def rounded(self, norms: Tensor) -> Tensor:
         """Norms in the parameters' precision, float32 at least."""
-        return norms.to(reduce(torch.promote_types, (form.like.dtype for form in self.forms.values()), torch.float32))
+        kinds = (form.like.dtype for form in map(self.form_of, self.joint.gradients.values()) if form is not None)
+        return norms.to(reduce(torch.promote_types, kinds, torch.float32))
 
     @staticmethod
     def _squares(form: Form, rows: Tensor | None) -> Tensor:
@@ -311,17 +313,12 @@ class TakenApart:
                 args, kwargs = self._arguments(node, values)
                 values[node] = run_operation(node.target, args, kwargs)
                 continue
-            flat, spec = tree_flatten((found.node.args, found.node.kwargs))
-            own: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+            own, spec = self._flat(found.node)
             if taken is not None:  # 0 · inf is NaN
                 for n, at in found.at.items():
                     own[n] = own[n].where(self._over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
             own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
-            if found.node.target is aten.convolution_backward.default:
-                own[-3:] = [found.output == k for k in range(3)]
-            args, kwargs = tree_unflatten(own, spec)
-            made = found.node.target(*args, **kwargs)  # type: ignore[operator]
-            values[node] = made if found.output is None else made[found.output]
+            values[node] = run_contraction(found, own, spec)
         sums = {node: values[node] for node in self.forms if node in values}
         for gradient, rows in self._rows.items():
             kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)

@@ -1,10 +1,13 @@
-"""All uses of private names of torch's compiler.  Tested with torch 2.13."""
+"""All private names of torch's compiler that the package uses.  Seen in torch 2.13; releases before are untried.
+
+`support/internals.py` has those that the package needs without a compiler, and the releases that these were seen in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -22,14 +25,7 @@ try:
         from torch._decomp import core_aten_decompositions
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-        from torch._functorch._aot_autograd.descriptors import (
-            GradAOTOutput,
-            InputMutationAOTOutput,
-            ParamAOTInput,
-            PlainAOTInput,
-            PlainAOTOutput,
-            TangentAOTInput,
-        )
+        from torch._functorch._aot_autograd import descriptors
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._guards import detect_fake_mode
@@ -55,8 +51,9 @@ KEPT_WHOLE = (
 the others would become indices, in which samples are hard to find."""
 
 
-def decompositions(table: Callable[[], Any] = core_aten_decompositions) -> dict[Any, Any]:
-    return {op: made_of for op, made_of in dict(table()).items() if not str(op).startswith(KEPT_WHOLE)} | DECOMPOSED
+def decompositions() -> dict[Any, Any]:
+    own = {op: made_of for op, made_of in dict(core_aten_decompositions()).items() if not str(op).startswith(KEPT_WHOLE)}
+    return own | DECOMPOSED
 
 
 def lowered() -> dict[Any, Any]:
@@ -92,6 +89,63 @@ def joint_graph(
     return traced
 
 
+class Ends(NamedTuple):
+    """The placeholders and outputs of a joint graph."""
+
+    inputs: dict[fx.Node, int]  # {placeholder: its number among the arguments}
+    others: dict[fx.Node, str]  # placeholders that are no arguments, parameters, buffers or gradients: what torch calls them
+    tangents: dict[fx.Node, fx.Node]  # {placeholder of an output's gradient: the output}
+    outputs: dict[int, fx.Node]  # {number among the forward's outputs: node}
+    gradients: dict[int, tuple[Any, fx.Node]]  # {place among all outputs: argument or parameter, and its gradient}
+    written: dict[Any, fx.Node]  # {argument or buffer: its new value}
+
+
+def ends_of(graph: fx.Graph) -> Ends:
+    """A graph's placeholders and outputs, by their kinds.  Arguments have numbers; parameters and buffers have names."""
+    ends, last = Ends({}, {}, {}, {}, {}, {}), graph.output_node()
+    for place, (node, kind) in enumerate(zip(last.args[0], last.meta["desc"])):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node) and isinstance(kind, descriptors.PlainAOTOutput):
+            ends.outputs[kind.idx] = node
+        elif isinstance(node, fx.Node) and isinstance(kind, descriptors.GradAOTOutput):
+            ends.gradients[place] = _name_of(kind.grad_of), node
+        elif isinstance(node, fx.Node) and isinstance(kind, descriptors.InputMutationAOTOutput):
+            ends.written[_name_of(kind.mutated_input)] = node
+    for node in graph.find_nodes(op="placeholder"):
+        kind = node.meta["desc"]
+        if isinstance(kind, descriptors.TangentAOTInput):
+            ends.tangents[node] = ends.outputs[getattr(kind.output, "idx", 0)]
+        elif isinstance(kind, descriptors.PlainAOTInput):
+            ends.inputs[node] = kind.idx
+        elif not isinstance(kind, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
+            ends.others[node] = str(kind)
+    return ends
+
+
+def _name_of(kind: Any) -> Any:
+    """The number of an argument, or the name of a parameter or buffer."""
+    return kind.idx if isinstance(kind, descriptors.PlainAOTInput) else getattr(kind, "target", str(kind))
+
+
+def describe_more(graph: fx.Graph, kinds: Sequence[Any]) -> None:
+    """Sets the kinds of a graph's outputs.  Those beyond ``kinds`` are further outputs of the forward."""
+    last = graph.output_node()
+    more = range(len(last.args[0]) - len(kinds))  # type: ignore[arg-type]
+    last.meta["desc"] = [*kinds, *(descriptors.PlainAOTOutput(idx=10**6 + n) for n in more)]
+
+
+def source_of(node: fx.Node) -> str:
+    """The Python expression for an input of a graph, for messages."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name or node.name)
+
+
+def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marks a function that takes its arguments as a list, and empties it."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 def without_idle_views(graph: fx.Graph) -> None:
     """Removes operations without effect: views of the same shape, and permutations that cancel."""
     remove_noop_ops(graph)
@@ -107,10 +161,7 @@ def with_random_numbers_of_inductor(traced: fx.GraphModule) -> fx.GraphModule:
 
 CALL = "_compiled_call_impl"
 """The attribute of a module that its call runs instead of its forward, if it is set."""
-
-
-def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
+plain_call: Callable[..., Any] = nn.Module._call_impl
 
 
 @contextmanager
@@ -128,8 +179,6 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
 
 __all__ = [
-    "CALL", "BackendCompilerFailed", "GradAOTOutput", "InputMutationAOTOutput", "ParamAOTInput", "PlainAOTInput",
-    "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException", "aot_autograd", "compiling", "compile_fx_inner",
-    "decompositions", "joint_graph", "lowered", "make_fx", "min_cut_rematerialization_partition", "plain_call",
-    "recurrent_layers_unrolled", "with_random_numbers_of_inductor", "without_idle_views",
+    "CALL", "BackendCompilerFailed", "TorchDynamoException", "aot_autograd", "compile_fx_inner", "make_fx",
+    "min_cut_rematerialization_partition",
 ]  # fmt: skip

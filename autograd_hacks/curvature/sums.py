@@ -30,8 +30,9 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import Shown, Table, in_millions, percent, with_unit
+from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check_word
-from autograd_hacks.verbs.arguments import check_size, names_matching
+from autograd_hacks.verbs.arguments import check_size
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
@@ -121,3 +122,6 @@ def _check_settings(said: Sequence[str]) -> None:
             f"processes hooked the model that they share in different ways. Process 0: {said[0]}. Process {other}: "
             f"{said[other]}. Call add_hooks in the same way on all processes, and freeze the same parameters."
         )
+
+
+ABOVE.learn, ABOVE.together = begin, together

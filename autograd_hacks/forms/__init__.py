@@ -4,14 +4,10 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
-from autograd_hacks.forms.chained import Chained
 from autograd_hacks.forms.composite import (
     Concatenation,
     Grouping,
     Scaled,
-    Sum,
-    Weighted,
-    add,
     gathered,
     group,
     magnitudes,
@@ -19,12 +15,11 @@ from autograd_hacks.forms.composite import (
 )
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
-from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms.mapped import Chained, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
-from autograd_hacks.forms.passes import Passes
-from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap, SparseMap
+from autograd_hacks.forms.terms import Placed, Sum, add
 
 __all__ = [
     "mapped",
@@ -34,7 +29,6 @@ __all__ = [
     "InTurn",
     "Elementwise",
     "BUDGET",
-    "BlockSides",
     "Bags",
     "Chained",
     "Concatenation",
@@ -44,13 +38,11 @@ __all__ = [
     "Grouping",
     "Lookup",
     "Outer",
-    "Passes",
     "Placed",
     "RandomMap",
     "Scaled",
     "SparseMap",
     "Sum",
-    "Weighted",
     "Zero",
     "add",
     "gathered",

@@ -262,8 +262,8 @@ class Form(Hinting, Shown, ABC):
         Returns (N, M)."""
         if other.parts and not self.parts:  # a form with parts may have a cheaper way
             return other.gram(self, budget).mH
-        # Written out: everything at once if that fits, else some entries of the parameter at a time, so that nothing is
-        # written twice, else some samples at a time.
+        # Written out: everything at once if that fits, then in pieces of samples, so that nothing is written twice; else
+        # some entries of the parameter at a time, else some samples.
         mine, theirs, width = self.samples * self.row_size(), other.samples * other.row_size(), self.sum_dtype.itemsize
         is_same = other is self  # then it is written once
         size = (mine if is_same else mine + theirs) * width
@@ -274,6 +274,9 @@ class Form(Hinting, Shown, ABC):
         if size <= budget or (is_pair and entries == 1):
             rows = self.wide().matrix()
             return rows @ (rows if is_same else other.wide().matrix()).mH
+        if whole <= budget // 4:
+            rows = self._rows(budget // 2)
+            return rows @ (rows if is_same else other._rows(budget // 2)).mH
         if entries > 1 and (is_pair or cuts_well):
             pieces = slices_of(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)
@@ -285,6 +288,11 @@ class Form(Hinting, Shown, ABC):
             return torch.cat([self[half].gram(other, budget) for half in slices_of(self.samples, (self.samples + 1) // 2)])
         return torch.cat([self.gram(other[half], budget) for half in slices_of(other.samples, (other.samples + 1) // 2)], 1)
 
+    def _rows(self, budget: int) -> Tensor:
+        """J written out as a matrix in the dtype for sums, some samples at a time."""
+        pieces = [part.matrix() for _, part in self.chunks(budget)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only if the true norm does."""
         found: dict[int, list[Tensor]] = {}
@@ -295,7 +303,7 @@ class Form(Hinting, Shown, ABC):
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         check_is_map(random)
-        found = self.new_sums(self.samples, random.dim)
+        budget, found = random.budget(budget, self.like), self.new_sums(self.samples, random.dim)
         for samples, part in self.chunks(budget, self.row_size() + random.memory()):
             for rows, block in part.blocks(budget):
                 random.add_to(found[samples], block.matrix(), rows)

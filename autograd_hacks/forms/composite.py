@@ -1,27 +1,24 @@
-"""Forms that are made of others: scaled, added up, relabelled, or below each other."""
+"""S J: forms made of others, whose rows are scaled, relabelled, or below each other."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
-from autograd_hacks.forms.cost import cache_budget, gram_by_positions
-from autograd_hacks.forms.factored import Factored, Paired, norms_by_positions
-from autograd_hacks.forms.numerics import slices_of
+from autograd_hacks.forms.factored import Factored, Paired, takes_positions
+from autograd_hacks.forms.numerics import pairs_of, slices_of
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
-    if isinstance(factor, Tensor) and factor.ndim:
-        return Weighted(form, factor)
-    if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
-        factor, form = form.factor * factor, form.form
+    if type(form) is Scaled and form.by_row is None and not (isinstance(factor, Tensor) and factor.ndim):
+        factor, form = form.factor * factor, form.form  # isinstance takes three times as long for abstract classes
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
@@ -37,25 +34,6 @@ def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float
     plain = {name: unscaled(form) for name, form in forms.items()}
     factors = {factor for _, factor in plain.values()}
     return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)
-
-
-def add(forms: Sequence[Form]) -> Form:
-    """J₁ + J₂ + …, row by row, for a parameter that several calls share; every verb keeps the cross terms.
-
-    forms: at least one, for the same samples and of the same shape.  Those that can be merged are, so that the fast verbs
-    of their kind see the cross terms.
-    """
-    if len(forms) == 1 and not (forms[0].form if type(forms[0]) is Scaled else forms[0]).parts:
-        return forms[0]
-    scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
-    if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
-        return Scaled(add([form.form for form in scaled]), scaled[0].factor)
-    alike: dict[Hashable, list[Form]] = {}
-    terms = [term for form in forms for term in (form.parts if isinstance(form, Sum) else [form])]
-    for position, term in enumerate(terms):
-        alike.setdefault(term.merge_key() or position, []).append(term)
-    merged = [group[0] if len(group) == 1 else group[0].merge(group[1:]) for group in alike.values()]
-    return merged[0] if len(merged) == 1 else Sum(merged)
 
 
 def magnitudes(form: Form) -> Form:
@@ -129,6 +107,10 @@ class Composite(Form):
     def _of(self, parts: Sequence[Form]) -> Form:
         """S of other parts."""
 
+    def _below(self, others: Sequence[Form]) -> Form | None:
+        """The rows of this form and others below it as one form of the same kind; None if S differs."""
+        return None
+
     @property
     def like(self) -> Tensor:
         return self.parts[0].like
@@ -175,142 +157,68 @@ class Composite(Form):
 class Scaled(Composite):
     """factor · J.
 
-    factor: a number
+    factor: a number, or one for each row, N
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
+        self.by_row = factor if isinstance(factor, Tensor) and factor.ndim else None
+        if self.by_row is not None and self.by_row.shape != (form.samples,):
+            raise ValueError(
+                f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
+            )
         self.parts, self.samples, self.shape = (form,), form.samples, form.shape
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
         self.form, self.factor = form, factor
 
+    def _factor(self, rows: Tensor) -> float | Tensor:
+        """The factor in the shape and dtype that rows are multiplied in."""
+        if self.by_row is None:
+            return self.factor
+        return self.by_row.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        return value * self.factor if isinstance(self.factor, Tensor) or value.requires_grad else value.mul_(self.factor)
+        is_plain = not isinstance(self.factor, Tensor) and not value.requires_grad
+        return value.mul_(self.factor) if is_plain else value * self._factor(value)
 
     def _split(self, w: Tensor) -> Sequence[Tensor]:
         return [w * self.factor]
 
     def _of(self, parts: Sequence[Form]) -> Form:
-        return type(self)(parts[0], self.factor)
+        return Scaled(parts[0], self.factor)
+
+    def __getitem__(self, index: Index) -> Form:
+        return Scaled(self.form[index], self.factor if self.by_row is None else self.by_row[index])
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return super().terms(u, v) * self.factor
+        # A form's terms needn't be one for each row.
+        return super().terms(u, v) * self.factor if self.by_row is None else Form.terms(self, u, v)
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        return self.form.dense(out, self.factor * factor)
+        if self.by_row is None:
+            return self.form.dense(out, self.factor * factor)
+        rows = self.form.dense(out, factor)
+        return self._join([rows]) if out is None else rows.mul_(self._factor(rows))
 
     def written(self, out: Tensor) -> Form:
         return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        inside = None if about is None else about / self.factor
-        return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
+        if self.by_row is None:
+            inside = None if about is None else about / self.factor
+            return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
+        if about is not None:
+            return super().second_moment(w, about, budget)
+        return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         norms, factor = self.form.norms(budget), self.factor
         if isinstance(factor, Tensor) or norms.requires_grad:
             return self._join([norms]).abs()
         return norms.mul_(abs(factor))
-
-
-class Weighted(Scaled):
-    """Row n of J, times factor[n].
-
-    factor: N
-    """
-
-    factor: Tensor
-
-    def __init__(self, form: Form, factor: Tensor) -> None:
-        if factor.shape != (form.samples,):
-            raise ValueError(
-                f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
-            )
-        super().__init__(form, factor)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        (value,) = values
-        return value * self._column(value)
-
-    def _column(self, rows: Tensor) -> Tensor:
-        """The factor in the shape and dtype that rows are multiplied in."""
-        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
-
-    def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return Form.terms(self, u, v)  # a form's terms needn't be one for each row
-
-    def __getitem__(self, index: Index) -> Form:
-        return Weighted(self.form[index], self.factor[index])
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        rows = self.form.dense(out, factor)
-        return self._join([rows]) if out is None else rows.mul_(self._column(rows))
-
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if about is not None:
-            return Form.second_moment(self, w, about, budget)
-        return self.form.second_moment(w * self.factor.to(w.dtype).square(), None, budget)
-
-
-class Sum(Composite):
-    """J₁ + J₂ + …
-
-    parts: forms for the same samples and of the same shape
-    """
-
-    def __init__(self, parts: Sequence[Form]) -> None:
-        super().__init__(parts, parts[0].samples, parts[0].shape)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        values = iter(values)  # one after the other, so that two of them are never held at once
-        total = next(values)
-        for value in values:
-            total += value
-        return total
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
-
-    def _of(self, parts: Sequence[Form]) -> Form:
-        return Sum(parts)
-
-    def row_size(self) -> int:
-        return max(self.shape.numel(), super().row_size())
-
-    def saving(self, fresh: bool = False) -> float:
-        return sum(part.saving(fresh) for part in self.parts)
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        total = self.parts[0].dense(out, factor)
-        # What is added passes through little memory: 36 ms and 53, of 16 samples of 256 -> 256 channels, 3×3, twice.
-        fits = cache_budget(BUDGET, total) // max(1, self.row_size() * total.element_size())
-        for part in self.parts[1:]:
-            if fits >= self.samples or total.requires_grad or part.like.dtype != total.dtype:
-                total = torch.add(total, part.dense(factor=factor), out=out)
-                continue
-            for piece in slices_of(self.samples, fits):
-                total[piece] += part[piece].dense(factor=factor)
-        return total
-
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        if isinstance(other, Scaled):
-            return other.gram(self, budget).mH
-        pairs, theirs = ([term.pair for term in (form.parts or [form])] for form in (self, other))
-        is_slow = None not in (*pairs, *theirs) and not gram_by_positions(pairs, theirs, self.shape.numel(), other is self)
-        if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
-
-    def _cancels(self, budget: int) -> bool:
-        """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
-        size = self._join(part.norms(budget) for part in self.parts).detach()
-        square = self.norms(budget).detach() ** 2
-        return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
-
-    norms = norms_by_positions
 
 
 class Grouping(Composite):
@@ -334,6 +242,13 @@ class Grouping(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Grouping(parts[0], self.rows, self.samples)
+
+    def _below(self, others: Sequence[Form]) -> Form | None:
+        parts = [part for part in (self, *others) if isinstance(part, Grouping) and _same(part.rows, self.rows)]
+        if len(parts) <= len(others):
+            return None
+        rows = torch.cat([self.rows + k * self.samples for k in range(len(parts))])
+        return Grouping(Concatenation.of([part.form for part in parts]), rows, len(parts) * self.samples)
 
     def held_size(self) -> int:
         return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
@@ -378,13 +293,35 @@ class Grouping(Composite):
 
 
 class Concatenation(Composite):
-    """The rows of several forms, one form below the other: appended micro-batches.
+    """The rows of several forms, one form below the other: micro-batches, or backward passes.
+
+    Passes through one call differ only in their gradients and share the other factor.  Then K passes cost little more than
+    one: for J v the output's tangent along v is computed once, and for Jᵀ w the gradients are added up first.
 
     parts: forms of the same shape
+    varying: the number in ``held`` of the factor that differs, where the others are shared
     """
 
-    def __init__(self, parts: Sequence[Form]) -> None:
+    def __init__(self, parts: Sequence[Form], varying: int | None = None) -> None:
         super().__init__(parts, sum(part.samples for part in parts), parts[0].shape)
+        self.varying, self.each = varying, parts[0].samples
+        self._sharing = [part for part in parts if isinstance(part, Factored)] if varying is not None else []
+
+    @staticmethod
+    def of(parts: Sequence[Form]) -> Form:
+        """The rows of several passes through one call: row k · N + n belongs to pass k and sample n.  Equal factors are
+        stored once."""
+        first = parts[0]
+        if all(isinstance(part, Dense) for part in parts):
+            values = torch.cat([part.matrix() for part in parts])
+            return Dense(values.view(len(values), *first.shape))
+        if isinstance(first, Composite) and (found := first._below(parts[1:])) is not None:
+            return found
+        alike = [part for part in parts if isinstance(part, Factored) and type(part) is type(first)]
+        for varying in alike[0].varies if len(alike) == len(parts) else ():
+            if all(_same(alike[0].held[1 - varying], part.held[1 - varying]) for part in alike[1:]):
+                return Concatenation([alike[0].varied(varying, part.held[varying]) for part in alike], varying)
+        return Concatenation(parts)
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         return torch.cat(list(values))
@@ -395,6 +332,14 @@ class Concatenation(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Concatenation(parts)
 
+    def to(self, dtype: torch.dtype) -> Form:
+        if self.varying is None or self.like.dtype == dtype:
+            return super().to(dtype)
+        first, *more = self._sharing
+        own = first.to(dtype)
+        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
+        return Concatenation([own, *others], self.varying)
+
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is None:
             return torch.cat([part.dense(factor=factor) for part in self.parts])
@@ -403,8 +348,13 @@ class Concatenation(Composite):
         return out
 
     def __getitem__(self, index: Index) -> Form:
+        if isinstance(index, slice):  # nothing is copied
+            first, last, _ = index.indices(self.samples)
+            starts = accumulate((part.samples for part in self.parts[:-1]), initial=0)
+            cut = [part[max(0, first - start) : max(0, last - start)] for part, start in zip(self.parts, starts)]
+            return Concatenation([part for part in cut if part.samples] or cut[:1])
         places = [(p, n) for p, part in enumerate(self.parts) for n in range(part.samples)]
-        wanted = torch.arange(self.samples, device="cpu")[index.cpu() if isinstance(index, Tensor) else index].tolist()
+        wanted = torch.arange(self.samples, device="cpu")[index.cpu()].tolist()
         runs = [(p, [n for _, n in run]) for p, run in groupby([places[n] for n in wanted], key=lambda place: place[0])]
         pieces = [self.parts[p][torch.tensor(run, device=self.like.device)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]
@@ -417,3 +367,51 @@ class Concatenation(Composite):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return self._join(part.norms(budget) for part in self.parts)
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
+            return Form.gram(self, other, budget)
+        return super().gram(other, budget)
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        if self.varying is None:
+            return super().dot(v, budget)
+        found = []
+        for piece in slices_of(self.each, budget // (2 * self._size(self.varying))):
+            tangent = self._sharing[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
+            found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(self.varying, piece)]))
+        return torch.cat(found, dim=1).flatten()
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if self.varying is None:
+            return super().weighted_sum(w, budget, total)
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        for each, weights in pairs_of(total, w):
+            by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
+            for piece in slices_of(self.each, budget // (4 * self._size(self.varying))):
+                form, factors = self._sharing[0][piece].wide(), self._factors(self.varying, piece)
+                combined = next(factors) * by_pass[0, piece]
+                for factor, scales in zip(factors, by_pass[1:, piece]):
+                    combined = combined.addcmul_(factor, scales)
+                form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
+                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+        return total
+
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        first = next(iter(self._sharing), None)
+        return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
+
+    def _factors(self, varying: int, piece: slice) -> Iterator[Tensor]:
+        """The factors that differ, for some samples, pass by pass: N F."""
+        return (part.held[varying][piece].flatten(1).to(self.sum_dtype) for part in self._sharing)
+
+    def _size(self, varying: int) -> int:
+        """The bytes of a sample's factor."""
+        return max(1, self._sharing[0].held[varying].shape[1:].numel() * self.sum_dtype.itemsize)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their memory, or have the same numbers."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()) or torch.equal(one, other)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import grad as weight_gradients
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import cache_budget, cuts_windows, saving
+from autograd_hacks.forms.cost import cuts_windows, saving
 from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
-from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
+from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """{number of spatial axes: the convolution}"""
@@ -130,10 +130,7 @@ class Convolution(Factored):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         check_is_map(random)
-        if isinstance(random, SparseMap):
-            if self.groups > 1 or self.like.is_complex() or not random.takes_factors(self.x.device, self.positions):
-                return super().project(random, cache_budget(budget, self.like))
-        elif self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():
+        if self.pair is None or not random.takes_factors(self.pair):
             return super().project(random, budget)
         return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
 
@@ -150,14 +147,11 @@ class Convolution(Factored):
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time, as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
         n = len(self.kernel)
-        for piece in slices_of(self.samples, budget // self._window_size()):
+        size = 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)  # the bytes of a sample's windows, at most
+        for piece in slices_of(self.samples, budget // size):
             both = self.g[piece], self.windows[piece].cut()
             left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
             yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
-
-    def _window_size(self) -> int:
-        """The bytes of a sample's windows, at most."""
-        return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
 
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)

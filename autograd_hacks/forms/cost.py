@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import inf, log2, prod
 from pathlib import Path
 from typing import Any
@@ -99,10 +98,15 @@ def costs_by_bandwidth(card: Any) -> Costs:
 def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
     """Whether to use one of the package's kernels for these tensors: one was timed on their device, and costs less.
 
+    They are in single or half precision, are not traced, and have no graph.
+
     torchs: the cost with torch's kernels, in multiplications    own: the cost with the package's, if they were as good
     """
     fused = costs_of(tensors[0].device).fused
-    return fused is not None and own * fused < torchs and all(_suits_kernels(x) for x in tensors)
+    if fused is None or own * fused >= torchs:
+        return False
+    is_plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _PRECISIONS and x.numel() > 0 for x in tensors)
+    return is_plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
@@ -131,20 +135,32 @@ def by_writing(pairs: Sequence[Pair]) -> float:
     return numbers * (_positions(pairs) + costs.write) + costs.shift * cut * len(pairs)
 
 
-def gram_by_positions(mine: Sequence[Pair | None], theirs: Sequence[Pair | None], numbers: int, is_same: bool) -> bool:
+def gram_by_positions(
+    mine: Sequence[Pair | None], theirs: Sequence[Pair | None] | None, samples: tuple[int, int], numbers: int
+) -> bool:
     """Whether inner products of N and M rows should come from products between all positions, instead of from written-out
-    rows of this many numbers.  is_same: whether both are the same rows"""
-    some = [pair for pair in (*mine, *theirs) if pair is not None and is_written(pair) and not pair[1].is_complex()]
-    if len(some) < len(mine) + len(theirs) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
-        return False
-    costs, own, others = _costs(some), some[: len(mine)], some[len(mine) :]
-    n, m, products = own[0][1].shape[0], others[0][1].shape[0], 0.0
-    for one, other in product(own, others):
-        between = one[1].shape[:2].numel() * other[1].shape[:2].numel()
-        products += between * (costs.pair + costs.short * min(multiplications(one), multiplications(other)))
-    rows = n if is_same else n + m
-    positions = sum(pair[1].shape[:2].numel() for pair in (own if is_same else some) if isinstance(pair[0], Tensor))
-    return products <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
+    rows of this many numbers.
+
+    mine, theirs: of all forms that the rows consist of; None for theirs if they are the same rows    samples: N, M"""
+    first, (n, m), positions, each, at = mine[0], samples, 0, list[int](), list[int]()
+    for pairs in (mine, theirs or ()):
+        count = most = 0
+        for pair in pairs:
+            if pair is None or first is None or not is_written(pair) or pair[1].is_complex():
+                return False
+            (left, right), size = pair, pair[1].shape[0] * pair[1].shape[1]
+            if (left.shape[2], right.shape[2]) != (first[0].shape[2], first[1].shape[2]):
+                return False
+            count, most = count + size, max(most, multiplications(pair))
+            positions += size if isinstance(left, Tensor) else 0
+        at.append(count)
+        each.append(most)
+    costs, rows = costs_of(first[0].device), n if theirs is None else n + m  # type: ignore[index]  # there is a pair
+    if theirs is None:
+        at[1], each[1] = at[0], each[0]
+    spent = at[0] * at[1] * (costs.pair + costs.short * min(each))
+    spent += costs.call * (len(mine) * len(theirs or mine) - 1)  # rows are multiplied at once
+    return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
@@ -193,12 +209,6 @@ def memory_of_products(pairs: Sequence[Pair]) -> int:
     """Numbers that are held for a sample's products."""
     cut = (max(right.shifts, right.shape[1:].numel()) for _, right in pairs if isinstance(right, Windows))
     return 2 * _positions(pairs) ** 2 + sum(cut)
-
-
-def _suits_kernels(x: Tensor) -> bool:
-    """Whether a tensor is in single or half precision, is not traced, and has no graph."""
-    is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return is_plain and x.dtype in _PRECISIONS and x.numel() > 0 and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _costs(pairs: Sequence[Pair]) -> Costs:

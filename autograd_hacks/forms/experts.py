@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import gathered
 from autograd_hacks.forms.cost import costs_of, takes_kernel
-from autograd_hacks.forms.numerics import put, row_norms
+from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.outer import Outer, Zero
-from autograd_hacks.forms.placed import Placed
-from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.forms.terms import Placed
 
 
 def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int) -> Form:
@@ -52,60 +51,3 @@ class Routed(Placed):
         segments = torch.arange(len(ends) * self.samples, device=keys.device)
         norms = tiles.row_norms(x, g, torch.searchsorted(keys, segments, right=True), order)
         return row_norms(norms.view(len(ends), self.samples).mT)
-
-
-@torch.library.custom_op("autograd_hacks::rows_of_experts", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _rows(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, like: Tensor) -> Tensor:
-    with without_autocast([g]):
-        return of_experts(x, g, ends, owners, len(like)).dense()
-
-
-@_rows.register_fake
-def _(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, like: Tensor) -> Tensor:
-    return g.new_empty(like.shape[0], ends.shape[0], x.shape[1], g.shape[1])
-
-
-@torch.library.custom_op("autograd_hacks::squares_of_experts", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _squares(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, like: Tensor) -> Tensor:
-    with without_autocast([g]):
-        return of_experts(x, g, ends, owners, len(like)).norms().square()
-
-
-@_squares.register_fake
-def _(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, like: Tensor) -> Tensor:
-    return g.new_empty(like.shape[0])
-
-
-class Experts(Form):
-    """`of_experts` in a graph that is traced, where its numbers aren't known: operations that a compiler leaves alone.
-
-    like_samples: a tensor of N entries    is_turned: whether the parameter is (E, O, I)
-    """
-
-    def __init__(
-        self, x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, like_samples: Tensor, is_turned: bool = False
-    ) -> None:
-        self._given, self.is_turned = (x, g, ends, owners, like_samples), is_turned
-        self.held = self._given
-        sizes = (x.shape[1], g.shape[1])
-        self.samples, self.shape = like_samples.shape[0], torch.Size((ends.shape[0], *(sizes[::-1] if is_turned else sizes)))
-
-    @property
-    def like(self) -> Tensor:
-        return self._given[1]
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        rows: Tensor = _rows(*self._given)
-        return put(rows.mT if self.is_turned else rows, out, factor)
-
-    def squares(self) -> Tensor:
-        """The rows' squared norms, N."""
-        found: Tensor = _squares(*self._given)
-        return found
-
-    def turned(self) -> Experts:
-        """With the parameter's last two axes exchanged."""
-        return Experts(*self._given, is_turned=not self.is_turned)
-
-    def __getitem__(self, index: Index) -> Form:
-        return Dense(self.dense()[index])

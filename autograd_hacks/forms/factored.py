@@ -10,21 +10,25 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, gram_by_positions, memory_of_products
+from autograd_hacks.forms.cost import by_products, by_writing, gram_by_positions, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.forms.positions import (
-    OneHot,
     Windows,
     Written,
     gram_of_pairs,
-    multiplications,
-    norms_in_double,
     norms_of_pairs,
 )
-from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
+from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
+
+
+def takes_positions(form: Form, other: Form) -> bool:
+    """Whether inner products of rows should come from products between their positions."""
+    theirs = None if other is form else [leaf.pair for leaf in other.leaves()]
+    mine = [leaf.pair for leaf in form.leaves()]
+    return gram_by_positions(mine, theirs, (form.samples, other.samples), form.shape.numel())
 
 
 def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
@@ -43,12 +47,10 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
         return Form.norms(form, budget)
     for _, part in form.chunks(budget, memory):
         pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
-        if single:
-            found.append(norms_in_double(pairs, budget).to(torch.float32))
-            continue
-        norms, exact = norms_of_pairs(pairs, budget)
-        written = (~exact).nonzero()[:, 0]
-        found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
+        norms, exact = norms_of_pairs(pairs, budget, single)
+        if exact is not None and len(written := (~exact).nonzero()[:, 0]):
+            norms = norms.index_put((written,), Form.norms(part[written], budget))
+        found.append(norms.to(form.sum_dtype))
     return torch.cat(found)
 
 
@@ -119,7 +121,7 @@ class Paired(Factored):
     """(N, T) booleans: the positions that aren't padding; None for all."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        if isinstance(other, Paired) and gram_by_positions([self.pair], [other.pair], self.shape.numel(), other is self):
+        if isinstance(other, Paired) and takes_positions(self, other):
             products = gram_of_pairs(self.pair, other.pair, budget)
             if products is not None:
                 return products
@@ -127,30 +129,11 @@ class Paired(Factored):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         check_is_map(random)
-        if isinstance(random, SparseMap):
-            return self._sketch(random, budget)
-        left, right = self.pair
-        # Multiplications per sample and coordinate: T·(O + I) with the factors, O·I with written rows.
-        if right.shape[1] * multiplications(self.pair) >= self.shape.numel() or self.shape[:1] != left.shape[2:]:
+        if self.shape[:1] != self.pair[0].shape[2:] or not random.takes_factors(self.pair):
             return super().project(random, budget)
-        found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, 3 * right.shape[1] * random.COLUMNS):
-            left, right = part.pair
-            for columns, u, v in random.columns(found):
-                found[samples, columns] = ((left @ u.mT) * (right @ v.mT)).sum(1)
-        return found
-
-    def _sketch(self, random: SparseMap, budget: int) -> Tensor:
-        (left, right), budget = self.pair, cache_budget(budget, self.like)
-        is_looked_up, positions = isinstance(left, OneHot), right.shape[1]
-        if self.shape[:1] != left.shape[2:] or right.is_complex() or not positions:
-            return super().project(random, budget)
-        if not is_looked_up and not random.takes_factors(right.device, positions):
-            return super().project(random, budget)
-        each, found = random.memory_of_factors(positions, is_looked_up), self.new_sums(self.samples, random.dim)
-        step = max(1, budget * positions // (each * self.sum_dtype.itemsize))
-        for samples, part in self.chunks(budget, each):
-            found[samples] = random.of_factors(*part.pair, step)
+        budget, found = random.budget(budget, self.like), self.new_sums(self.samples, random.dim)
+        for samples, part in self.chunks(budget, random.memory_of_factors(self.pair)):
+            found[samples] = random.of_factors(*part.pair, budget)
         return found
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:

@@ -211,22 +211,18 @@ class Bags(Factored):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         check_is_map(random)
-        if isinstance(random, SparseMap):
-            return self._sketch(random, budget)
-        wide, found = self.wide(), self.new_sums(self.samples, random.dim)
-        for columns, u, v in random.columns(found):
-            found[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
-        return found
-
-    def _sketch(self, random: SparseMap, budget: int) -> Tensor:
-        """One position a bag, whose left factor is counts."""
-        if self.g.is_complex():
-            return super().project(random, budget)
-        each, found = self.entries + random.memory_of_factors(1), []
-        for piece in slices_of(self.samples, budget // (each * self.sum_dtype.itemsize)):
-            part = self[piece].wide()
-            found.append(random.of_factors(part._counts()[:, None], part.g[:, None]))
-        return torch.cat(found)
+        if isinstance(random, SparseMap):  # one position a bag, whose left factor is counts
+            if self.g.is_complex():
+                return super().project(random, budget)
+            budget, found = random.budget(budget, self.like), []
+            pair = self.g.new_empty(0, 1, self.entries), self.g[:0, None]
+            for _, part in self.chunks(budget, self.entries + random.memory_of_factors(pair)):
+                found.append(random.of_factors(part._counts()[:, None], part.g[:, None], budget))
+            return torch.cat(found)
+        wide, along = self.wide(), self.new_sums(self.samples, random.dim)
+        for columns, u, v in random.columns(along):
+            along[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
+        return along
 
     def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, budget: int) -> None:
         """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""

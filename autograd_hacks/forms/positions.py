@@ -166,22 +166,32 @@ def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     return torch.tensordot(a, b, dims=([2], [2]))
 
 
-def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
+def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) -> tuple[Tensor, Tensor | None]:
     """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' norms are accurate.
 
     Each product has an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on the diagonals.  The total error is at most
     eps·(Σaₜ)², and about eps·Σaₜ² if errors are independent.  If the square isn't far above both, cancellation leaves no
     correct digits (for nearly equal positions of opposite sign: 100 % off in float32).  The square must not overflow either,
-    nor be so small that lengths below √tiny would count, because their squares underflow.  Returns N, and N booleans.
+    nor be so small that lengths below √tiny would count, because their squares underflow.
+
+    in_double: for single or half precision, take products in float64.  Then all results are accurate, so the host needn't
+    look: the products' errors are smaller than those that single precision leaves in the positions, and their range is
+    twice as large
+
+    Returns N, and N booleans; None instead, in double.
     """
+    pairs = [(left.double(), right.double()) for left, right in pairs] if in_double else pairs
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
     for start, lefts, rights in _between(pairs, like, budget):
         square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
-        if start is not None:
+        if start is not None and not in_double:
             own, others = (p.detach().diagonal(start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
             lengths, reach = own * others, reach + (own + others).sum(1)
             size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
+    if in_double:
+        is_nothing = square <= 0
+        return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing, None
     info, found = torch.finfo(square.dtype), square.detach()
     exact = (found > info.eps * 2e3 * size.square()) & (found > info.eps * 1e4 * spread) & (found <= info.max)
     exact &= found > info.tiny * (1 / info.eps + 1e5 * reach).square()
@@ -189,20 +199,6 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
     if len(blank):
         nothing[blank] = torch.stack([_is_zero((left[blank], right[blank])) for left, right in pairs]).all(0)
     return torch.where(exact, square, torch.ones_like(square)).sqrt() * ~nothing, exact | nothing
-
-
-def norms_in_double(pairs: Sequence[Pair], budget: int) -> Tensor:
-    """The same for single or half precision, with float64 products.  All results are accurate, so the host needn't look.
-
-    The products' errors are smaller than those that single precision leaves in the positions, and their range is twice as
-    large."""
-    pairs = [(left.double(), right.double()) for left, right in pairs]
-    like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
-    square = like.new_zeros(like.shape[0])
-    for start, lefts, rights in _between(pairs, like, budget):
-        square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
-    is_nothing = square <= 0
-    return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing
 
 
 def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
@@ -221,18 +217,24 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
 
 def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
-    (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
-    mine, theirs = _wide(mine), _wide(theirs)
-    dtype = mine[1].dtype
+    dtype = accumulation_dtype(mine[1].dtype)
     if dtype == torch.float32 and not looks_free(mine[1]):
         mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
-    elif max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
-        return None
-    each, parts = 2 * t * m * s * mine[1].element_size(), []
-    for piece in slices_of(n, budget // max(1, each)):
+    elif max(mine[1].shape[1], theirs[1].shape[1]) > 1:
+        exact = [norms_of_pairs([_wide(pair)], budget)[1] for pair in (mine, theirs)]
+        if not all(own is None or bool(own.all()) for own in exact):
+            return None
+    return products_of_pairs(mine, theirs, budget).to(dtype)
+
+
+def products_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor:
+    """The same in the dtype for sums, also where positions cancel."""
+    mine, theirs = _wide(mine), _wide(theirs)
+    each, parts = 2 * mine[1].shape[1] * theirs[1].shape[:2].numel() * mine[1].element_size(), []
+    for piece in slices_of(len(mine[1]), budget // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
-    return torch.cat(parts).to(dtype)
+    return torch.cat(parts)
 
 
 def is_written(pair: Pair) -> TypeGuard[Written]:

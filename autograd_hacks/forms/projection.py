@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.cost import sketches_factors
+from autograd_hacks.forms.cost import cache_budget, sketches_factors
 from autograd_hacks.forms.numerics import slices_of
-from autograd_hacks.forms.positions import OneHot
+from autograd_hacks.forms.positions import OneHot, Pair, multiplications
 from autograd_hacks.support.internals import dispatch_modes
 from autograd_hacks.support.philox import BITS, by_byte, hashed, key_of, packed_signs, unpacked
 
@@ -75,9 +76,30 @@ class RandomMap:
         key = key_of(self.seed, self.name, tuple(self.shape), self.dim)
         return packed_signs(key, columns, slice(0, sum(self.fans)), device)
 
+    def budget(self, budget: int, like: Tensor) -> int:
+        """The part of a budget to use: all of it, since signs are drawn for each piece."""
+        return budget
+
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
         return self.COLUMNS * min(self.fans)
+
+    def takes_factors(self, pair: Pair) -> bool:
+        """Whether outer products are projected through their factors, instead of written out.
+
+        Multiplications for a sample and coordinate: T·(O + I) with the factors, O·I with written rows."""
+        return pair[1].shape[1] * multiplications(pair) < prod(self.fans)
+
+    def memory_of_factors(self, pair: Pair) -> int:
+        """Numbers that `of_factors` holds for a sample."""
+        return 3 * pair[1].shape[1] * self.COLUMNS
+
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+        """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
+        found = right.new_zeros(len(right), self.dim)
+        for columns, u, v in self.columns(found):
+            found[:, columns] = ((left @ u.mT) * (right @ v.mT)).sum(1)
+        return found
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
@@ -173,6 +195,10 @@ class SparseMap:
         draw = _hashes if _is_ordinary() else _hashes.__wrapped__  # a mode's tensors are its own
         return draw(self, device)
 
+    def budget(self, budget: int, like: Tensor) -> int:
+        """The part of a budget to use: what stays in the cache."""
+        return cache_budget(budget, like)
+
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
         return 2 * self.size
@@ -191,23 +217,24 @@ class SparseMap:
             plus, minus = both.split(self.size, 1)
             found[:, block].add_((plus - minus) / self.entries**0.5)
 
-    def takes_factors(self, device: torch.device, positions: int) -> bool:
-        """Whether outer products over this many positions are projected through their factors, instead of written out."""
-        return sketches_factors(device, positions, *self.fans, self.size, self.entries)
+    def takes_factors(self, pair: Pair) -> bool:
+        """Whether outer products are projected through their factors, instead of written out."""
+        (left, right), positions = pair, pair[1].shape[1]
+        if not positions or any(isinstance(factor, Tensor) and factor.is_complex() for factor in pair):
+            return False
+        return isinstance(left, OneHot) or sketches_factors(right.device, positions, *self.fans, self.size, self.entries)
 
-    def memory_of_factors(self, positions: int, is_looked_up: bool = False) -> int:
+    def memory_of_factors(self, pair: Pair) -> int:
         """Numbers that `of_factors` holds for a sample."""
-        return positions * (4 * self.fans[1] if is_looked_up else 4 * self.size + sum(self.fans)) + 2 * self.size
+        each = 4 * self.fans[1] if isinstance(pair[0], OneHot) else 4 * self.size + sum(self.fans)
+        return pair[1].shape[1] * each + 2 * self.size
 
-    def of_factors(self, left: Tensor | OneHot, right: Tensor, step: int | None = None) -> Tensor:
-        """J R for rows Σₜ left[n, t] ⊗ right[n, t].
-
-        left: N T O    right: N T I    step: how many positions are taken at a time, all by default.  Returns N dim
-        """
-        positions = right.shape[1]
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+        """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
+        positions, blocks = right.shape[1], list[Tensor]()
         if not len(right) * positions:  # which transforms refuse
             return right.new_zeros(len(right), self.dim)
-        pieces, blocks = slices_of(positions, step or positions), list[Tensor]()
+        pieces = slices_of(positions, budget * positions // (self.memory_of_factors((left, right)) * right.itemsize))
         for own in self.hashes(right.device):
             if isinstance(left, OneHot):
                 blocks.append(self._looked_up(own, left, right, pieces))

@@ -130,10 +130,10 @@ logaddexp2 logit lt masked_fill maximum minimum mish mul mvlgamma nan_to_num nat
 nextafter normal pin_memory poisson polar polygamma pow prelu_kernel rad2deg random reciprocal relu remainder round
 rrelu_with_noise rrelu_with_noise_functional rsqrt rsub sgn sigmoid sign silu sin sinc sinh softplus softshrink special_entr
 special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_xlog1py special_zeta sqrt sub tan tanh
-threshold copy _to_copy tril triu trunc uniform where xlogy zero frexp standard_gamma _lazy_clone
-native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward leaky_relu_backward
-log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward tanh_backward
-threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
+threshold copy _to_copy tril triu trunc uniform where xlogy zero frexp standard_gamma _lazy_clone detach lift_fresh_copy
+rand_like randn_like native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward
+leaky_relu_backward log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward
+tanh_backward threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
 fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"""
 AXES.update(dict.fromkeys(_ENTRYWISE.split(), Axes()))
 
@@ -153,7 +153,7 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 
 @axes(
     """sum mean nansum amax amin aminmax max min median nanmedian mode kthvalue prod var std var_mean std_mean logsumexp norm
-    linalg_vector_norm""",
+    linalg_vector_norm any all argmax argmin""",
     reads="dim keepdim",
 )
 def _(o: int, outs: Shapes, ins: Shapes, dim: Any = None, keepdim: bool = False) -> list[Links]:
@@ -196,7 +196,7 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
 @axes(
     """softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
     _softmax_backward_data _log_softmax_backward_data fft_r2c fft_c2r fft_c2c _fft_r2c _fft_c2r _fft_c2c glu glu_backward
-    _masked_softmax linalg_cross""",
+    _masked_softmax linalg_cross sort topk""",
     reads="dim",
 )
 def _(o: int, outs: Shapes, ins: Shapes, dim: Any = -1) -> list[Links]:
@@ -327,7 +327,7 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     heads = n - 3
     lead = [*range(heads), heads if len({s[heads] for s in sizes}) == 1 and out[heads] == sizes[0][heads] else MIX]
     given: list[Links] = [[*lead, n - 2, ALONE], [*lead, MIX, ALONE], [*lead, MIX, n - 1 if o == 0 else ALONE]]
-    masks = ([*broadcast([*out[:-1], 0], s)[:-1], MIX] if s else () for s in ins[3:])
+    masks = ([*broadcast([*(out if o else out[:-1]), 0], s)[:-1], MIX] if s else () for s in ins[3:])
     return [*given, *masks][: len(ins)]
 
 
@@ -350,7 +350,8 @@ def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]
 
 
 @axes(
-    """native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm _batch_norm_with_update
+    """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm miopen_batch_norm
+    _batch_norm_with_update _batch_norm_with_update_functional
     batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward""",
     reads="training train update",
 )
@@ -387,7 +388,8 @@ def _places(last: int) -> Rule:
 
 
 for _last, _names in (
-    (1, "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
+    (1, """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d avg_pool1d
+        max_pool1d_with_indices"""),
     (2, """avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d
         mkldnn_adaptive_avg_pool2d fractional_max_pool2d max_unpool2d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_bicubic2d _upsample_bicubic2d_aa _upsample_lanczos2d_aa upsample_nearest2d _upsample_nearest_exact2d

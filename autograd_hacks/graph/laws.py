@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.autograd.function import BackwardCFunction
 
 from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
-from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, One, Owned, Several, joined, linked
+from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, Links, One, Owned, Several, joined, linked
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
@@ -24,7 +24,7 @@ from autograd_hacks.graph.values import VALUES
 from autograd_hacks.support.graph import put_back_by
 from autograd_hacks.support.internals import RAW, SAVED
 
-_IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,17 @@ class Kind:
     is_stateless: bool = False
     has_operands: bool = True
 
+    @property
+    def is_entrywise(self) -> bool:
+        """Whether each entry of its output is made of one entry of each input."""
+        return self.entry is not None and self.entry.rule is None
+
+    def links(self, o: int, outs: Shapes, ins: Shapes, values: Any) -> Sequence[Links]:
+        """For each axis of each input the axis of output number o with which it is walked in step."""
+        if self.entry is None or self.entry.rule is None:
+            return [broadcast(outs[o] or (), own) for own in ins]
+        return self.entry.rule(o, outs, ins, **self.named(values))
+
     def named(self, values: Any) -> dict[str, Any]:
         if not self.numbers:
             return {}
@@ -68,15 +79,14 @@ _BY_NODE = {
 
 @cache
 def kind_of_name(name: str, kind: type) -> Kind:
-    if name in _IDENTITIES:
+    if name in IDENTITIES:
         return Kind(name, law=_identity)
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)
     operation = _BY_NODE.get(found[1]) if found else None
     if operation is None or issubclass(kind, BackwardCFunction):
         return Kind(name)
     for table, by_values in ((VALUES, True), (MOVES, False)):
-        if operation in table:
-            own = table[operation]
+        if (own := table.get(operation)) is not None:
             return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
     return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True)
 

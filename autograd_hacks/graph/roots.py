@@ -2,72 +2,109 @@
 
 An output's axis is a hypothesis: a walk from it must arrive at the memory of the arguments with each sample's entries in
 their order.  A scalar output, such as the loss that a model returns itself, is no root: it is followed, through sums and
-means alone, to the values that are added up.
+means alone, to the values that it adds up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import node_name
+from autograd_hacks.graph.laws import IDENTITIES, kind_of, node_name
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import Walk
-from autograd_hacks.support.graph import Leaf, Value, kept_by, made, number_of, operands_of, shape_of
+from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
+from autograd_hacks.support.layout import candidates
 
-_SUMS = """sum mean nansum nll_loss nll_loss_forward nll_loss2d mse_loss smooth_l1_loss huber_loss binary_cross_entropy
-binary_cross_entropy_with_logits"""
+_SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
+_ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
+binary_cross_entropy binary_cross_entropy_with_logits"""
+_MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze expand repeat flip slice select unbind split
+split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
+masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg"""
 _VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsafe_split unsafe_split_with_sizes"
-_LINEAR, _PRODUCTS = "add sub neg mul div _to_copy clone view squeeze unsqueeze alias rsub", "mm addmm linear convolution"
-_ADD_UP, _GO_ON, _BY_ROWS, _RESHAPE, _SPLIT = (
-    {node_name(name) for name in names.split()} for names in (_SUMS, _LINEAR, _PRODUCTS, _VIEWS, _SPLITS)
-)
+_SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _RESHAPE, _SPLIT = (
+    {node_name(name) for name in names.split()}
+    for names in (
+        _SUMS, _ENTRIES, _MOVES, "mul div dot mv mm bmm", "norm linalg_vector_norm", "mm addmm linear convolution", _VIEWS,
+        _SPLITS,
+    )
+)  # fmt: skip
 
 
-def frontier(roots: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]] | None:
-    """The values that are added up to scalars; None if samples come together otherwise.
+def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Value], bool]:
+    """The values that a loss adds up, and whether it is a function f of their sum, as the root of a mean is.
 
-    Returns values with axes as they are.
+    Each value has an axis that may be the samples', or is the result of an operation that isn't linear.  f has to be
+    applied to the whole loss, so that it scales the gradients of all samples alike.
+
+    ends: nodes at which to stop
     """
-    found: dict[tuple[Any, int], None] = {}
-    waiting = list(roots)
+    found, waiting, is_whole, is_scaled = dict[Value, None](), [loss], True, False
+    if shape_of(loss).numel() != 1:  # no loss
+        return [loss], False
     while waiting:
-        node, number = waiting.pop()
-        if type(node) is Leaf or prod(node._input_metadata[number].shape) != 1:
-            found[node, number] = None
+        is_whole &= len(waiting) == 1
+        value = waiting.pop()
+        node: Any = value.node
+        if value in found or node in ends or type(node) is Leaf:
             continue
-        name = node.name().split("Backward")[0]
-        if name not in _ADD_UP and name not in _GO_ON:
-            return None
-        ahead = [edge for edge in node.next_functions if edge[0] is not None]
-        if name in ("Mul", "Div") and len(ahead) > 1:
-            return None  # a product of two scalars is linear in neither sum alone
-        waiting += ahead
-    return list(found)
+        name, shape, ahead = _name(node), shape_of(value), list(inputs_of(node))
+        is_one = shape.numel() == 1
+        if name in _SUM or node.name() in IDENTITIES:
+            waiting += ahead
+        elif not is_one and candidates(shape, samples, range(len(shape))):
+            found[value] = None
+        elif name in _LINEAR or (name in _BILINEAR and len(ahead) == 1 and not _divides(node)):
+            waiting += ahead
+        elif is_one and "linear_cross_entropy" in node.name():  # its weight is no sample's
+            found |= dict.fromkeys(ahead[:1] if node.next_functions[0][0] is not None else ())
+        elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
+            found |= dict.fromkeys(ahead)
+            is_scaled |= name in _NORM
+        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and kind_of(node).is_entrywise:
+            waiting, is_scaled = ahead, True
+        else:
+            found[value] = None
+    return list(found), is_scaled
 
 
-def picked(root: tuple[Any, int], samples: int) -> Tensor | None:
+def _name(node: Any) -> str:
+    return str(node.name().split("Backward")[0].rpartition("::")[2])
+
+
+def _divides(node: Any) -> bool:
+    """Whether a node divides by the value that has a graph."""
+    return _name(node) == "Div" and node.next_functions[0][0] is None
+
+
+def picked(root: Value, samples: int) -> tuple[Tensor, Value] | None:
     """The sample of each entry on axis 0 of a value, if values picked the entries, as in h[mask]; None if nothing shows it.
 
     Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0.
-    Those are assumed to be the samples in order, so a walk has to confirm the answer.
+    Those are assumed to be the samples in order, so a walk has to confirm the answer.  A number is its own only row.
+    Returns that value, too.
     """
-    own = torch.arange(made(root[0])[root[1]].shape[0], device="cpu")[:, None]
-    seen, in_order, by_values = {root}, deque([(*root, own)]), deque[tuple[Any, int, Tensor]]()
+    shape = shape_of(root)
+    own = torch.arange(shape[0] if shape else 1, device="cpu")[:, None]
+    seen, in_order, by_values = {tuple(root)}, deque([(*root, own)]), deque[tuple[Any, int, Tensor]]()
     while in_order or by_values:  # what an index picked comes last, since tables are read by an index too
         node, number, rows = (in_order or by_values).popleft()
         shape = shape_of(Value(node, number))
         if shape and shape[0] == samples:
-            return rows[:, 0] if rows.shape[1] == 1 or bool((rows == rows[:, :1]).all()) else None
-        for other, at in node.next_functions if shape else ():
+            are_of_one = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
+            return (rows[:, 0], Value(node, number)) if are_of_one else None
+        other: Any
+        for other, at in node.next_functions:
             is_parameter = type(other) is Leaf and isinstance(other.variable, Parameter)
             if other is None or is_parameter or (other, at) in seen:
                 continue
@@ -83,9 +120,13 @@ def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tenso
 
     rows: M K, the output's entries that are asked for    own: the input's shape
     """
-    name, out = node.name().split("Backward")[0], made(node)[number].shape
+    name, out = _name(node), made(node)[number].shape
     if not own:
-        return None, False
+        return (None if out else rows), False
+    if name in ("Select", "Unbind") and not (number_of(node, "dim") or 0) % len(own):
+        return torch.full_like(rows, number if name == "Unbind" else number_of(node, "index") or 0) % own[0], False
+    if not out:  # made of all entries
+        return torch.arange(own[0], device="cpu")[None], False
     if name in ("Index", "UnsafeIndex"):
         by = Indexed(kept_by(node, "indices"), own)
         if by.start:  # axis 0 is left as it is

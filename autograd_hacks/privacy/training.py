@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import Hooked, clear_backprops, recorder_of
+from autograd_hacks.capture.hooks import Hooked, add_hooks, clear_backprops, recorder_of
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
@@ -27,7 +27,6 @@ from autograd_hacks.support.draws import Noise
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import check_state
-from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.losses import backward
 
 

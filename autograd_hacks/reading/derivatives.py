@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import AtOutput
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import OffGraph
@@ -141,3 +142,6 @@ def _computed(
     ran = ran_behind(own, outputs, ends)
     if ran.parameters:
         _attach(own, Reader(ran, met.samples, roots), met.forward)
+
+
+ABOVE.created = follow

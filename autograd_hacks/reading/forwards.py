@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.gradient_hooks import Labels
-from autograd_hacks.capture.kinds import NESTED, Known, Told
+from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, Entries, Label
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, varying
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import fits, frontier
+from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
-from autograd_hacks.reading.inner_losses import Weights, sums_samples
+from autograd_hacks.reading.loss_graphs import is_in_order
 from autograd_hacks.reading.reader import Read, Reader
-from autograd_hacks.support.graph import CHECKPOINT, Value
+from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
 from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
@@ -50,11 +52,17 @@ class Chosen:
 
     @property
     def is_sure(self) -> bool:
-        return not (self.is_mixed or self.by_values)
+        return not (self.is_mixed or self.by_values or self.lost())
 
     @property
     def is_mixed(self) -> bool:
         return self.in_order is False or bool(self.reader.walk.mixed)
+
+    def lost(self) -> dict[int, Value]:
+        """For each loss of the model's own: a value in it that isn't known to be a sum over samples, if there is one."""
+        known, reader, losses = self.hypothesis.places, self.reader, self.hypothesis.losses
+        every = ((slot, value) for slot, added in losses.items() for value in added)
+        return {slot: value for slot, value in every if value not in known and not reader.is_own(value.node)}
 
     def replaces(self, before: Chosen | None) -> bool:
         """Whether this is what samples do, and not what a likelier hypothesis says.
@@ -62,9 +70,9 @@ class Chosen:
         Features look like samples if there are N.  So where samples mix on the likelier axis, something must show the other:
         the arguments, or an output on their axis.
         """
-        if before is None or not before.is_mixed:
+        if before is None or not (before.is_mixed or before.lost()):
             return before is None or (before.by_values and self.is_sure)
-        if self.is_mixed:
+        if self.is_mixed or self.lost():
             return False
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
 
@@ -78,7 +86,31 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
         return Chosen(hypothesis, reader, True, found)
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
-    return Chosen(hypothesis, reader, fits(reader.trace, reader.walk, reader.given, hypothesis.samples))
+    in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
+    is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
+    if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
+        in_order = False  # nothing but sizes shows the samples
+    is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
+    return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
+
+
+def _is_elsewhere(reader: Reader, axis: int) -> bool:
+    """Whether the samples are along an axis of a parameter, which may be as long, or along another axis than the arguments'
+    where parameters meet tensors without a graph."""
+    trace, walk = reader.trace, reader.walk
+    for k, edges in enumerate(trace.edges):
+        kind, outs, own = trace.kinds[k], trace.shapes[k], [edge is not None and walk.own[edge[0]] for edge in edges]
+        if walk.own[k] or not any(own):
+            continue
+        ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in edges]
+        for o, label in enumerate(walk.labels[k]):
+            along = set(varying(label)) if isinstance(label, Owned) else set()
+            if None in edges and along - {axis % max(1, len(outs[o] or ()))}:
+                return True
+            links = kind.links(o, outs, ins, trace.numbers[k]) if along and kind.entry is not None else []
+            if any(is_own and along.intersection(own_links) for is_own, own_links in zip(own, links)):
+                return True
+    return False
 
 
 def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
@@ -120,7 +152,8 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
 
 def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
-    told, mixed_outputs = known.told, list[int]()
+    told, mixed_outputs, lost = known.told, list[int](), best.lost()
+    told.is_scaled = best.hypothesis.is_scaled
     if best.is_mixed:
         best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
@@ -128,13 +161,13 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
-    mixed_outputs += _losses_that_mix(recorder, told, ran, best)
+    mixed_outputs += [slot for slot in lost if slot not in mixed_outputs]
     if ran.documents is not None:
         mixed_outputs += _note_leaks(ran, ran.documents, best)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     returned = [n for n in mixed_outputs if n < ran.count]
-    told.mixing = why_mixed(ran, mixed, mixed_outputs) if mixed or (returned and not best.untold) else ""
+    told.mixing = why_mixed(ran, mixed, mixed_outputs, lost) if mixed or (returned and not best.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
@@ -220,27 +253,6 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     return untold
 
 
-def _losses_that_mix(recorder: Recorder, told: Told, ran: Ran, chosen: Chosen) -> list[int]:
-    """The losses that the model computes itself and that aren't sums over samples, by their numbers."""
-    places, samples, found = chosen.hypothesis.places, chosen.hypothesis.samples, list[int]()
-    for slot, x in enumerate(ran.outputs) if samples > 1 else ():
-        if x.grad_fn is None or slot in places or x.numel() != 1 or chosen.reader.is_own(x.grad_fn):
-            continue
-        behind = {
-            ran.value(at) if isinstance(at, int) else at: where for at, where in places.items() if isinstance(where, Layout)
-        }
-        added_up = frontier([ran.value(slot)])
-        if added_up is not None and all(own in behind or chosen.reader.is_own(own[0]) for own in added_up):
-            continue
-        draws = torch.Generator().manual_seed(samples)
-        weights = Weights(samples, draws, ran.dtypes)
-        with recorder.backward.silent():
-            is_sum, is_scaled = sums_samples(x, behind, weights, draws) if behind else (False, False)
-        told.is_scaled |= is_scaled
-        found += [] if is_sum is not False else [slot]
-    return found
-
-
 def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
     """Notes which nodes read parameters, for messages."""
     behind, nodes = Behind(ran), reader.trace.nodes
@@ -267,12 +279,21 @@ class Behind:
         return "the outputs" if at is None else f"the input of {self.paths[at]!r}"
 
 
-def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) -> str:
-    """How samples mix, as text for messages."""
+def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], lost: Mapping[int, Value]) -> str:
+    """How samples mix, as text for messages.  lost: see `Chosen.lost`"""
     for noted in ran.noted:
         rule = rule_for(noted.call.layer)
         if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
             return f"{noted.call.place} {why}"
+    if lost and not mixed:
+        slot, value = next(iter(lost.items()))
+        return (
+            f"{MIXING}: output number {slot} of the model, of shape {tuple(ran.outputs[slot].shape)}, has no axis with the "
+            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
+            f"of one such sum. {value.node.name()}{_line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
+            "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
+            "autograd_hacks.backward(losses). Give a sample without a batch axis as a batch of one: x.unsqueeze(0)."
+        )
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
     name, node = next(iter(mixed.items()), ("a parameter", "its node"))
     return (
@@ -282,6 +303,13 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int]) 
         "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a "
         "loss of single samples outside the model: backward(losses)."
     )
+
+
+def _line_of(node: Node) -> str:
+    """The line that made a node, which torch notes while it looks for anomalies."""
+    noted: Any = node.metadata
+    frames = noted.get("traceback_")
+    return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
 
 
 def assume(ran: Ran, off: OffGraph) -> None:
@@ -301,3 +329,6 @@ def assume(ran: Ran, off: OffGraph) -> None:
             if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
                 found.calls[n] = Whose(noted.usual_layouts(off.samples))
     reader.follow(found, off)
+
+
+ABOVE.read_forward, ABOVE.assume = read_forward, assume

@@ -14,7 +14,7 @@ from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
-from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
+from autograd_hacks.forms import Concatenation, Form, Zero, add, scale
 from autograd_hacks.reading.certificate import Certificate, Told
 from autograd_hacks.reading.guards import (
     check_documents,
@@ -142,11 +142,11 @@ class Gate:
         if self._adds_up:
             return add([form for table in tables for form in table.values()])
         if all(table.keys() == tables[0].keys() for table in tables):  # call by call, so that passes share what they can
-            return add([Passes.of([table[key] for table in tables]) for key in tables[0]])
+            return add([Concatenation.of([table[key] for table in tables]) for key in tables[0]])
         # Checkpointing has made new calls in each pass.
         like = next(form for table in tables for form in table.values())
         zero = Zero(self.samples, like.shape, like.like)
-        return Passes.of([add(list(table.values()) or [zero]) for table in tables])
+        return Concatenation.of([add(list(table.values()) or [zero]) for table in tables])
 
     def form_so_far(self, name: str) -> Form | None:
         """The rows that the only, running pass has given a parameter since the last call of this method."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, product
 from typing import Any
 
@@ -12,15 +13,16 @@ from torch import Tensor
 
 from autograd_hacks.capture.kinds import Known, runs_time_first
 from autograd_hacks.capture.off_graph import Ran
-from autograd_hacks.graph.roots import picked
+from autograd_hacks.formulas.table import rule_for
+from autograd_hacks.graph.label import One
+from autograd_hacks.graph.roots import frontier, picked
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.reading.inner_losses import frontier
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
 from autograd_hacks.support.trees import is_packed
 
-Where = Layout | Tensor
-"""Where samples are in an output: a layout, or the sample of each entry on axis 0."""
+Where = Layout | Tensor | One
+"""Where samples are in an output: a layout, the sample of each entry on axis 0, or the one sample that has it."""
 
 TRIES = 6
 """How many hypotheses about the samples' places in the outputs are tried."""
@@ -32,10 +34,13 @@ class Hypothesis:
 
     axis: int | None
     samples: int
-    places: Mapping[int | Value, Where]  # also in the tensors from which the model's own losses are computed
+    places: Mapping[int | Value, Where]  # also in the tensors that the model's own losses add up
     counted_at: int | None = None  # the output whose axis 0 gives N
     counted_leaf: int | None = None  # the argument that gives N, if not the first
     is_whole: bool = True  # whether these are all places, and samples weren't mixed
+    losses: Mapping[int, Sequence[Value]] = field(default_factory=dict)  # by output, the tensors that a loss adds up
+    is_scaled: bool = False  # whether a loss is a function of its sum
+    taken_from: Collection[Value] = ()  # values with the samples on axis 0, in order, if entries were picked from them
 
     @property
     def keeps_axis(self) -> bool:
@@ -143,12 +148,26 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             for slot, x in outputs.items()
         }
         ends = {x.grad_fn for slot, x in outputs.items() if options[slot] and x.grad_fn is not None}
-        losses = [x.grad_fn for slot, x in outputs.items() if not options[slot] and x.numel() == 1 and x.grad_fn is not None]
-        for value in frontier(losses, samples, ends | ran.ends) if samples > 1 else ():
+        alone = not any(options.values())  # then other outputs without samples say as little as a loss
+        losses = (
+            [slot for slot, x in outputs.items() if not options[slot] and (alone or x.numel() == 1)] if samples > 1 else ()
+        )
+        added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
+        by_rule = {
+            node
+            for own in ran.noted
+            if (rule := rule_for(own.call.layer)) is not None and rule.by_input
+            for node, _ in own.hooks
+        }
+        added = {slot: own for slot, own in added.items() if own[0] or ran.value(slot).node not in by_rule}
+        for value in (value for values, _ in added.values() for value in values):
             options[value] = candidates(shape_of(value), samples, axes)
-        if chosen := chosen_rows(ran, outputs, samples, options):
+        is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}
+        make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
+        chosen, taken_from = chosen_rows(ran, samples, options)
+        if chosen or (added and not any(options.values())):  # a loss that adds up no samples is refused
             by_layout = {slot: found[0] for slot, found in options.items() if found}
-            yield Hypothesis(axis, samples, {**by_layout, **chosen}, counted_leaf=counted_leaf)
+            yield make({**by_layout, **chosen}, taken_from=taken_from)
         options = {slot: found for slot, found in options.items() if found}
         turns = range(max(map(len, options.values()), default=0))
         alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
@@ -157,19 +176,28 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             by_layout = dict(zip(options, chosen_layouts))
             if by_layout not in tried and len(tried) < TRIES:
                 tried.append(by_layout)
-                yield Hypothesis(axis, samples, {**by_layout, **ran.packed}, counted_leaf=counted_leaf)
+                yield make({**by_layout, **ran.packed})
 
 
 def chosen_rows(
-    ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
-) -> dict[int | Value, Where]:
-    """For outputs whose rows values selected, from packed tensors or N entries on axis 0: the sample of each row."""
+    ran: Ran, samples: int, options: Mapping[int | Value, Sequence[Layout]]
+) -> tuple[dict[int | Value, Where], list[Value]]:
+    """For values whose rows were selected, from packed tensors or N entries on axis 0: the sample of each row.
+
+    Returns also the values with those entries."""
     found: dict[int | Value, Where] = {**ran.packed}
-    for slot, x in outputs.items():
-        if slot in ran.packed:
+    taken_from = list[Value]()
+    for at, layouts in options.items():
+        value = ran.value(at) if isinstance(at, int) else at
+        shape = shape_of(value)
+        if at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape):
             continue
-        rows = picked(ran.value(slot), samples) if x.ndim and x.shape[0] != samples else None
-        axes = [at for at in options[slot] if not at.axis]
-        if rows is not None and not any(torch.equal(at.rows(len(rows), samples, rows.device), rows) for at in axes):
-            found[slot] = rows
-    return found
+        if (taken := picked(value, samples)) is None:
+            continue
+        rows, below = taken
+        usual = [own for own in layouts if not own.axis]
+        if not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
+            is_of_one = len(rows) > 0 and bool((rows == rows[0]).all())
+            found[at] = One(int(rows[0])) if is_of_one else rows
+            taken_from.append(below)
+    return found, taken_from

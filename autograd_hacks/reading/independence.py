@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import hooked_copy
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import Ran
@@ -69,7 +70,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
     if not (tape.sites | _functions(ran)) <= tapes.sites:
         return False
     axes = batch.axes_of_samples(told.axis, samples)
-    why_not = recorder.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
+    why_not = ABOVE.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
     if why_not and not tapes.has_alike(tape):
         return False
     tapes.add(tape, for_all_values=True)
@@ -101,8 +102,8 @@ def show_independent(
     tape = recorder.tape
     if tape is not None and tape.refused is not None:
         raise tape.refused
-    if tape is not None:
-        recorder.check_tape(tape)
+    if tape is not None and tape.opaque:
+        ABOVE.check_opaque(tape)
     if samples < 2 or told.mixing:
         kind.is_independent = not told.mixing
     elif tape is None or not (kind.is_independent and tape in kind.tapes):
@@ -166,7 +167,7 @@ def _is_analysed(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: T
     own = copy.again(batch.leaves)
     with own.running(), Switch.paused_here():
         given = replace(batch, leaves=own.given)
-        told.kind.why_unshown = recorder.why_unshown(own.model, given, told.axis, samples)
+        told.kind.why_unshown = ABOVE.why_unshown(own.model, given, told.axis, samples)
     return not told.kind.why_unshown
 
 
@@ -308,3 +309,6 @@ def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], ke
         if (own * factor - again).norm() > 1e3 * eps * again.norm() + 1e-30:
             return f"the rows of {name}"
     return ""
+
+
+ABOVE.is_shown, ABOVE.show = is_shown, show_independent

@@ -39,18 +39,19 @@ def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returne
     off.attach(ran.edge_of, max(mark.forward for _, mark in marks), recorder.backward.receive)
     if recorder.record.documents is not None:
         return ""
-    is_apart = all(_is_in_order(reader, edge, mark) for edge, mark in marks if mark.samples == samples)
+    at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]
+    is_apart = all(is_in_order(reader, value, layout) for value, layout in at)
     if is_apart and not found.mixed:
         return ""
     mix = next((own for own in reader.walk.mixes if own.node >= 0), None)
     return "the order of the samples" if mix is None else reader.trace.kinds[mix.node].name
 
 
-def _is_in_order(reader: Reader, edge: GradientEdge, mark: Returned) -> bool:
-    """Whether what arrives at an output is of the samples whose entries these are."""
-    k = reader.number[edge.node]
-    label, shape = reader.walk.labels[k][edge.output_nr], reader.trace.shapes[k][edge.output_nr] or ()
-    expected = label_of(mark.layout, shape, reader.samples)
+def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:
+    """Whether what arrives at a value is of the samples whose entries these are."""
+    k = reader.number[value.node]
+    label, shape = reader.walk.labels[k][value.number], reader.trace.shapes[k][value.number] or ()
+    expected = label_of(layout, shape, reader.samples)
     if label is None or label == expected:
         return True
     if not isinstance(label, Owned) or not isinstance(expected, Owned):

@@ -14,7 +14,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import (
     TreeSpec,
     register_pytree_node,
@@ -58,6 +63,7 @@ function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 push_dispatch_mode: Callable[[Any], None] = _push_mode
 pop_dispatch_mode: Callable[[], Any] = _pop_mode
+without_dispatch_modes: Callable[[], Any] = _disable_current_modes
 pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
 top_saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 pop_saved_hooks: Callable[[], None] = _C._autograd._pop_saved_tensors_default_hooks

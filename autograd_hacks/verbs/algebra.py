@@ -7,12 +7,11 @@ from contextvars import ContextVar
 from math import prod
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
-from autograd_hacks.forms.composite import unscaled, without_factor
+from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.ranges import checked
@@ -23,6 +22,8 @@ from autograd_hacks.verbs.matrix import Matrix
 if TYPE_CHECKING:
     from typing import Self
 
+Kind = Literal["signs", "sjlt"]
+"""The kinds of random maps."""
 WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
 """Verbs that compare rows of a batch with each other note it here, for `over`."""
 
@@ -78,10 +79,7 @@ class Algebra(Matrix):
         def along(name: str, form: Form) -> Tensor:
             return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
 
-        with self.reading():
-            if per_parameter:
-                return self._each(along)
-            return self._added(along)
+        return self._read(along, per_parameter)
 
     @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
@@ -99,17 +97,7 @@ class Algebra(Matrix):
             return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
         given = w
         with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            # Weights in the form's accumulation dtype, or a wider one.
-            weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-            def total(form: Form) -> Tensor:
-                plain, factor = unscaled(form)
-                like, dtype = plain.like, plain.sum_dtype
-                if (kind := (like.device, dtype, factor)) not in weights:
-                    weights[kind] = w.to(like.device, torch.promote_types(w.dtype, dtype)) * factor
-                return plain.weighted_sum(weights[kind], budget).to(like.dtype)
-
-            sums = ((name, total(form)) for name, form in self.items())
+            sums = ((name, total.to(self[name].like.dtype)) for name, total in self._totals(w, budget))
             return self.spread.settled(sums)
 
     @overload
@@ -234,13 +222,7 @@ class Algebra(Matrix):
 
     @overload
     def project(
-        self,
-        dim: int,
-        seed: int = 0,
-        budget: int = BUDGET,
-        *,
-        kind: Literal["signs", "sjlt"] = "signs",
-        entries: int = 1,
+        self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs", entries: int = 1
     ) -> Tensor: ...
     @overload
     def project(
@@ -250,7 +232,7 @@ class Algebra(Matrix):
         budget: int = BUDGET,
         *,
         per_parameter: bool,
-        kind: Literal["signs", "sjlt"] = "signs",
+        kind: Kind = "signs",
         entries: int = 1,
     ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
@@ -261,7 +243,7 @@ class Algebra(Matrix):
         budget: int = BUDGET,
         *,
         per_parameter: bool = False,
-        kind: Literal["signs", "sjlt"] = "signs",
+        kind: Kind = "signs",
         entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
         """J R, the rows projected by a random map R, (N, dim).
@@ -292,10 +274,7 @@ class Algebra(Matrix):
             random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
             return form.project(random, budget)
 
-        with self.reading():
-            if per_parameter:
-                return self._each(projected)
-            return self._added(projected, dim)
+        return self._read(projected, per_parameter, dim)
 
     @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:

@@ -1,22 +1,17 @@
 """Checks of verbs' arguments: directions, groups, names, sizes."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
 
-NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
-WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
-"""The prefixes that wrappers add to parameters' names."""
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -187,47 +182,6 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
     raise KeyError(f"{wrong}; expected a trainable parameter, or its name: {listing}")
 
 
-NORMS = "norms"
-"""The pattern that means all biases and the parameters of norm layers."""
-
-
-def names_matching(
-    only: str | Iterable[str], model: nn.Module, trained: Collection[str], what: str = "only", page: str = ON_VERBS
-) -> list[str]:
-    """The names of the trainable parameters that patterns match.  '*' matches any text, '?' any character.
-
-    what: the name of the argument that holds the patterns, for the message
-    page: the end of the message, where that argument is explained
-    Raises ValueError for a pattern that matches none.
-    """
-    named = list(model.named_parameters(remove_duplicate=False))
-    of_norms = {id(p) for m in model.modules() if isinstance(m, NORM_LAYERS) for p in m._parameters.values()}
-    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else []
-    if not patterns:
-        raise ValueError(f"{what}={only!r} names no parameter; expected names, or patterns: '8.*'" + page)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{what}: {kind_of(pattern)} is not a name; expected names of parameters, or patterns: '8.*'." + page
-            )
-    first = {id(p): name for name, p in reversed(named) if name in trained}  # a shared parameter has several names
-    chosen = set[str]()
-    for pattern in patterns:
-        if pattern == NORMS:
-            matching = [(name, p) for name, p in named if p.ndim < 2 or id(p) in of_norms]
-        else:
-            matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
-        meant = {first[id(p)] for _, p in matching if id(p) in first}
-        if not meant:
-            close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
-            raise ValueError(
-                f"{what}: {pattern!r} matches {'only frozen parameters' if matching else 'no parameter'}; expected the name "
-                f"of a trainable parameter, or a pattern: {', '.join(map(repr, close))}." + page
-            )
-        chosen |= meant
-    return [name for name in trained if name in chosen]
-
-
 def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
     """Each pattern with the names that it matches.
 
@@ -277,8 +231,3 @@ def differing(given: Collection[str], expected: Collection[str]) -> str:
     missing, extra = [n for n in expected if n not in given], [n for n in given if n not in expected]
     parts = [f"without {some(missing)}"] * bool(missing) + [f"with {some(extra)} too many"] * bool(extra)
     return ", and ".join(parts)
-
-
-def unwrapped(name: str) -> str:
-    """A parameter's name without the prefixes of wrappers."""
-    return WRAPPERS.sub("", name)

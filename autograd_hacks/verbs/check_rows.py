@@ -30,17 +30,7 @@ from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
-from autograd_hacks.verbs.comparisons import (
-    CheckedRows,
-    Comparison,
-    Gradients,
-    Gram,
-    Norms,
-    NormsByParameter,
-    Rows,
-    counted,
-    exact,
-)
+from autograd_hacks.verbs.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
 
 _PREFIXES = ("_module.", "module.", "_orig_mod.")
 """Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
@@ -176,7 +166,7 @@ def _comparison(
                 f"check_rows was given a tensor of shape {tuple(rows.shape)}, but the loss returned {counted(n, 'number')}; "
                 f"expected norms of shape {(n,)} or a Gram matrix of shape {(n, n)}" + ON_CHECKING
             )
-        return Norms(rows, *basis) if rows.ndim == 1 else Gram(rows, *basis)
+        return Gram(rows, *basis) if rows.ndim == 2 else Comparison({WHOLE: (None, rows)}, "norms", *basis)
     places = {name: _place(model, name, known) for name in given}
     if not given:
         raise ValueError("check_rows was given a mapping without rows: it is empty, or all of it is None" + ON_CHECKING)
@@ -189,8 +179,8 @@ def _comparison(
                 f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, one for "
                 f"each loss, or norms of shape {(n,)} for all parameters" + ON_CHECKING
             )
-    kind = NormsByParameter if are_norms else Rows
-    return kind({name: (places[name], x) for name, x in given.items()}, *basis)
+    by_name = {name: (places[name], x) for name, x in given.items()}
+    return Comparison(by_name, "norms" if are_norms else "rows", *basis)
 
 
 def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> int:

@@ -1,8 +1,7 @@
 """Compares given rows, norms or Gram matrices with those of plain backward passes, in a table."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +85,19 @@ def counted(number: int, what: str) -> str:
 
 
 class _Line:
-    """One parameter's rows or norms, or those over all parameters: the given ones and the right ones, by sample."""
+    """One parameter's rows or norms, or those over all parameters: the given ones and the right ones, by sample.
 
-    def __init__(self, name: str, index: int | None, shape: Sequence[int] = ()) -> None:
-        self.name, self.index, self.shape = name, index, tuple(shape)  # index: the parameter's number; None over all
+    given: N of them    index: the parameter's number; None over all
+    """
+
+    def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
+        self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
         self.error: list[float] = []  # the distance
         self.scale: list[float] = []  # the length that the distance is relative to
         self.right: list[float] = []  # the right length
         self.given: list[float] = []  # the given length
         self.product: list[float] = []  # the inner product of both
-        self.sketches: dict[int, Tensor] = {}  # of the right row, if the distance is large
+        self.sketches: dict[int, Tensor] = {}  # of the right row, if the distance is large but finite
         self.noise: dict[int, float] = {}  # the distance that rounding explains, if that was checked
 
     def add(self, given: Tensor, right: Tensor, scale: float | None = None) -> None:
@@ -133,29 +135,57 @@ class _Line:
         return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
 
 
-class Comparison(ABC):
+class Comparison:
     """Compares given numbers with those of plain backward passes.
 
+    given: {name: (index of the parameter, (N, *shape))}, rows; (index, (N,)), norms; or for norms over all parameters
+    {WHOLE: (None, (N,))}    what: the word for the numbers
     parameters: {name: shape} of all trainable ones, each once
     tolerance: the relative error of right numbers    dtype: the one whose digits they have
     """
 
-    what, power = "rows", ""
+    power = ""
 
-    def __init__(self, parameters: Mapping[str, torch.Size], samples: int, tolerance: float, dtype: torch.dtype) -> None:
-        self.parameters, self.samples, self.tolerance, self.dtype = dict(parameters), samples, tolerance, dtype
+    def __init__(
+        self,
+        given: Mapping[str, tuple[int | None, Tensor]],
+        what: str,
+        parameters: Mapping[str, torch.Size],
+        samples: int,
+        tolerance: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.what, self.parameters, self.samples, self.tolerance, self.dtype = what, parameters, samples, tolerance, dtype
         self.reached = [False] * len(parameters)
         self.lengths: list[list[float]] = [[]] * samples  # of each sample's gradients, by parameter
         self.length = [0.0] * samples  # of whole gradients
-        self.lines: list[_Line] = []
+        shapes = list(parameters.values())
+        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in given.items()]
+        self.is_whole = WHOLE in given  # then small parameters may be missing from the numbers unnoticed
 
-    @abstractmethod
     def look(self, n: int, gradients: Gradients) -> None:
         """Compares sample n."""
+        for line in self.lines:
+            given = exact(line.rows[n])
+            if self.is_whole or self.what == "norms":
+                length = self.length[n] if line.index is None else self.lengths[n][line.index]
+                line.add(given, given.new_tensor(length))
+            else:
+                g = gradients[line.index or 0]
+                line.add(given, torch.zeros_like(given) if g is None else g.to(given.device))
+            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
+                line.sketches[n] = _sketch(gradients, line.index)
 
-    @abstractmethod
     def look_again(self, n: int, gradients: Gradients) -> None:
         """Allows for rounding in sample n.  gradients: with all weights rounded once more"""
+        for line in self.lines:
+            if n in line.sketches:
+                line.noise[n] = self.allowance(n, line.sketches[n] - _sketch(gradients, line.index), line.right[n])
+
+    def fits(self, n: int, square: float) -> bool:
+        """Whether sample n's given number over all parameters is right for a gradient of this squared length."""
+        allowed = self.tolerance * self.length[n] + self.lines[0].noise.get(n, 0.0)
+        return abs(float(self.lines[0].rows[n]) - math.sqrt(square)) <= allowed
 
     def compare(self, of: GradientsOf) -> None:
         """Compares all samples."""
@@ -204,19 +234,31 @@ class Comparison(ABC):
 
     def lacking(self, index: int) -> str:
         """Why the given numbers may lack a parameter that has no line of its own; empty if they can't."""
-        return "not given" if self.reached[index] else "not given; no loss depends on it"
+        if not self.is_whole:
+            return "not given" if self.reached[index] else "not given; no loss depends on it"
+        rest = (self.length[n] ** 2 - self.lengths[n][index] ** 2 for n in range(self.samples))
+        is_small = self.reached[index] and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
+        return TOO_SMALL if is_small else ""
 
     def advice(self, is_all: bool) -> str:
         """Advice if everything is right.  is_all: whether all parameters are certainly included"""
-        return ""
+        if is_all or not self.is_whole:
+            return ""
+        return (
+            "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
+            f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
+        )
 
     def hint(self) -> str:
         """A property that all wrong numbers share."""
+        pairs = [(given, right) for line in self.lines for given, right in zip(line.given, line.right)]
+        if self.what == "norms" and all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
+            return "All norms are the squares of the right ones; take their roots."
         common = self._factor(range(self.samples))
         if common is not None:
             return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
         factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
-        if len(factors) < self.samples or self.lines[0].index is None:  # one number always has the right direction
+        if len(factors) < self.samples or self.is_whole:  # one number always has the right direction
             return ""
         return (
             f"All {self.what} have the right direction and the wrong length, {min(factors):.3g} to {max(factors):.3g} times "
@@ -252,104 +294,14 @@ class Comparison(ABC):
         return c if all(a <= b for a, b in zip(far, near)) else None
 
 
-class Rows(Comparison):
-    """Rows by parameter.  given: {name: (index of the parameter, (N, *shape))}"""
-
-    def __init__(self, given: Mapping[str, tuple[int, Tensor]], *known: Any) -> None:
-        super().__init__(*known)
-        shapes = list(self.parameters.values())
-        self.lines = [_Line(name, index, shapes[index]) for name, (index, _) in given.items()]
-        self._given = list(given.values())
-
-    def _pairs(self, gradients: Gradients) -> Iterator[tuple[_Line, Tensor, Tensor | None]]:
-        for line, (index, given) in zip(self.lines, self._given):
-            yield line, given, gradients[index]
-
-    def look(self, n: int, gradients: Gradients) -> None:
-        for line, given, g in self._pairs(gradients):
-            own = exact(given[n])
-            line.add(own, torch.zeros_like(own) if g is None else g.to(own.device))
-            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
-                line.sketches[n] = _sketch(g, 0)
-
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        for line, _, g in self._pairs(gradients):
-            if n in line.sketches:
-                line.noise[n] = self.allowance(n, line.sketches[n] - _sketch(g, 0), line.right[n])
-
-
-class NormsByParameter(Rows):
-    """Norms by parameter.  given: {name: (index of the parameter, (N,))}"""
-
-    what = "norms"
-
-    def look(self, n: int, gradients: Gradients) -> None:
-        for line, given, g in self._pairs(gradients):
-            own = exact(given[n])
-            line.add(own, torch.zeros_like(own) if g is None else vector_norm(g).to(own.device))
-            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
-                line.sketches[n] = _sketch(g, 0)
-
-    def hint(self) -> str:
-        return _squares(self.lines) or super().hint()
-
-
-class _Whole(Comparison):
-    """Numbers over all parameters.  Small parameters may be missing from them unnoticed."""
-
-    @abstractmethod
-    def fits(self, n: int, square: float) -> bool:
-        """Whether sample n's given numbers are right for a gradient of this squared length."""
-
-    def lacking(self, index: int) -> str:
-        rest = (self.length[n] ** 2 - self.lengths[n][index] ** 2 for n in range(self.samples))
-        is_small = self.reached[index] and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
-        return TOO_SMALL if is_small else ""
-
-    def advice(self, is_all: bool) -> str:
-        if is_all:
-            return ""
-        return (
-            "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
-            f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
-        )
-
-
-class Norms(_Whole):
-    """Norms over all parameters.  given: (N,)"""
-
-    what = "norms"
-
-    def __init__(self, given: Tensor, *known: Any) -> None:
-        super().__init__(*known)
-        self.lines, self._given = [_Line(WHOLE, None)], exact(given)
-
-    def look(self, n: int, gradients: Gradients) -> None:
-        (line,) = self.lines
-        line.add(self._given[n], self._given.new_tensor(self.length[n]))
-        if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
-            line.sketches[n] = _sketch_of_all(gradients)
-
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        (line,) = self.lines
-        line.noise[n] = self.allowance(n, line.sketches[n] - _sketch_of_all(gradients), self.length[n])
-
-    def fits(self, n: int, square: float) -> bool:
-        allowed = self.tolerance * self.length[n] + self.lines[0].noise.get(n, 0.0)
-        return abs(float(self._given[n]) - math.sqrt(square)) <= allowed
-
-    def hint(self) -> str:
-        return _squares(self.lines) or super().hint()
-
-
-class Gram(_Whole):
+class Gram(Comparison):
     """All pairs' inner products, over all parameters.  given: (N, N)"""
 
-    what, power = "products", "²"
+    power = "²"
 
     def __init__(self, given: Tensor, *known: Any) -> None:
-        super().__init__(*known)
-        self.lines, self._given = [_Line(WHOLE, None)], exact(given).cpu()
+        self._given = exact(given).cpu()
+        super().__init__({WHOLE: (None, self._given)}, "products", *known)
         self._right = torch.zeros_like(self._given)
         self._sketches: dict[int, Tensor] = {}
         self._apart: dict[int, float] = {}
@@ -370,10 +322,10 @@ class Gram(_Whole):
         self._conclude()
 
     def look(self, n: int, gradients: Gradients) -> None:
-        self._sketches[n] = _sketch_of_all(gradients)
+        self._sketches[n] = _sketch(gradients)
 
     def look_again(self, n: int, gradients: Gradients) -> None:
-        self._apart[n] = self.allowance(n, self._sketches[n] - _sketch_of_all(gradients), self.length[n])
+        self._apart[n] = self.allowance(n, self._sketches[n] - _sketch(gradients), self.length[n])
         if len(self._apart) == self.samples:
             self._conclude()
 
@@ -389,7 +341,7 @@ class Gram(_Whole):
 
     def _conclude(self) -> None:
         """Makes the line.  An error in product (n, m) counts relative to the lengths of both."""
-        line, lengths = _Line(WHOLE, None), self._right.new_tensor(self.length)
+        line, lengths = _Line(WHOLE, self._given), self._right.new_tensor(self.length)
         apart = self._right.new_tensor([self._apart.get(n, 0.0) for n in range(self.samples)])
         scale, noise = lengths[:, None] * lengths, apart[:, None] * lengths + apart * lengths[:, None]
         error = (self._given - self._right).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -411,27 +363,19 @@ def _product(a: Gradients, b: Gradients) -> float:
     return sum(float((x.conj() * y).sum().real) for x, y in zip(a, b) if x is not None and y is not None)
 
 
-def _sketch(g: Tensor | None, seed: int) -> Tensor:
+def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:
     """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
 
+    index: of the parameter; None for all
     Source: Charikar, Chen, Farach-Colton 2002, count sketch.
     """
-    if g is None:
-        return torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
-    flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
-    entries = slice(0, len(flat))
-    signs = unpacked(packed_signs(key_of(seed), slice(0, 1), entries, flat.device), entries, by_byte(flat))
-    signed = flat * signs[0]
-    return F.pad(signed, (0, -len(flat) % _BUCKETS)).view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
-
-
-def _sketch_of_all(gradients: Gradients) -> Tensor:
-    return torch.stack([_sketch(g, seed) for seed, g in enumerate(gradients)]).sum(0)
-
-
-def _squares(lines: Sequence[_Line]) -> str:
-    """The hint if squares of norms were given."""
-    pairs = [(given, right) for line in lines for given, right in zip(line.given, line.right)]
-    if not all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
-        return ""
-    return "All norms are the squares of the right ones; take their roots."
+    total = torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
+    for seed, g in enumerate(gradients):
+        if g is None or index not in (None, seed):
+            continue
+        flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
+        entries = slice(0, len(flat))
+        signs = unpacked(packed_signs(key_of(seed), slice(0, 1), entries, flat.device), entries, by_byte(flat))
+        signed = F.pad(flat * signs[0], (0, -len(flat) % _BUCKETS))
+        total += signed.view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
+    return total

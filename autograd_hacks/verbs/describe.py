@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.distributed.shards import reading_weights
@@ -137,5 +138,8 @@ def _how(name: str, parameter: nn.Parameter, layer: nn.Module, told: Told) -> st
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss divides by something of the whole batch" if told.is_scaled else ""
+    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if told.is_scaled else ""
     return " and ".join(parts) + scaled
+
+
+ABOVE.describe = describe

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
-from autograd_hacks.forms import Dense, Form, RandomMap, SparseMap
+from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled
-from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
+from autograd_hacks.forms.numerics import row_norms, smallest
+from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
+from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.trees import overwritten_in, versions_of
-from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
@@ -116,25 +118,15 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
         rows = plain.matrix()
         return (rows @ (w @ rows[some])).mul_(factor**2)
-    pair = [x for x in plain.pair or () if isinstance(x, Tensor)]
-    if len(pair) == 2 and not form.like.is_complex():
+    pair = plain.pair
+    if pair is not None and is_written(pair) and isinstance(pair[0], Tensor) and not form.like.is_complex():
         # Multiplications per position: S (O + I) with the S positions of these samples, O I with their weighted sum.  For
-        # twelve sizes with S (O + I) from 0.02 to 1 of O I, this took 0.02 to 0.93 of the time.
+        # twelve sizes with S (O + I) from 0.02 to 1 of O I, this took 0.02 to 0.93 of the time.  Relative to Σ ‖l‖‖r‖ it
+        # rounds as well as the weighted sum does.
         left, right = pair
         if len(some) * right.shape[1] * (left.shape[2] + right.shape[2]) <= form.shape.numel():
-            return _along_positions(pair, w, some, plain.sum_dtype, budget) * factor**2
+            return products_of_pairs((left, right), (left[some], right[some]), budget) @ (w * factor**2)
     return form.dot(form[some].weighted_sum(w, budget).conj().resolve_conj(), budget)
-
-
-def _along_positions(pair: Sequence[Tensor], w: Tensor, some: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
-    """The same as Σₜₛ wₘ ⟨lₙₜ, lₘₛ⟩⟨rₙₜ, rₘₛ⟩.  Relative to Σ ‖l‖‖r‖ it rounds as well as the weighted sum does."""
-    lefts, rights = (x[some].to(dtype).flatten(0, 1) for x in pair)  # S O, S I
-    (samples, positions, _), found = pair[0].shape, []
-    lefts = lefts * w.repeat_interleave(positions)[:, None]
-    for piece in slices_of(samples, budget // max(1, 2 * len(lefts) * positions * lefts.itemsize)):
-        left, right = (x[piece].to(dtype) for x in pair)
-        found.append(((left @ lefts.mT) * (right @ rights.mT)).sum((1, 2)))
-    return torch.cat(found)
 
 
 def whole_parts(v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -345,6 +337,11 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A verb's results summed over parameters, (N, *shape)."""
         return self._placed(added(starmap(verb, self.items()), (self._row_count, *shape)))
 
+    def _read(self, verb: Verb, per_parameter: bool, *shape: int) -> Tensor | dict[str, Tensor]:
+        """A verb's results for each parameter, or summed over parameters."""
+        with self.reading():
+            return self._each(verb) if per_parameter else self._added(verb, *shape)
+
     def _each(self, verb: Verb) -> dict[str, Tensor]:
         """A verb's results for each parameter, {name: (N, ...)}."""
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
@@ -358,12 +355,21 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = self._added(product, other._row_count)
             return other._placed(total, total.ndim - 1)
 
+    def _totals(self, w: Tensor, budget: int) -> Iterator[tuple[str, Tensor]]:
+        """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row"""
+        weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
+        for name, form in self.items():
+            plain, factor = unscaled(form)
+            kind = plain.like.device, torch.promote_types(w.dtype, plain.sum_dtype), factor
+            if kind not in weights:
+                weights[kind] = w.to(*kind[:2]) * factor
+            yield name, plain.weighted_sum(weights[kind], budget)
+
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
         w = self._by_row(w)
         with self.reading():
-            sums = ((name, form.weighted_sum(w.to(form.like.device, form.sum_dtype))) for name, form in self.items())
-            return self.spread.settled(sums)
+            return self.spread.settled(self._totals(w, BUDGET))
 
     def _check_alone(self, what: str) -> None:
         """Raises NotReduced if other processes have rows, too."""

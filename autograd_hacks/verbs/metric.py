@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms import Form
-from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
+from autograd_hacks.verbs.arguments import kind_of, parts_by
 from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
@@ -47,7 +48,7 @@ def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
     }
 
 
-class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
+class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
     """A linear map of each parameter's gradients, for ``grads.preconditioned(metric)``.
 
     maps: {name or pattern, or the parameter itself: map}, where a map is
@@ -63,16 +64,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
     """
 
     def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
-        self._maps: dict[str | nn.Parameter, LinearMap] = {key: _map_of(key, given) for key, given in maps.items()}
-
-    def __getitem__(self, key: str | nn.Parameter) -> LinearMap:
-        return self._maps[key]
-
-    def __iter__(self) -> Iterator[str | nn.Parameter]:
-        return iter(self._maps)
-
-    def __len__(self) -> int:
-        return len(self._maps)
+        super().__init__({key: _map_of(key, given) for key, given in maps.items()})
 
     def _table(self) -> Table:
         rows = [("parameter", "map", "made of tensors of shape")]
@@ -277,7 +269,7 @@ def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> Line
         if right is None or right.shape[0] == shape[1:].numel():
             return Sides(left, right)
         left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
-    return BlockSides(left, right)  # of a matrix whose rows are several axes, one block
+    return Sides(left, right)  # of a matrix whose rows are several axes, one block
 
 
 @dataclass(frozen=True, eq=False)

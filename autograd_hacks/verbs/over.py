@@ -23,11 +23,12 @@ from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.parts import memory_of, part_of
+from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
-from autograd_hacks.verbs.arguments import check_loader, kind_of, names_matching
+from autograd_hacks.verbs.arguments import check_loader, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads

@@ -34,10 +34,10 @@ from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.trees import parameters_of
-from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 

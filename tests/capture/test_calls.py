@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, mlp, step
+from steps import batch, check_batches, mlp, step
 from torch.nn.parallel import DataParallel
 from torch.testing import assert_close
 from twin import Bare
@@ -27,36 +27,25 @@ def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequent
 
 
 def test_keyword_calls() -> None:
-
     model = Bare(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 2).double())
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
+    check_batches(model, batch()[0])
 
 
 def test_lazy_layers_once_materialised() -> None:
     model = nn.Sequential(nn.LazyConv1d(2, 2), nn.Flatten(), nn.LazyLinear(2)).double()
-    with autograd_hacks.add_hooks(model):
-        x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
-        step(model, x, y)
-        assert_right(model, x, y)
+    check_batches(model, torch.randn(4, 3, 5, dtype=torch.float64))
 
 
 def test_layers_used_at_two_paths_are_one() -> None:
     layer = nn.Linear(3, 3).double()
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2).double())
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
+    check_batches(model, batch()[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_scripted_child() -> None:
     model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2))).double()
-    x, y = batch()
-    with autograd_hacks.add_hooks(model):
-        step(model, x, y)
-        assert_right(model, x, y)
+    check_batches(model, batch()[0])
     with pytest.raises(TypeError, match="scripted"):
         autograd_hacks.add_hooks(model[1])
 

@@ -9,6 +9,7 @@ from nets import Between
 from oracle import squares, targets
 from rarely import crossed
 from steps import assert_right, batch, check, mlp, step
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -126,17 +127,14 @@ class Turned(nn.Module):
         return self.last(self.turned(x.transpose(0, 1)).transpose(0, 1))
 
 
-class LowRank(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+def low_rank(base: nn.Module) -> nn.Module:
+    return Bare(
+        lambda m, x: m.base(x) + m.up(m.down(x)), base=base, down=nn.Linear(3, 1, bias=False), up=nn.Linear(1, 3, bias=False)
+    )
 
 
 def wrap(model: nn.Module) -> None:
-    model.turned = LowRank(model.turned)
+    model.turned = low_rank(model.turned)
 
 
 def insert(model: nn.Module) -> None:

@@ -9,27 +9,22 @@ from rarely import crossed
 from test_derivatives import check_loss, found, made
 from test_reads import BODIES, Body, Net
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 
 
-class Direct(nn.Module):
+def direct(m: nn.Module, x: Tensor) -> Tensor:
     """torch's own functions where torch.nn.functional has others, and complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
-        self.turn = nn.Linear(4, 2, dtype=torch.complex128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.layer_norm(x, (4,), self.scale, self.shift)
-        h = torch.group_norm(h[:, :, None], 2, self.scale, self.shift)[:, :, 0]
-        return self.turn(torch.complex(h, x)).abs()
+    h = torch.layer_norm(x, (4,), m.scale, m.shift)
+    h = torch.group_norm(h[:, :, None], 2, m.scale, m.shift)[:, :, 0]
+    return m.turn(torch.complex(h, x)).abs()
 
 
 def test_functions_of_torch_itself_and_complex_numbers() -> None:
-    model, x = Direct().double(), torch.randn(3, 4).double()
+    model = Bare(direct, scale=torch.randn(4), shift=torch.randn(4), turn=nn.Linear(4, 2, dtype=torch.complex128)).double()
+    x = torch.randn(3, 4).double()
     with autograd_hacks.add_hooks(model):
         for loss in (gradient_penalty, laplacian):
             check_loss(model, loss, x)

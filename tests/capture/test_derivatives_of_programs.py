@@ -11,6 +11,7 @@ from rarely import crossed, rarely
 from test_derivatives import check_loss, check_step, found, made
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -156,28 +157,21 @@ def test_what_belongs_to_no_sample_is_that_of_the_batch(drops: bool) -> None:
         torch.testing.assert_close(model(x)[1], expected)
 
 
-class Routed(nn.Module):
+def routed(m: nn.Module, x: Tensor) -> Tensor:
     """Positions go to one of two experts, by the sign of their first number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.w = nn.Parameter(torch.randn(2, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, 3)
-        out = torch.zeros_like(rows)
-        for n, expert in enumerate(self.experts):
-            at = ((rows[:, 0] > 0) == bool(n)).nonzero()[:, 0]
-            out = out.index_add(0, at, (expert(rows[at]).tanh() @ self.w[n]).sigmoid() * rows[at, :1])
-        return out.view_as(x)
+    rows = x.reshape(-1, 3)
+    out = torch.zeros_like(rows)
+    for n, expert in enumerate(m.experts):
+        at = ((rows[:, 0] > 0) == bool(n)).nonzero()[:, 0]
+        out = out.index_add(0, at, (expert(rows[at]).tanh() @ m.w[n]).sigmoid() * rows[at, :1])
+    return out.view_as(x)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES[:2], *rarely(*LOSSES[2:])])
 @pytest.mark.parametrize("param_grad", [False, *rarely(True)])
 def test_experts_whose_rows_lie_as_samples_do_by_chance(loss: Callable[..., Tensor], param_grad: bool) -> None:
     """What the first batch's graphs have shown holds for its own routing alone."""
-    model = Routed()
+    model = Bare(routed, experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), w=torch.randn(2, 3, 3))
     batches = [[[0], [0], [0], [0]], [[0, 1], [], [1], [2]], [[0], [1], [2], [0]], [[], [0, 1, 2], [], [1]]]
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for chosen in batches * 2:  # the positions of each sample that go to the second expert

@@ -15,6 +15,7 @@ from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import assert_right, batch, mlp, step
 
 import autograd_hacks
+from autograd_hacks.capture.above import ABOVE, Above
 from autograd_hacks.errors import NothingRecorded
 
 
@@ -234,6 +235,10 @@ def test_settings_are_what_it_was_told() -> None:
     told.off()
     assert told.settings == {**default, **own}
     assert not autograd_hacks.add_hooks(mlp(), param_grad=False).settings["param_grad"]
+
+
+def test_floors_above_have_registered_all_that_capture_asks_of_them() -> None:
+    assert vars(ABOVE).keys() == Above.__annotations__.keys()
 
 
 def test_describe_is_that_of_the_model() -> None:

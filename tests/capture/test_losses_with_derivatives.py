@@ -11,11 +11,12 @@ import torch.autograd.forward_ad as fwd
 import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
 from hypothesis import given
-from oracle import assert_same, one_loss_at_a_time, squares
+from oracle import assert_same, one_loss_at_a_time
 from steps import batch
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
@@ -117,21 +118,15 @@ def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
             check_step(model, losses)
 
 
-class Latent(nn.Module):
+def latent_net(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what is inside, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latent = self.into(x).tanh()
-        return self.out(latent).sin(), latent
+    latent = m.into(x).tanh()
+    return m.out(latent).sin(), latent
 
 
 def test_a_derivative_by_something_inside() -> None:
     """Path length regularisation, by a latent."""
-    model, x = Latent().double(), batch()[0]
+    model, x = Bare(latent_net, into=nn.Linear(3, 4), out=nn.Linear(4, 2)).double(), batch()[0]
 
     def losses() -> Tensor:
         y, latent = model(x)
@@ -166,18 +161,6 @@ def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> Non
                     check_step(model, losses)
 
 
-def test_plain_steps_first_and_a_penalty_later() -> None:
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for number in range(24):
-            loss = gradient_penalty if number > 20 else _squares_of
-            check_loss(model, loss, x)
-
-
-def _squares_of(model: nn.Module, x: Tensor) -> Tensor:
-    return squares(model(x))
-
-
 def _read(model: nn.Module, losses: Callable[[], Tensor]) -> None:
     losses().sum().backward()
     autograd_hacks.compute_grad1(model, "sum")
@@ -186,19 +169,14 @@ def _read(model: nn.Module, losses: Callable[[], Tensor]) -> None:
 def test_a_layer_with_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """That isn't linear in what it is given."""
 
-    class Square(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.square() * self.weight
+    def square_net() -> nn.Module:
+        return Bare(lambda m, x: x.square() * m.weight, weight=torch.randn(3).double())
 
     def rule(layer: nn.Module, call: Call) -> dict[str, autograd_hacks.forms.Form]:
         return {"weight": autograd_hacks.forms.Dense(call.grad * call.args[0].square())}
 
-    monkeypatch.setitem(RULES, Square, Rule(rule))
-    model, x = nn.Sequential(nn.Linear(3, 3), Square(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
+    monkeypatch.setitem(RULES, square_net, Rule(rule))
+    model, x = nn.Sequential(nn.Linear(3, 3), square_net(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
     with autograd_hacks.add_hooks(model):
         for loss in LOSSES:
             check_loss(model, loss, x)
@@ -235,12 +213,3 @@ def test_samples_that_mix_are_refused() -> None:
         step(model, gradient_penalty, batch()[0])
         with pytest.raises(SamplesMixed):
             autograd_hacks.compute_grad1(model, "sum")
-
-
-def test_a_context_gives_hooks_their_settings_back() -> None:
-    model, x = made("mlp")
-    autograd_hacks.add_hooks(model)
-    with autograd_hacks.add_hooks(model, param_grad=False, batch_dim=(0,)):
-        step(model, gradient_penalty, x)
-        autograd_hacks.compute_grad1(model, "sum")
-    assert "batch_dim=0, param_grad=True" in repr(autograd_hacks.add_hooks(model))

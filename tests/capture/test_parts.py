@@ -44,19 +44,14 @@ class Scaled(nn.Module):
         return h - h.mean(0) if self.mixes else h
 
 
-class Whole(nn.Module):
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder, nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
+def whole_net(encoder: nn.Module) -> nn.Module:
+    return Bare(lambda m, x: m.head(m.encoder(x)), encoder=encoder, head=nn.Linear(4, 2))
 
 
 @crossed(probe=[False, True], param_grad=[False, True], encoder=[Tokens, Scaled])
 def test_a_part_with_a_bare_parameter(encoder: type[nn.Module], param_grad: bool, probe: bool) -> None:
     """Alone, with another part, beside the whole, and again after it."""
-    model = Whole(encoder()).double()
+    model = whole_net(encoder()).double()
     with autograd_hacks.add_hooks(model, param_grad=param_grad, probe=probe):
         for n in (4, 3):
             x = torch.randn(n, 5, 3).double()
@@ -68,14 +63,14 @@ def test_a_part_with_a_bare_parameter(encoder: type[nn.Module], param_grad: bool
 
 
 def test_a_part_of_a_part() -> None:
-    model = Whole(Scaled()).double()
+    model = whole_net(Scaled()).double()
     with autograd_hacks.add_hooks(model):
         for n in (4, 3, 1):
             check(model, torch.randn(n, 4).double(), "sum", run=lambda x: model.encoder.inner(x))
 
 
 def test_a_part_after_one_that_failed() -> None:
-    model, x = Whole(Tokens()).double(), torch.randn(4, 5, 3).double()
+    model, x = whole_net(Tokens()).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
         for call in (model.encoder, model):
             with pytest.raises(RuntimeError):
@@ -85,7 +80,7 @@ def test_a_part_after_one_that_failed() -> None:
 
 
 def test_a_part_that_mixes_samples() -> None:
-    model = Whole(Scaled(mixes=True)).double()
+    model = whole_net(Scaled(mixes=True)).double()
     with autograd_hacks.add_hooks(model):
         squares(model.encoder(torch.randn(4, 5, 3).double())).mean().backward()
         with pytest.raises(SamplesMixed, match=r"reaches other samples"):
@@ -93,22 +88,13 @@ def test_a_part_that_mixes_samples() -> None:
 
 
 def test_a_part_with_time_first() -> None:
-    class Times(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.layer = nn.Parameter(torch.randn(4)), nn.GRU(3, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0] * self.scale
-
-    model = Whole(Times()).double()
+    model = whole_net(Bare(lambda m, x: m.layer(x)[0] * m.scale, scale=torch.randn(4), layer=nn.GRU(3, 4))).double()
     with autograd_hacks.add_hooks(model):
         check(model, torch.randn(4, 5, 3).double(), run=lambda x: model.encoder(x.transpose(0, 1)).transpose(0, 1))
 
 
 def test_a_part_that_reads_a_weight_twice() -> None:
-
-    model = Whole(Bare(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(3, 3))).double()
+    model = whole_net(Bare(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(3, 3))).double()
     with autograd_hacks.add_hooks(model):
         squares(model.encoder(torch.randn(4, 3).double())).mean().backward()
         with pytest.raises(UnseenGradient):

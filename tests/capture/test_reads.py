@@ -13,6 +13,7 @@ from steps import check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 
@@ -185,14 +186,6 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
                     assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]  # both are there
 
 
-def test_a_parameter_frozen_and_trained_again() -> None:
-    model, x = Net(normalised).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for trains in (True, False, True):
-            model.scale.requires_grad_(trains)
-            check_losses(model, lambda: squares(model(x)))
-
-
 def test_a_forward_that_goes_another_way() -> None:
     """Another number of calls, other functions."""
 
@@ -205,18 +198,6 @@ def test_a_forward_that_goes_another_way() -> None:
     with autograd_hacks.add_hooks(model):
         for calls in (1, 2, 3, 1):
             body.calls = calls  # type: ignore[attr-defined]  # a function's own
-            check_losses(model, lambda: squares(model(x)))
-
-
-def test_one_function_more_than_before_is_found() -> None:
-    def body(net: Net, h: Tensor) -> Tensor:
-        h = h * net.scale
-        return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]  # a function's own
-
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for more in (False, False, False, True, True):
-            body.more = more  # type: ignore[attr-defined]  # a function's own
             check_losses(model, lambda: squares(model(x)))
 
 
@@ -293,31 +274,25 @@ def test_one_position_first_and_as_many_as_samples_later() -> None:
 # Values that follow from parameters alone, and the way back from their rows
 
 
-class Conjugated(nn.Module):
+def conjugated() -> nn.Module:
     """A view of its weight whose numbers are others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(x * self.weight.conj() + x * x * self.weight).flatten(1)
+    return Bare(
+        lambda m, x: torch.view_as_real(x * m.weight.conj() + x * x * m.weight).flatten(1),
+        weight=torch.randn(4, dtype=torch.complex128),
+    )
 
 
-class Counted(nn.Module):
+def counted() -> nn.Module:
     """A lookup without a batch whose gradient is no sum over positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(3, 4).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * F.embedding(torch.tensor([0, 1, 1, 0, 1]), self.table, scale_grad_by_freq=True)
+    return Bare(
+        lambda m, x: x * F.embedding(torch.tensor([0, 1, 1, 0, 1]), m.table, scale_grad_by_freq=True),
+        table=torch.randn(3, 4).double(),
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "x"),
-    [(Conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (Counted(), torch.randn(4, 5, 4).double())],
+    [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())],
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
     with autograd_hacks.add_hooks(model):

@@ -76,17 +76,6 @@ def test_an_empty_batch_through_a_convolution() -> None:
             assert p.grad1.shape == (0, *p.shape)
 
 
-def test_an_empty_batch_through_attention() -> None:
-    """torch adds up the parts of attention to a number, if there are no rows."""
-    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    with autograd_hacks.add_hooks(model):
-        for n in (0, 3, 0):
-            model(torch.randn(n, 2, 4)).sum().backward()
-            autograd_hacks.compute_grad1(model)
-            for p in model.parameters():
-                assert p.grad1.shape == (n, *p.shape)
-
-
 def test_a_nan_stays_in_its_row() -> None:
     model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), torch.randn(4, 1, 4, 4)
     x[2] = torch.nan

@@ -1,16 +1,15 @@
 """Ways by which a gradient escapes the hooks, or memory is shared: each is right, or an error that says so."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Choosy
-from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
+from oracle import squares
+from steps import assert_right, batch, check_batches, step
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import (
@@ -78,15 +77,8 @@ def test_a_penalty_on_weights_in_the_loss() -> None:
 
 
 def test_a_weight_used_past_its_layer() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.layer.weight, self.layer.bias)
-
-    model, x, y = Functional().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    model = Bare(lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), layer=nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     for probe in (True, False):
         with autograd_hacks.add_hooks(model, probe=probe):
             for _ in range(2):
@@ -165,12 +157,5 @@ class Branching(nn.Module):
 @pytest.mark.parametrize("reads", ["bare", "of a layer"])
 def test_a_branch_that_is_first_taken_in_a_later_forward(reads: str, param_grad: bool) -> None:
     """The forward's end notices a new use of a parameter, if no parameter was used without a layer's rule before."""
-    model = Branching(reads).double()
-    plain = copy.deepcopy(model)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for length in (4, 4, 5, 5, 4, 6):
-            x = torch.randn(5, length, 4).double()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(plain, squares, x))
-            model.zero_grad()
+    xs = [torch.randn(5, length, 4).double() for length in (4, 4, 5, 5, 4, 6)]
+    check_batches(Branching(reads).double(), *xs, param_grad=param_grad)

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts_of_models import Turned, hooked
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -150,15 +151,10 @@ def test_principal_directions_of_what_lies_otherwise() -> None:
 
 @pytest.mark.parametrize("bias", ["joint", "shared"])
 def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> None:
-    class Before(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x + self.bias, self.weight)
-
-    model, x = nn.Sequential(Before(), nn.Linear(3, 2)), torch.randn(4, 3)
+    model = nn.Sequential(
+        Bare(lambda m, x: F.linear(x + m.bias, m.weight), weight=torch.randn(3, 3), bias=torch.randn(3)), nn.Linear(3, 2)
+    )
+    x = torch.randn(4, 3)
     autograd_hacks.add_hooks(model)
     with pytest.raises(UnsupportedLayer, match=r"0\.(weight|bias) of.*added to .*outputs.*kfac_bias='exact'"):
         autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias)
@@ -167,22 +163,16 @@ def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> 
     assert autograd_hacks.compute_hess_over(model, [x], "kfac").share == 1
 
 
-@pytest.mark.parametrize("bias", ["exact", "joint"])
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@crossed(bias=["exact", "joint"], approximation=["expand", "reduce"])
 def test_a_layer_that_sees_some_positions(approximation: str, bias: str) -> None:
     """Samples send unequal numbers of positions to a layer; one sends none."""
 
-    class Some(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.some = nn.Linear(3, 3), nn.Linear(3, 3)
+    def some_net(m: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(m.first(x))
+        where = torch.where(x[..., 0] > 0)
+        return y.index_put(where, m.some(y[where]))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.tanh(self.first(x))
-            where = torch.where(x[..., 0] > 0)
-            return y.index_put(where, self.some(y[where]))
-
-    model, x = Some(), torch.randn(4, 3, 3).abs()
+    model, x = Bare(some_net, first=nn.Linear(3, 3), some=nn.Linear(3, 3)), torch.randn(4, 3, 3).abs()
     x[0, 1:, 0], x[1, 0, 0], x[2, :, 0] = -1, -1, -1
     autograd_hacks.add_hooks(model)
     autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian", kfac_approx=approximation, kfac_bias=bias)

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.forms import Dense
@@ -124,17 +125,13 @@ def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
 def test_folded_samples_and_some_parameters() -> None:
     """Positions that are folded into the batch in front of a layer."""
 
-    class Folded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.layer, self.norm = nn.Linear(3, 2), nn.Linear(2, 2), nn.LayerNorm(4)
+    def folded_net(m: nn.Module, x: Tensor, folded: bool = True) -> Tensor:
+        x = torch.tanh(m.first(x))
+        x = m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else m.layer(x)
+        return m.norm(x.flatten(1))
 
-        def forward(self, x: Tensor, folded: bool = True) -> Tensor:
-            x = torch.tanh(self.first(x))
-            x = self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else self.layer(x)
-            return self.norm(x.flatten(1))
-
-    model, x, names = Folded(), torch.randn(5, 2, 3), ["first.weight", "layer.weight", "layer.bias"]
+    model = Bare(folded_net, first=nn.Linear(3, 2), layer=nn.Linear(2, 2), norm=nn.LayerNorm(4))
+    x, names = torch.randn(5, 2, 3), ["first.weight", "layer.weight", "layer.bias"]
     autograd_hacks.add_hooks(model)
     found = []
     for folded in (True, False):
@@ -192,12 +189,6 @@ def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
         for p, own in kept.items():
             setattr(p, attribute, own)
         assert_close(found(model, kind), expected)
-
-
-def test_batches_that_can_be_taken_once() -> None:
-    model, x = deep()
-    with pytest.raises(ValueError, match="runs all batches twice"):
-        autograd_hacks.compute_hess_over(model, iter([x]), "ekfac")
 
 
 def test_passes_go_to_the_chosen_layers_alone() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from parts_of_models import CASES, IS_TURNED, Use, expected_block, hooked, rows_of
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -42,8 +43,7 @@ def by_hand(uses: Sequence[tuple[Tensor, Tensor]], samples: int, approximation: 
     return a.T @ a / len(a), b.T @ b / samples
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("case", list(CASES))
+@crossed(approximation=["expand", "reduce"], case=list(CASES))
 def test_factors(case: str, approximation: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
@@ -73,8 +73,7 @@ def test_vectors_have_their_own_block() -> None:
         assert_close(torch.kron(b, a), rows[name].T @ rows[name] / len(x))
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("case", list(CASES))
+@crossed(approximation=["expand", "reduce"], case=list(CASES))
 def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
@@ -119,8 +118,7 @@ def test_damped_factors_as_a_metric(case: str) -> None:
         assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("case", list(CASES))
+@crossed(approximation=["expand", "reduce"], case=list(CASES))
 def test_a_bias_as_one_more_input(case: str, approximation: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():

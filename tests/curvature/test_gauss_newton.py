@@ -13,6 +13,7 @@ from rarely import crossed
 from second_order import gauss_newton, hessian_of
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.curvature.backprop import directions
@@ -20,16 +21,13 @@ from autograd_hacks.curvature.backprop import directions
 pytestmark = pytest.mark.usefixtures("double")
 
 
-class Attentive(nn.Module):
+def attentive() -> nn.Module:
     """Samples on axis 1, inside and at the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=False)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x))
+    return Bare(
+        lambda m, x: m.head(m.layer(x)),
+        layer=nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=False),
+        head=nn.Linear(4, 2),
+    )
 
 
 @crossed(name=CASES, given=[*((hess_type, True) for hess_type in HESS_TYPES), ("CrossEntropy", False)])
@@ -62,7 +60,7 @@ def test_blocks_diagonals_and_products(name: str, given: tuple[str, bool]) -> No
 
 def test_samples_on_another_axis() -> None:
     torch.manual_seed(0)
-    model, x = Attentive(), torch.randn(3, 4, 4)
+    model, x = attentive(), torch.randn(3, 4, 4)
     with autograd_hacks.pause_hooks():
         expected = gauss_newton(model, model(x).transpose(0, 1), "CrossEntropy")
     autograd_hacks.add_hooks(model, batch_dim=1)
@@ -72,7 +70,7 @@ def test_samples_on_another_axis() -> None:
 
 @pytest.mark.parametrize("positions", [3, 4])
 def test_samples_on_another_axis_of_the_output_are_refused(positions: int) -> None:
-    model, x = Attentive(), torch.randn(positions, 4, 4)
+    model, x = attentive(), torch.randn(positions, 4, 4)
     autograd_hacks.add_hooks(model, batch_dim=1)
     with pytest.raises(autograd_hacks.errors.BatchSizeError, match=r"transpose|disagree"):
         autograd_hacks.backprop_hess(model(x))

@@ -5,8 +5,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from curvature_nets import network
-from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -208,7 +208,7 @@ def test_only_what_a_pass_brings_is_kept_for_each() -> None:
     for name in ("0.weight", "2.weight"):
         leaves = list(grads[name].leaves())
         assert len(leaves) == 4
-        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]  # Passes
+        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]
         assert len(shared) == 1
 
 
@@ -218,16 +218,9 @@ def test_only_what_a_pass_brings_is_kept_for_each() -> None:
 def test_batches_that_do_not_reach_a_parameter_count(kind: str, kfac_approx: str) -> None:
     """In the mean over a loader, and over micro-batches, they have no share in its curvature but their samples count."""
 
-    class Switched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(x) if len(x) == 4 else self.other(x)
-
     torch.manual_seed(0)
-    model, x, rest = Switched(), torch.randn(4, 3), torch.randn(2, 3)
+    model = Bare(lambda m, x: m.one(x) if len(x) == 4 else m.other(x), one=nn.Linear(3, 2), other=nn.Linear(3, 2))
+    x, rest = torch.randn(4, 3), torch.randn(2, 3)
     autograd_hacks.add_hooks(model)
     attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
     autograd_hacks.compute_hess_over(model, [x], kind, kfac_approx=kfac_approx)

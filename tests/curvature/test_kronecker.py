@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts_of_models import expected_block, rows_of
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -63,18 +64,7 @@ def test_a_linear_layer(approximation: str) -> None:
     assert_factors(layer.bias, by_definition(torch.ones(5, 1, 1), gradients, approximation))
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_positions(approximation: str) -> None:
-    layer, x = nn.Linear(3, 2), torch.randn(5, 4, 3)
-    autograd_hacks.add_hooks(layer)
-    autograd_hacks.backprop_hess(layer(x), "LeastSquares")
-    autograd_hacks.compute_hess(layer, kind="kfac", kfac_approx=approximation)
-    gradients = torch.eye(8).view(8, 4, 2).expand(5, 8, 4, 2) / 4**0.5  # the mean over four positions
-    assert_factors(layer.weight, by_definition(x, gradients, approximation))
-
-
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("folded", [False, True])
+@crossed(approximation=["expand", "reduce"], folded=[False, True])
 def test_folded_positions(approximation: str, folded: bool) -> None:
     """Positions that are folded into the batch in front of a layer count as positions."""
 
@@ -98,8 +88,7 @@ def test_folded_positions(approximation: str, folded: bool) -> None:
     assert_factors(model.layer.weight, by_definition(inputs, gradients, approximation))
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("padding", ["same", 1])
+@crossed(approximation=["expand", "reduce"], padding=["same", 1])
 def test_a_convolution(approximation: str, padding: str | int) -> None:
     conv = nn.Conv2d(2, 3, 3, padding=padding, stride=1 if padding == "same" else 2)
     model, x = nn.Sequential(conv, nn.Flatten()), torch.randn(4, 2, 5, 5)
@@ -312,8 +301,7 @@ def test_the_metric_of_damped_factors(limit: int) -> None:
         assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.kron(*pair))
 
 
-@pytest.mark.parametrize("bias", ["exact", "shared"])
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@crossed(bias=["exact", "shared"], approximation=["expand", "reduce"])
 def test_a_factor_beyond_the_limit_is_its_diagonal(approximation: str, bias: str) -> None:
     whole, _ = case()
     options = {"kind": "kfac", "hess_type": "Jacobian", "kfac_approx": approximation, "kfac_bias": bias}

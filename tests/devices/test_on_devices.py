@@ -9,6 +9,7 @@ from flexible import Flexible, quiet
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -173,15 +174,13 @@ def test_a_step_in_a_cuda_graph(name: str) -> None:
         assert max(errors(grad1_of(model), expected).values()) < 1e-2
 
 
-class Split(nn.Module):
+def split_net(first: torch.device, second: torch.device) -> nn.Module:
     """One layer on each of two devices."""
-
-    def __init__(self, first: torch.device, second: torch.device) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 8).to(first), nn.Linear(8, 3).to(second)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.to(self.first.weight.device)).tanh().to(self.last.weight.device))
+    return Bare(
+        lambda m, x: m.last(m.first(x.to(m.first.weight.device)).tanh().to(m.last.weight.device)),
+        first=nn.Linear(5, 8).to(first),
+        last=nn.Linear(8, 3).to(second),
+    )
 
 
 @needs_cuda
@@ -190,7 +189,7 @@ def test_two_devices(places: tuple[str, str]) -> None:
     if torch.cuda.device_count() < 2 and places[1] == "cuda:1":
         pytest.skip("there are fewer than two GPUs")
     torch.manual_seed(0)
-    model, x = Split(*map(torch.device, places)).double(), torch.randn(6, 5, dtype=torch.float64)
+    model, x = split_net(*map(torch.device, places)).double(), torch.randn(6, 5, dtype=torch.float64)
     expected = rows_of(model, x)
     with autograd_hacks.add_hooks(model):
         for _ in range(3):

@@ -74,7 +74,6 @@ class Known:
     families: tuple[str, ...]
 
 
-TIED = "some products of two terms may cancel: the host chooses how they are taken"
 PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
 IN_MEMORY = "in which order the arguments have the samples, their strides say"
@@ -87,7 +86,6 @@ ASKED_OF_ROUTES = {
 }
 KNOWN = [
     Known("tolist", "reading/certificate.py:check", CERTIFIED, tuple(MODELS)),
-    Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
     Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     Known("tensor on the CPU", "graph/roots.py:_orders", IN_MEMORY, (*RECURRENT, *BAGS)),
     Known("tensor on the CPU", "graph/roots.py:_agree", IN_MEMORY, RECURRENT),
@@ -157,7 +155,7 @@ def asked(name: str, param_grad: bool, steps: tuple[Step, ...] = STEPS) -> Count
         placed(model)
         x = Far(x)
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
-            for number in range(19):
+            for number in range(13):
                 (steps[number // 2] if number % 2 and number // 2 < len(steps) else rows)(model, x)
                 model.zero_grad()
             for parameter, right in expected.items():

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from by_device import TF32, Recurrent, double_rows, errors, grad1_of, losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient, VerificationFailed
@@ -21,15 +22,9 @@ from autograd_hacks.formulas import RULES
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
 
 
-class Bare(nn.Module):
+def bare_net() -> nn.Module:
     """A weight of no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.out = nn.Parameter(torch.randn(64, 64) / 8), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out((x @ self.weight).tanh().mean(1))
+    return Bare(lambda m, x: m.out((x @ m.weight).tanh().mean(1)), weight=torch.randn(64, 64) / 8, out=nn.Linear(64, 10))
 
 
 def mlp() -> nn.Module:
@@ -53,7 +48,7 @@ CASES: dict[str, Case] = {
     ),
     "lstm": (lambda: Recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
     "gru": (lambda: Recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
-    "bare": (Bare, lambda: torch.randn(16, 8, 64)),
+    "bare": (bare_net, lambda: torch.randn(16, 8, 64)),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
+from rarely import crossed
 from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -55,8 +56,7 @@ def products(way: str, name: str) -> None:
             verb()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mlp", "Attends"])
+@crossed(way=WAYS, name=["mlp", "Attends"])
 def test_products(both: Both, way: str, name: str) -> None:
     both(products, way, name)
 
@@ -185,8 +185,7 @@ def routed(kind: str, words: list[list[int]]) -> None:
         assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
-@pytest.mark.parametrize("last", [[1, 5, 4], [1, 2, 3]])
+@crossed(kind=["kfac", "ekfac"], last=[[1, 5, 4], [1, 2, 3]])
 def test_experts_that_few_processes_see(both: Both, kind: str, last: list[int]) -> None:
     words = [[0, 5, 1], [4, 4, 2], [5, 1, 1], [3, 3, 4], [0, 1, 2], [3, 2, 1], [1, 1, 0], last]
     both(routed, kind, words)

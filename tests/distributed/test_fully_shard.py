@@ -43,8 +43,7 @@ def inside(each: bool, param_grad: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(each=[False, True], param_grad=[True, False])
 def test_a_loss_that_the_model_makes(both: Both, each: bool, param_grad: bool) -> None:
     both(inside, each, param_grad)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import ShardedParameters, UnseenGradient
@@ -164,14 +165,9 @@ def test_dtensors_are_refused(both: Both) -> None:
     both(dtensors)
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.layer(x)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
+def attends(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    q = m.layer(x)[:, None]
+    return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
 def around_a_ring() -> None:
@@ -179,7 +175,7 @@ def around_a_ring() -> None:
     from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
 
-    net, x, mesh = Attends(), torch.randn(2, 8, 4), dist.init_device_mesh("cpu", (WORLD,))
+    net, x, mesh = Bare(attends, layer=nn.Linear(4, 4)), torch.randn(2, 8, 4), dist.init_device_mesh("cpu", (WORLD,))
     for probe in (True, False):
         autograd_hacks.add_hooks(net, probe=probe)
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, Reader, by_hand, data, losses, losses_of_text, net, text
 from processes import Both
+from rarely import crossed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -35,7 +36,7 @@ def test_texts_have_other_lengths_in_each_process(both: Both) -> None:
     both(steps_of_text)
 
 
-def steps(way: str, secure: bool = False, groups: list[int] | None = None, **options: Any) -> None:
+def steps(way: str, secure: bool = False, groups: list[int] | None = None, options: dict[str, int] | None = None) -> None:
     expected, model = by_hand(net(), *data(), groups=groups), net()
     run: nn.Module = model
     if way == "ddp":
@@ -49,7 +50,7 @@ def steps(way: str, secure: bool = False, groups: list[int] | None = None, **opt
     optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
     with private.attach(run, optimizer):
         for _ in range(2):
-            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **options):
+            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **(options or {})):
                 private.backward(losses(run, x, y))
                 if (found := private.step()) is not None:
                     optimizer.step()
@@ -66,24 +67,14 @@ def steps(way: str, secure: bool = False, groups: list[int] | None = None, **opt
         assert torch.equal(*everyones)
 
 
-def test_each_process_has_its_part_of_each_batch(both: Both) -> None:
-    both(each_way)
+@crossed(way=["ddp", "fsdp2"], options=[{}, {"micro_batch_size": 2}])
+def test_each_process_has_its_part_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
+    both(steps, way, False, None, options)
 
 
-def each_way() -> None:
-    for way in ("ddp", "fsdp2"):
-        for options in ({}, {"micro_batch_size": 2}):
-            steps(way, **options)
-
-
-def test_each_process_has_its_users_of_each_batch(both: Both) -> None:
-    both(each_users)
-
-
-def each_users() -> None:
-    for way in ("ddp", "fsdp2"):
-        for options in ({}, {"micro_batch_size": 7}):
-            steps(way, groups=USERS, **options)
+@crossed(way=["fsdp2", "ddp"], options=[{}, {"micro_batch_size": 7}])
+def test_each_process_has_its_users_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
+    both(steps, way, False, USERS, options)
 
 
 def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:

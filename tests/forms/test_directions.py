@@ -5,10 +5,21 @@ import torch
 from strategies import pull_along
 from torch import Tensor
 
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, Placed, Scaled, Sum
-from autograd_hacks.forms.composite import Weighted
+from autograd_hacks.forms import (
+    Bags,
+    Chained,
+    Concatenation,
+    Convolution,
+    Dense,
+    Form,
+    Grouping,
+    Lookup,
+    Outer,
+    Placed,
+    Scaled,
+    Sum,
+)
 from autograd_hacks.forms.directions import PAIRS, along, directions
-from autograd_hacks.forms.lookup import Bags
 
 N = 5
 
@@ -44,11 +55,11 @@ def forms() -> dict[str, Form]:
             for stride in (1, 2)
         },
         "scaled": Scaled(outer, 3.0),
-        "weighted": Weighted(outer, draw(N)),
+        "weighted": Scaled(outer, draw(N)),
         "sum": Sum([outer, Dense(draw(N, 4, 6))]),
         "grouping": Grouping(outer, torch.tensor([0, 1, 1, 0, 1]), 2),
         "placed": Placed({(0, 2): Dense(draw(N, 2, 6)), (3, 4): Outer(draw(N, 1), draw(N, 6))}, torch.Size((5, 6))),
-        "passes": Passes.of([Outer(draw(N, 4), right), Outer(draw(N, 4), right)]),
+        "passes": Concatenation.of([Outer(draw(N, 4), right), Outer(draw(N, 4), right)]),
         "chained": Chained(inner, pull_along(theta @ draw(1, 3), theta), theta.shape, theta),
     }
 

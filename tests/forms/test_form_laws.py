@@ -9,7 +9,7 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Dense, Form, Outer, Passes, RandomMap, SparseMap, add, group, scale
+from autograd_hacks.forms import Concatenation, Dense, Form, Outer, RandomMap, SparseMap, add, group, scale
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -69,7 +69,7 @@ def test_sums_of_parameters_without_entries(shape: tuple[int, ...], budget: int)
     outer = [] if len(shape) < 2 else [Outer(torch.randn(4, 2, shape[0]).double(), torch.randn(4, 2, shape[1]).double())]
     for form in (dense, *outer):
         zero = torch.zeros(shape).double()
-        for part in (form, Passes.of([form, form]), group(form, torch.tensor([0, 1, 1, 3]), 4), form[:0]):
+        for part in (form, Concatenation.of([form, form]), group(form, torch.tensor([0, 1, 1, 3]), 4), form[:0]):
             w = torch.rand(part.samples).double()
             assert_close(part.weighted_sum(w, budget), zero)
             assert_close(part.second_moment(w, None, budget), zero)
@@ -184,8 +184,8 @@ def test_a_sum_of_outer_products_stays_one() -> None:
 
 def test_passes_of_complex_rows_are_not_conjugated() -> None:
     left, right, v = (torch.randn(*shape, dtype=torch.complex128) for shape in ((3, 2, 4), (3, 2, 5), (4, 5)))
-    form = Passes.of([Outer(left, right), Outer(2 * left, right)])
-    assert isinstance(form, Passes)
+    form = Concatenation.of([Outer(left, right), Outer(2 * left, right)])
+    assert getattr(form, "varying", None) == 0
     assert_close(form.dot(v), rows_of(form) @ v.flatten())
 
 

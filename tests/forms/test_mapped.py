@@ -7,8 +7,19 @@ from hypothesis import strategies as st
 from strategies import forms, maps
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Convolution, Form, Lookup, Outer, scale
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
+from autograd_hacks.forms import (
+    Convolution,
+    Elementwise,
+    Form,
+    InTurn,
+    LinearMap,
+    Lookup,
+    Mapped,
+    Outer,
+    Sides,
+    mapped,
+    scale,
+)
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -26,19 +37,14 @@ def test_the_rows_are_those_of_the_map(data: st.DataObject) -> None:
     assert_close(along, (rows * v).flatten(1).sum(1))
 
 
-def products(form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """L and R for the parameter's matrix, of another size than it."""
-    fan_out, fan_in = form.shape[0], form.shape[1:].numel()
-    return torch.randn(5, fan_out).double(), torch.randn(fan_in, 2).double()
-
-
 def test_products_stay_products() -> None:
     outer = Outer(torch.randn(3, 4, 6).double(), torch.randn(3, 4, 7).double())
     lookup = Lookup(torch.randint(6, (3, 4)), torch.randn(3, 4, 7).double(), 6)
     x, g = torch.randn(3, 2, 9, 8).double(), torch.randn(3, 6, 4, 5).double()
     conv = Convolution(x, g, torch.Size((6, 2, 3, 2)), (2, 2), (0, 1), (1, 1), 1)
     for form in (outer, lookup, conv, scale(outer, 3.0)):
-        left, right = products(form)
+        fan_out, fan_in = form.shape[0], form.shape[1:].numel()
+        left, right = torch.randn(5, fan_out).double(), torch.randn(fan_in, 2).double()  # of another size than its matrix
         for by in (Sides(left, right), Sides(left), Sides(None, right), Sides(left[0], right), Sides(left[0])):
             found = mapped(form, by)
             assert not any(isinstance(leaf, Mapped) for leaf in found.leaves()), by

@@ -1,6 +1,7 @@
 """Rows that are written piece by piece go into the same memory."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.forms import Convolution, Dense, Form, Outer, add, scale
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, add, scale
 
 
 def factors(lead_back: bool = False) -> list[Tensor]:
@@ -94,3 +95,13 @@ def test_such_rows_lead_back_to_factors() -> None:
     for one, other in zip(*pairs):
         for x, y in zip(one.held, other.held):
             assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-2)
+
+
+def test_inner_products_of_passes_write_each_row_once() -> None:
+    x, shape, rest = torch.randn(8, 1, 12, 12).double(), torch.Size((4, 1, 3, 3)), ((1, 1), (1, 1), (1, 1), 1)
+    form = Concatenation.of([Convolution(x, torch.randn(8, 4, 12, 12).double(), shape, *rest) for _ in range(5)])
+    expected = form.matrix() @ form.matrix().mT
+    with patch.object(Convolution, "dense", autospec=True, side_effect=Convolution.dense) as dense:
+        # A budget for rows, but not for all windows at once.
+        assert_close(form.gram(form, 8 * form.samples * form.shape.numel() * 8), expected)
+    assert sum(call.args[0].samples for call in dense.call_args_list) == form.samples

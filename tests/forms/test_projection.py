@@ -18,13 +18,13 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.forms import (
     Bags,
+    Concatenation,
     Convolution,
     Dense,
     Form,
     Grouping,
     Lookup,
     Outer,
-    Passes,
     Placed,
     RandomMap,
     Scaled,
@@ -151,7 +151,7 @@ def forms(n: int) -> dict[str, Form]:
         "sum": add([Scaled(outer, 2.0), Lookup(index % 4, normal(n, 3, 6), 4)]),
         "weighted": scale(outer, normal(n)),
         "grouping": Grouping(outer, torch.arange(n) // 2, n),
-        "passes": Passes.of([outer, outer.varied(0, normal(n, 3, 4))]),
+        "passes": Concatenation.of([outer, outer.varied(0, normal(n, 3, 4))]),
         "placed": Placed({(1, 5): outer, (6, 7): Dense(normal(n, 1, 6))}, torch.Size((8, 6))),
         "zero": Zero(n, torch.Size((2, 3)), normal(1)),
         "many samples": outer[torch.zeros(9, dtype=torch.long)],
@@ -230,7 +230,7 @@ def test_projections_can_be_differentiated(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_nan_stays_in_its_row_and_half_precision_is_added_up_in_single() -> None:
     left, right = torch.randn(3, 40), torch.randn(3, 50)
     random = SparseMap("p", torch.Size((40, 50)), 16, 0)
-    assert random.takes_factors(torch.device("cpu"), 1)
+    assert random.takes_factors((left[:, None], right[:, None]))
     expected = Outer(left, right).project(random)
     assert Outer(left.half(), right.half()).project(random).dtype == torch.float32
     left[1, 2] = torch.nan

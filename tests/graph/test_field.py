@@ -1,4 +1,4 @@
-"""What could have sunk laws by node: checkpoints, losses that a model returns, loops over a hooked cell, shared layers,
+"""What could have sunk laws by node: checkpoints, loops over a hooked cell, shared layers,
 graphs that a backward pass makes, packed sequences."""
 
 from typing import Any
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from autograd_hacks.graph.label import At, Entries
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import frontier
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, addresses, walked
 
@@ -91,33 +90,6 @@ def test_a_reentrant_checkpoint_is_never_asked() -> None:
     _, walk = walk_of([out], N, net)
     assert len(runs) == 1
     assert "reentrant" in walk.mixes[0].why
-
-
-# A model that returns its own loss.
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_is_followed_to_the_values_that_are_added_up(reduction: str) -> None:
-    net = linear()
-    x, y = inputs(N, 3, D), torch.randint(0, D, (N, 3))
-    logits = net[1](net[0](x).tanh())
-    loss = F.cross_entropy(logits.view(-1, D), y.view(-1), reduction=reduction) * 0.5 + 0.1 * logits.square().mean()
-    assert loss.grad_fn is not None
-    values = frontier([(loss.grad_fn, 0)])
-    assert values is not None
-    trace = Trace(values, ids(net))
-    memory = Memory(lambda: addresses(net.parameters()), addresses([x]))
-    shapes = [trace.shapes[k][number] or () for k, number in trace.roots]
-    walk = walked(trace, {n: At(0) if shape[0] == N else At(0, 1, 3) for n, shape in enumerate(shapes)}, N, memory)
-    assert not walk.mixes
-    assert len(walk.uses) == 4
-
-
-def test_a_loss_that_compares_samples_has_no_roots() -> None:
-    h = linear()[0](inputs(N, D))
-    loss = h.logsumexp((0, 1))
-    assert loss.grad_fn is not None
-    assert frontier([(loss.grad_fn, 0)]) is None
 
 
 # Loops over a hooked cell, and models that share a layer.

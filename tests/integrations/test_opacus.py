@@ -13,6 +13,7 @@ from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from trained import of_many
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, SamplesMixed
@@ -123,15 +124,8 @@ def test_losses_by_backward(told: str) -> None:
 
 
 def test_a_layer_that_opacus_refuses() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.lstm = nn.Parameter(torch.randn(3)), nn.LSTM(3, 2, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lstm(x * self.scale)[0].sum((1, 2))
-
-    model, x = Own(), torch.randn(4, 5, 3)
+    model = Bare(lambda m, x: m.lstm(x * m.scale)[0].sum((1, 2)), scale=torch.randn(3), lstm=nn.LSTM(3, 2, batch_first=True))
+    x = torch.randn(4, 5, 3)
     by_sample = []
     for row in x:
         model.zero_grad()

@@ -22,6 +22,7 @@ from private_steps import (
     net,
     text,
 )
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -75,8 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sets], Loss]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}], ids=["whole", "in parts"])
-@pytest.mark.parametrize("name", MODELS)
+@crossed(options=[{}, {"micro_batch_size": 2}], name=MODELS)
 def test_steps_equal_those_by_hand(name: str, options: dict[str, int]) -> None:
     make, given, loss = MODELS[name]
     model = make()

@@ -13,6 +13,7 @@ from private_steps import data as numbers
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining
@@ -103,16 +104,12 @@ def test_another_number_of_losses_than_samples_is_refused(how: str) -> None:
 
 
 def test_views_of_a_sample_are_one_sample() -> None:
-    class OfViews(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
     private = training()
-    model, x, y = next(batches := begun(private, OfViews()))
+    model, x, y = next(
+        batches := begun(
+            private, Bare(lambda m, x: m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]), layer=nn.Linear(4, 3))
+        )
+    )
     logits = model(torch.stack([x, x + 0.1, x - 0.1], 1))
     each = nn.functional.cross_entropy(logits.mT, y[:, None].expand(-1, 3), reduction="none")
     private.backward(each.mean(1))

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, losses, net
 from private_steps import data as numbers
+from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
@@ -73,8 +74,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 3}])
-@pytest.mark.parametrize("name", CHANGES)
+@crossed(name=CHANGES, options=[{}, {"parts": 3}])
 def test_a_noisy_gradient_that_something_changes_is_refused(name: str, options: dict[str, Any]) -> None:
     model, before = net(), net()
     with pytest.raises(RuntimeError, match=CHANGED) as raised:
@@ -227,11 +227,14 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("scale", "width"), [(2.0**10, torch.float32), (1000.0, torch.float32), (1000.0, torch.float64)])
-@pytest.mark.parametrize("way", ["in its step", "before", "before, clipped", "forgotten by the private step", "left out"])
-def test_a_scaler_divides_once(way: str, scale: float, kind: str, width: torch.dtype) -> None:
-    private, model = training(), net().to(width)
+WAYS = ["in its step", "before", "before, clipped", "forgotten by the private step", "left out"]
+SCALES = [(2.0**10, torch.float32), (1000.0, torch.float32), (1000.0, torch.float64)]
+
+
+@crossed(way=WAYS, scales=SCALES, kind=KINDS)
+def test_a_scaler_divides_once(way: str, scales: tuple[float, torch.dtype], kind: str) -> None:
+    (scale, width), private = scales, training()
+    model = net().to(width)
     optimizer, scaler = KINDS[kind](model), torch.amp.GradScaler("cpu", init_scale=scale)
 
     def train() -> None:
@@ -303,8 +306,7 @@ def test_it_ends_with_the_training_and_holds_nothing() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("size", [1, 2, 2 * PART + 3])
+@crossed(kind=[torch.float32, torch.float64, torch.bfloat16, torch.complex64], size=[1, 2, 2 * PART + 3])
 def test_any_change_of_any_number_is_seen(size: int, kind: torch.dtype) -> None:
     model = nn.ParameterList([torch.zeros(size, dtype=kind)])
     p, kept = model[0], NoisyGrads(model)

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from nets import perceptron
 from oracle import one_backward_per_sample, squares
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -80,8 +81,7 @@ def test_users() -> None:
     assert_grads(model, sums)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@crossed(first=[True, False], wrong=[torch.nan, torch.inf])
 def test_a_sample_that_is_not_finite_contributes_nothing(first: bool, wrong: float) -> None:
     model, x = hooked(), torch.randn(6, 4)
     if not first:
@@ -218,8 +218,7 @@ class Centred(nn.Module):
         return h - h.mean(0).detach()
 
 
-@pytest.mark.parametrize("independent", [True, False])
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(independent=[True, False], param_grad=[True, False])
 def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param_grad: bool, independent: bool) -> None:
     model, x = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model, param_grad=param_grad, independent=independent):
@@ -236,8 +235,7 @@ def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param
                 assert grad is None or torch.equal(p.grad, grad)
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("probe", [True, False])
+@crossed(param_grad=[True, False], probe=[True, False])
 def test_a_forward_that_was_not_asked_is_shown_independent_afterwards(probe: bool, param_grad: bool) -> None:
     model, x = perceptron(), torch.randn(6, 4)
     norms, sums = expected(model, x)

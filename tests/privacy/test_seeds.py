@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, data, losses, net
+from rarely import crossed
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
@@ -66,8 +68,7 @@ def every(steps: int, counts: bool = False) -> set[Stream]:
     return {own for t in range(steps) for own in of_step(t, counts)}
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"micro_batch_size": 2}])
-@pytest.mark.parametrize("counts", [False, True])
+@crossed(options=[{}, {"parts": 3}, {"micro_batch_size": 2}], counts=[False, True])
 def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
     options: dict[str, Any], counts: bool, used: list[Stream]
 ) -> None:
@@ -112,21 +113,15 @@ def test_a_stream_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 2 * len(counters) >= count
 
 
-class Two(nn.Module):
+def two_net(size: int = 500) -> nn.Module:
     """Whose parameters have one shape, and whose gradients are zero."""
-
-    def __init__(self, size: int = 500) -> None:
-        super().__init__()
-        self.first, self.other = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.first + x @ self.other
+    return Bare(lambda m, x: x @ m.first + x @ m.other, first=torch.zeros(size), other=torch.zeros(size))
 
 
 def noise(private: PrivateTraining, step: int, size: int = 500) -> list[Tensor]:
     """Both parameters' noise in some step."""
     private.history = [(NOISE, EXPECTED / SIZE, step)] if step else []
-    model = Two(size)
+    model = two_net(size)
     with private.attach(model):
         for (x,) in private.loader(TensorDataset(torch.zeros(SIZE, size))):
             private.backward(model(x))

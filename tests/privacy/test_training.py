@@ -12,6 +12,7 @@ import torch.nn as nn
 from counted import stream, uniforms
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
 from private_steps import data as numbers
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -85,8 +86,7 @@ def test_every_sample_is_drawn_with_its_probability() -> None:
     assert sizes.var().item() == pytest.approx(SIZE * 0.2 * 0.8, rel=0.1)  # each by itself
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}])
-@pytest.mark.parametrize("clip", ["flat", "a quantile"])
+@crossed(options=[{}, {"micro_batch_size": 2}], clip=["flat", "a quantile"])
 def test_it_goes_on_from_a_checkpoint_bit_by_bit(options: dict[str, Any], clip: str) -> None:
     def made(seed: int) -> PrivateTraining:
         return training(seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
@@ -300,22 +300,6 @@ def test_batch_statistics_are_refused(frozen: bool) -> None:
         model[1].requires_grad_(False)
     with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match=r"BatchNorm|samples"):
         train(training(), model, epochs=1)
-
-
-def test_a_scaler_finds_its_scale_in_the_gradients() -> None:
-    """Scaled losses give the same steps."""
-    expected, model = net(), net()
-    train(training(), expected)
-    private, optimizer = training(), torch.optim.SGD(model.parameters(), lr=LR)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    with private.attach(model, optimizer):
-        for _ in range(2):
-            for x, y in private.loader(data(), parts=2):
-                private.backward(losses(model, x, y), scaler)
-                if private.step(scaler=scaler) is not None:
-                    scaler.step(optimizer)
-                    scaler.update()
-    assert_close(model.state_dict(), expected.state_dict())
 
 
 def test_data_may_be_dictionaries() -> None:

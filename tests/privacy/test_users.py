@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from private_steps import BOUND, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
 from private_steps import data as numbers
+from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
@@ -83,8 +84,7 @@ def test_users_of_one_sample_each_are_samples() -> None:
     assert_close(users.state_dict(), samples.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("clip", ["per_parameter", "a quantile"])
-@pytest.mark.parametrize("options", [{"parts": 3}, {"micro_batch_size": 8, "padded": True}])
+@crossed(clip=["per_parameter", "a quantile"], options=[{"parts": 3}, {"micro_batch_size": 8, "padded": True}])
 def test_other_ways_to_clip_are_the_same_of_micro_batches(clip: str, options: dict[str, Any]) -> None:
     states = []
     for given in ({}, options):
@@ -176,8 +176,7 @@ def test_empty_batches_of_users_are_steps_too() -> None:
     assert private.steps == 8
 
 
-@pytest.mark.parametrize("most", [None, 8, 11])
-@pytest.mark.parametrize("parts", [1, 2])
+@crossed(most=[None, 8, 11], parts=[1, 2])
 def test_processes_have_the_same_micro_batches_of_different_users(most: int | None, parts: int) -> None:
     def share(rank: int) -> list[list[Any]]:
         own = PoissonBatches(COUNT, 0.8, 1, lambda: SEED, lambda: 0, parts, most, (rank, 3), users=Users(USERS))

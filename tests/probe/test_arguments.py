@@ -4,22 +4,18 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
+from rarely import crossed
 from steps import check, check_losses
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from twin import Bare
 
 import autograd_hacks
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """A mixing of positions that is given as an argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, how: Tensor) -> Tensor:
-        return self.out((how @ self.into(x)).relu())
+    return Bare(lambda m, x, how: m.out((how @ m.into(x)).relu()), into=nn.Linear(4, 4), out=nn.Linear(4, 2))
 
 
 class Placed(nn.Module):
@@ -40,7 +36,7 @@ class PlacesFirst(Placed):
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
 def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
-    model = Mixed().double()
+    model = mixed().double()
     with autograd_hacks.add_hooks(model):
         for n in (4, samples):
             how = torch.randn(3, 3).double()
@@ -74,9 +70,7 @@ class Packed(nn.Module):
         return self.out(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
 
 
-@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
-@pytest.mark.parametrize("head", ["state", "padded"])
-@pytest.mark.parametrize("counts", [False, True])
+@crossed(kind=["RNN", "LSTM", "GRU"], head=["state", "padded"], counts=[False, True])
 def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool) -> None:
     model, x, lengths = Packed(kind, head).double(), torch.randn(4, 5, 4).double(), torch.tensor([2, 5, 1, 4])
     x[torch.arange(5) >= lengths[:, None]] = 10
@@ -85,15 +79,8 @@ def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool
 
 
 def test_a_setting_before_the_batch() -> None:
-    class Tempered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, temperature: Tensor, x: Tensor) -> Tensor:
-            return self.layer(x) / temperature
-
-    model, x = Tempered().double(), torch.randn(4, 3).double()
+    model = Bare(lambda m, temperature, x: m.layer(x) / temperature, layer=nn.Linear(3, 3)).double()
+    x = torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         squares(model(torch.ones(1).double(), x)).mean().backward()
         autograd_hacks.compute_grad1(model)
@@ -101,14 +88,9 @@ def test_a_setting_before_the_batch() -> None:
 
 
 def test_bags_with_offsets_as_arguments() -> None:
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bags, self.out = nn.EmbeddingBag(9, 3), nn.Linear(3, 2)
-
-        def forward(self, entries: Tensor, offsets: Tensor) -> Tensor:
-            return self.out(self.bags(entries, offsets))
-
-    model, entries, offsets = Bags().double(), torch.randint(9, (10,)), torch.tensor([0, 3, 4, 8])
+    model = Bare(
+        lambda m, entries, offsets: m.out(m.bags(entries, offsets)), bags=nn.EmbeddingBag(9, 3), out=nn.Linear(3, 2)
+    ).double()
+    entries, offsets = torch.randint(9, (10,)), torch.tensor([0, 3, 4, 8])
     with autograd_hacks.add_hooks(model):
         check_losses(model, lambda: squares(model(entries, offsets)))

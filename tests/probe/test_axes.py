@@ -5,10 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from mixing import check_refused
 from nets import SequenceFirst
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import squares
+from rarely import crossed
 from steps import check, check_batches, check_losses, count_forwards
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 
@@ -41,16 +44,11 @@ class Positions(nn.Module):
 def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Tensor], first: int) -> None:
     """How many there are is in no extent of the arguments.  The model's output is the same, too."""
 
-    class Patches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.positions, self.out = nn.Linear(2, 4), nn.Embedding(9, 4), nn.Linear(4, 2)
+    def patches_net(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.embed(x.unflatten(1, (-1, 2)))
+        return m.out(torch.tanh(x + m.positions(ids(x.shape[1]))))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.embed(x.unflatten(1, (-1, 2)))
-            return self.out(torch.tanh(x + self.positions(ids(x.shape[1]))))
-
-    model = Patches().double()
+    model = Bare(patches_net, embed=nn.Linear(2, 4), positions=nn.Embedding(9, 4), out=nn.Linear(4, 2)).double()
     with autograd_hacks.add_hooks(model):
         for patches in (first, 1, 3, 5, 1):
             x = torch.randn(4, 2 * patches).double()
@@ -61,15 +59,10 @@ def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Ten
 
 
 def test_a_lookup_of_a_number() -> None:
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.task, self.out = nn.Embedding(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(x + self.task(torch.tensor(1))))
-
-    check_batches(Task().double(), torch.randn(5, 4).double(), torch.randn(3, 4).double())
+    model = Bare(
+        lambda m, x: m.out(torch.tanh(x + m.task(torch.tensor(1)))), task=nn.Embedding(3, 4), out=nn.Linear(4, 2)
+    ).double()
+    check_batches(model, torch.randn(5, 4).double(), torch.randn(3, 4).double())
 
 
 @pytest.mark.parametrize("steps", [3, 4])
@@ -92,9 +85,7 @@ def test_positions_without_a_batch(ids: Callable[[int, int], Tensor], steps: int
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("samples", [4, 5])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("explicit", [True, False])
+@crossed(samples=[4, 5], norm_first=[True, False], explicit=[True, False])
 def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: bool) -> None:
     """Arguments T N E, which layers that take axis 1 for the batch give away; T = N, too."""
     model = nn.Transformer(4, 2, 1, 1, 6, norm_first=norm_first).double()
@@ -111,19 +102,11 @@ def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: 
         autograd_hacks.verify(model, samples=2)
 
 
-@pytest.mark.parametrize("steps", [2, 4, 5])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@crossed(steps=[2, 4, 5], kind=[nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_with_time_first(kind: type[nn.RNNBase], steps: int) -> None:
-    class Sequence(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.out = kind(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.layer(x)[0])
-
     for samples in (2, 4, 5):
-        model, x = Sequence().double(), torch.randn(steps, samples, 3).double()
+        model = Bare(lambda m, x: m.out(m.layer(x)[0]), layer=kind(3, 3), out=nn.Linear(3, 3)).double()
+        x = torch.randn(steps, samples, 3).double()
         with autograd_hacks.add_hooks(model):
             check_losses(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
 
@@ -217,15 +200,5 @@ def test_a_time_first_layer_that_does_not_run_says_nothing_of_the_axis(sizes: tu
     autograd_hacks.add_hooks(model)
     for length in (5, 9, 5):
         for samples in sizes:
-            ids = torch.randint(7, (samples, length))
-            with autograd_hacks.pause_hooks():
-                expected = one_backward_per_sample(model, squares, ids)
-            model.zero_grad()
-            squares(model(ids)).sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            assert_rows(model, expected)
-    model = LongAndShort(mixes=True).double()
-    autograd_hacks.add_hooks(model)
-    squares(model(torch.randint(7, (3, 5)))).sum().backward()
-    with pytest.raises(autograd_hacks.errors.SamplesMixed):
-        autograd_hacks.per_sample_grads(model)
+            check(model, torch.randint(7, (samples, length)), "sum")
+    check_refused(LongAndShort(mixes=True).double(), (torch.randint(7, (3, 5)),))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mixing import MIXING, SIZES, WITHOUT_GRADIENT, AtEnd, alone, check_refused, check_right, data, losses_of, zeroed
 from nets import Between
-from oracle import assert_rows, squares
+from oracle import squares
 from rarely import rarely
-from steps import check_losses
+from steps import check, check_losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -64,29 +66,21 @@ def test_clean_models_in_every_precision(dtype: torch.dtype) -> None:
                         assert apart < min(1e3 * torch.finfo(dtype).eps, 0.3), (name, samples, float(apart))
 
 
-class Clean(nn.Module):
+def clean(forward: Callable[..., Any], **layers: nn.Module) -> nn.Module:
     """A forward of a few layers, given from outside."""
-
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.how, self.a, self.b = forward, nn.Linear(3, 4), nn.Linear(4, 2)
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *args: Any) -> Any:
-        return self.how(self, *args)
+    return Bare(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **layers)
 
 
-def by_codes(model: Clean, x: Tensor) -> Tensor:
+def by_codes(model: nn.Module, x: Tensor) -> Tensor:
     return model.b(model.emb(x[:, 0].long()) * x[:, 1:2])
 
 
-def packed(model: Clean, x: Tensor, lengths: Tensor) -> Tensor:
+def packed(model: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
     inside = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=True)
     return model.b(model.rnn(inside)[1][-1])
 
 
-def experts(model: Clean, x: Tensor) -> Tensor:
+def experts(model: nn.Module, x: Tensor) -> Tensor:
     h = model.a(x).tanh()
     chosen, out = (h[:, 0] > 0).long(), h.new_zeros(len(x), 2)
     for n, expert in enumerate((model.b, model.c)):
@@ -95,28 +89,28 @@ def experts(model: Clean, x: Tensor) -> Tensor:
     return out
 
 
-def routed_losses(model: Clean, x: Tensor) -> Tensor:
+def routed_losses(model: nn.Module, x: Tensor) -> Tensor:
     return experts(model, x.flatten(0, 1)).square().sum(1).unflatten(0, x.shape[:2]).mean(1)
 
 
-def probabilities(model: Clean, x: Tensor, p: Tensor) -> Tensor:
+def probabilities(model: nn.Module, x: Tensor, p: Tensor) -> Tensor:
     wanted = torch.distributions.Categorical(p, validate_args=True)
     return torch.distributions.kl_divergence(wanted, torch.distributions.Categorical(logits=model.b(model.a(x))))
 
 
-def likelihood(model: Clean, x: Tensor, y: Tensor) -> Tensor:
+def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     shape = model.b(model.a(x)).exp()
     return -torch.distributions.Beta(shape[:, 0], shape[:, 1], validate_args=True).log_prob(y)
 
 
-def clamped(model: Clean, x: Tensor) -> Tensor:
+def clamped(model: nn.Module, x: Tensor) -> Tensor:
     h = model.a(x)
     if h.requires_grad:
         h.register_hook(lambda g: -2 * g)
     return model.b(h.tanh())
 
 
-def keeps(model: Clean, x: Tensor) -> Tensor:
+def keeps(model: nn.Module, x: Tensor) -> Tensor:
     """Attributes that are used inside, in places that no layout tells."""
     model.features = model.a(x).tanh().permute(1, 2, 0).reshape(-1, 2 * len(x))
     model.logged = model.features.mean()
@@ -125,33 +119,33 @@ def keeps(model: Clean, x: Tensor) -> Tensor:
 
 CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
     "codes as floats": (
-        lambda: Clean(by_codes, emb=nn.Embedding(5, 4)),
+        lambda: clean(by_codes, emb=nn.Embedding(5, 4)),
         lambda n: (torch.cat([torch.randint(5, (n, 1)).double(), data(n, 2)], 1),),
     ),
     "targets of BCE": (
-        lambda: Clean(lambda m, x, y: F.binary_cross_entropy(m.b(m.a(x)).sigmoid(), y, reduction="none").sum(1)),
+        lambda: clean(lambda m, x, y: F.binary_cross_entropy(m.b(m.a(x)).sigmoid(), y, reduction="none").sum(1)),
         lambda n: (data(n), torch.rand(n, 2).double()),
     ),
-    "probabilities": (lambda: Clean(probabilities), lambda n: (data(n), data(n, 2).softmax(1))),
-    "a validated distribution": (lambda: Clean(likelihood), lambda n: (data(n), 0.1 + 0.8 * torch.rand(n).double())),
+    "probabilities": (lambda: clean(probabilities), lambda n: (data(n), data(n, 2).softmax(1))),
+    "a validated distribution": (lambda: clean(likelihood), lambda n: (data(n), 0.1 + 0.8 * torch.rand(n).double())),
     "sorted lengths": (
-        lambda: Clean(packed, rnn=nn.GRU(3, 4, batch_first=True)),
+        lambda: clean(packed, rnn=nn.GRU(3, 4, batch_first=True)),
         lambda n: (data(n, 6, 3), torch.randint(1, 7, (n,)).sort(descending=True).values),
     ),
     "key padding": (
-        lambda: Clean(
+        lambda: clean(
             lambda m, x, k: m.b(m.att(m.a(x), m.a(x), m.a(x), key_padding_mask=k)[0]),
             att=nn.MultiheadAttention(4, 2, batch_first=True),
         ),
         lambda n: (data(n, n, 3), torch.arange(n)[None] > torch.randint(1, n + 1, (n, 1))),
     ),
-    "hooks on gradients": (lambda: Clean(clamped), lambda n: (data(n),)),
-    "experts": (lambda: Clean(experts, c=nn.Linear(4, 2)), lambda n: (data(n),)),
-    "losses of routed tokens": (lambda: Clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
+    "hooks on gradients": (lambda: clean(clamped), lambda n: (data(n),)),
+    "experts": (lambda: clean(experts, c=nn.Linear(4, 2)), lambda n: (data(n),)),
+    "losses of routed tokens": (lambda: clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
     "norms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)), lambda n: (data(n),)),
-    "attributes": (lambda: Clean(keeps), lambda n: (data(n, 6, 3),)),
+    "attributes": (lambda: clean(keeps), lambda n: (data(n, 6, 3),)),
     "labels that count up": (
-        lambda: Clean(lambda m, x, y: m.b(m.a(x) + m.emb(y)), emb=nn.Embedding(64, 4)),
+        lambda: clean(lambda m, x, y: m.b(m.a(x) + m.emb(y)), emb=nn.Embedding(64, 4)),
         lambda n: (data(n), torch.arange(n)),
     ),
     "square rows": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2)), lambda n: (data(n, 17),)),
@@ -175,19 +169,15 @@ def test_attention_masks(kind: torch.dtype) -> None:
     for samples, positions in ((4, 4), (4, 5), (3, 3), (8, 8)):
         mask = torch.ones(positions, positions).triu(1).bool()
         mask = mask if kind == torch.bool else torch.zeros(positions, positions).double().masked_fill(mask, -torch.inf)
-        model = Clean(
+        model = clean(
             lambda m, x, mask=mask: m.b(m.att(m.a(x), m.a(x), m.a(x), attn_mask=mask, need_weights=False)[0]),
             att=nn.MultiheadAttention(4, 2, batch_first=True),
         ).double()
         x = data(samples, positions, 3)
-        for args in ((x,), (x, mask)):
+        for args in ((), (mask,)):
             with autograd_hacks.add_hooks(model):
                 for _ in range(2):
-                    model.zero_grad()
-                    squares(model(*args)).mean().backward()
-                    autograd_hacks.compute_grad1(model)
-                    with autograd_hacks.pause_hooks():
-                        assert_rows(model, alone(model, (x,)))
+                    check(model, x, run=lambda x, own=args, model=model: model(x, *own))
 
 
 def test_dropout_is_no_mixing() -> None:
@@ -219,57 +209,26 @@ def test_what_mixes_in_its_first_step_alone() -> None:
     for samples in SIZES:
         model = nn.Sequential(nn.Linear(3, 4), ActNorm(), nn.Linear(4, 2)).double()
         with autograd_hacks.add_hooks(model, independent=True):
-            for n in range(5):
-                x = data(samples)
-                model.zero_grad()
-                squares(model(x)).mean().backward()
-                if n:
-                    autograd_hacks.compute_grad1(model)
-                    with autograd_hacks.pause_hooks():
-                        assert_rows(model, alone(model, (x,)))
-                else:
-                    with pytest.raises(PerSampleGradientError):
-                        autograd_hacks.compute_grad1(model)
+            with pytest.raises(PerSampleGradientError):
+                check(model, data(samples))
+            for _ in range(4):
+                check(model, data(samples))
 
 
 @pytest.mark.parametrize("has_axis", [True, False])
 def test_learnt_positions_several_at_first_and_one_later(has_axis: bool) -> None:
-    def positions(model: Clean, x: Tensor) -> Tensor:
+    def positions(model: nn.Module, x: Tensor) -> Tensor:
         x = x[:, : model.length]
         at = torch.arange(x.shape[1])
         return model.b(model.a(x) + model.emb(at[None] if has_axis else at))
 
     for samples in SIZES:
         for lengths in ((5, 1, 3), (1, 5, 1), (samples, 1, samples)):
-            model = Clean(positions, emb=nn.Embedding(64, 4)).double()
+            model = clean(positions, emb=nn.Embedding(64, 4)).double()
             with autograd_hacks.add_hooks(model):
                 for model.length in lengths:
-                    x = data(samples, 33, 3)
-                    model.zero_grad()
-                    out = model(x)
-                    assert out.shape == (samples, model.length, 2)
-                    squares(out).mean().backward()
-                    autograd_hacks.compute_grad1(model)
-                    with autograd_hacks.pause_hooks():
-                        assert_rows(model, alone(model, (x,)))
-
-
-def test_mixing_that_begins_later_is_refused_at_the_next_proof() -> None:
-    for begins in (1, 2, 5):
-        model = Between(lambda h: h)
-        model = model.double()
-        with autograd_hacks.add_hooks(model, independent=True):
-            refused = []
-            for n in range(17):
-                model.how = MIXING["detached"] if n >= begins else torch.sin
-                model.zero_grad()
-                squares(model(data(8))).mean().backward()
-                try:
-                    autograd_hacks.compute_grad1(model)
-                except PerSampleGradientError:
-                    refused.append(n)
-        assert refused[-2:] == [15, 16]
-        assert refused[0] >= begins
+                    assert model(data(samples, 33, 3)).shape == (samples, model.length, 2)
+                    check(model, data(samples, 33, 3))
 
 
 def test_each_signature_is_proven_by_itself() -> None:
@@ -278,13 +237,5 @@ def test_each_signature_is_proven_by_itself() -> None:
     with autograd_hacks.add_hooks(model):
         for training in (False, True, False, True):
             model.train(training)
-            x = data(8)
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            if training:
-                with pytest.raises(PerSampleGradientError):
-                    autograd_hacks.compute_grad1(model)
-            else:
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    assert_rows(model, alone(model, (x,)))
+            with pytest.raises(PerSampleGradientError) if training else nullcontext():
+                check(model, data(8))

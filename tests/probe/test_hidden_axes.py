@@ -6,6 +6,7 @@ import torch.nn as nn
 from oracle import squares
 from steps import check, check_batches, check_losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 
@@ -51,44 +52,29 @@ def test_a_dead_layer_hides_no_axis() -> None:
 
 
 def test_a_large_feature_hides_no_change() -> None:
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+    def large_net(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x.transpose(0, 1))
+        h = torch.cat([h[..., :2], torch.full_like(h[..., 2:], -1e6)], -1)
+        return m.last(h * torch.tensor([1.0, 1.0, 1e-6])).transpose(0, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x.transpose(0, 1))
-            h = torch.cat([h[..., :2], torch.full_like(h[..., 2:], -1e6)], -1)
-            return self.last(h * torch.tensor([1.0, 1.0, 1e-6])).transpose(0, 1)
-
-    model, x = Large(), torch.randn(3, 3, 3)
+    model, x = Bare(large_net, first=nn.Linear(3, 3), last=nn.Linear(3, 3)), torch.randn(3, 3, 3)
     with autograd_hacks.add_hooks(model):
         check(model, x)
 
 
 def test_positions_of_which_only_the_first_counts() -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.positions = nn.Linear(3, 3), nn.Embedding(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x + self.positions(torch.arange(3)))[:, 0]
-
-    check_batches(First().double(), torch.randn(3, 3, 3).double(), verify=1)
+    model = Bare(
+        lambda m, x: m.layer(x + m.positions(torch.arange(3)))[:, 0], layer=nn.Linear(3, 3), positions=nn.Embedding(3, 3)
+    ).double()
+    check_batches(model, torch.randn(3, 3, 3).double(), verify=1)
 
 
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_gate_of_zero_hides_no_axis(steps: int) -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attend, self.gate = nn.MultiheadAttention(4, 2), nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.gate * self.attend(x, x, x)[0]
-
-    model, x = Gated().double(), torch.randn(steps, 4, 4).double()
+    model = Bare(
+        lambda m, x: x + m.gate * m.attend(x, x, x)[0], attend=nn.MultiheadAttention(4, 2), gate=torch.zeros(())
+    ).double()
+    x = torch.randn(steps, 4, 4).double()
     with autograd_hacks.add_hooks(model):
         for gate in (0.0, 0.5):
             nn.init.constant_(model.gate, gate)

@@ -1,8 +1,6 @@
 """Users' own hooks, and objects that hold something, are as if no trace and no second run had been."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,88 +8,14 @@ import torch.nn as nn
 from nets import BareVector
 from oracle import squares
 from steps import assert_right, check
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import autograd_hacks
-
-SEEN: list[Tensor] = []
-
-
-class Keeper:
-    def __init__(self) -> None:
-        self.last: Tensor | None = None
-        self.all: dict[str, list[Tensor]] = {"out": []}
-        self.sum = torch.zeros(4)
-
-    def hook(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        self.last = output
-        self.all["out"].append(output)
-        self.sum += output.detach().sum(0).to(self.sum)
-
-
-def note(store: list[Tensor], layer: nn.Module, args: Any, output: Tensor) -> None:
-    store.append(output)
 
 
 def run_again() -> nn.Sequential:
     """A part of it is run again for its rows."""
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(BareVector(), nn.Tanh()), nn.Linear(4, 2))
-
-
-@pytest.mark.parametrize("where", ["1.0", "1.0.inside", "1.1", "0", "1", ""])
-def test_what_hooks_store_is_of_the_forward_alone(where: str) -> None:
-    model, x = run_again(), torch.randn(3, 4)
-    layer = model.get_submodule(where)
-    if not where:
-        model.append(nn.Linear(2, 4))
-    keeper, features, parts, count = Keeper(), {}, [], 0
-
-    def closes_over(layer: nn.Module, args: Any, output: Tensor) -> None:
-        nonlocal count
-        count += 1
-        features["h"] = output
-
-    def of_module(layer: nn.Module, args: Any, output: Tensor) -> None:
-        SEEN.append(output)
-
-    def before(layer: nn.Module, args: Any) -> None:
-        parts.append(args[0])
-
-    SEEN.clear()
-    layer.register_forward_hook(closes_over)
-    layer.register_forward_hook(keeper.hook, prepend=True)
-    layer.register_forward_hook(partial(note, parts))
-    layer.register_forward_hook(of_module)
-    layer.register_forward_pre_hook(before)
-    with autograd_hacks.add_hooks(model):
-        for step in (1, 2):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            stored = features["h"]
-            expected = stored.detach().clone()
-            autograd_hacks.compute_grad1(model)
-            autograd_hacks.per_sample_grads(model).weighted_sum(torch.ones(3))
-            autograd_hacks.verify(model, samples=1)
-            assert features["h"] is stored
-            assert keeper.last is stored
-            assert SEEN[-1] is stored
-            assert torch.equal(stored, expected)
-            assert (count, len(keeper.all["out"]), len(SEEN), len(parts)) == (step, step, step, 2 * step)
-            assert torch.allclose(keeper.sum, sum(out.detach().sum(0) for out in SEEN))
-
-
-def test_hooks_of_all_modules() -> None:
-    model, x, calls = run_again(), torch.randn(3, 4), []
-    handle = register_module_forward_hook(lambda layer, args, out: calls.append(type(layer).__name__))
-    try:
-        with autograd_hacks.add_hooks(model):
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-    finally:
-        handle.remove()
-    assert len(calls) == len(list(model.modules()))
 
 
 def test_hooks_on_gradients_hear_of_the_users_passes_alone() -> None:
@@ -126,32 +50,6 @@ def test_hooks_that_change_something_are_a_part_of_the_model(how: str) -> None:
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check(model, torch.randn(3, 4).double())
-
-
-def test_an_object_among_the_arguments_is_not_changed_by_verify() -> None:
-    class Cache:
-        def __init__(self) -> None:
-            self.layers = [{"keys": torch.zeros(3, 5, 4)}]
-
-        def update(self, keys: Tensor) -> Tensor:
-            self.layers[0]["keys"] = torch.cat([self.layers[0]["keys"], keys], 1)
-            return self.layers[0]["keys"]
-
-    class Cached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, cache: Cache) -> Tensor:
-            return self.out(cache.update(self.key(x)).cumsum(1))
-
-    model, x, cache = Cached(), torch.randn(3, 2, 4), Cache()
-    with autograd_hacks.add_hooks(model):
-        squares(model(x, cache)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        assert cache.layers[0]["keys"].shape == (3, 7, 4)
-        autograd_hacks.verify(model)
-        assert cache.layers[0]["keys"].shape == (3, 7, 4)
 
 
 @pytest.mark.parametrize("make", [

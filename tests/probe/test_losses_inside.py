@@ -1,13 +1,15 @@
 """Losses that a model makes itself, and gates that are zero at first."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from mixing import MIXING, SIZES, AsLoss, How, check_derivatives, check_refused, check_right, data, steps_of, zeroed
 from nets import Between
 from torch import Tensor
@@ -36,6 +38,10 @@ LOSSES: dict[str, How] = {
     "the mean's square": lambda z: z.mean(0).square().sum(),
     "a set's distance": lambda z: torch.cdist(z, z).square().mean(),
     "normed": lambda z: (z / z.norm()).sum(),
+    "a root beside a mean": lambda z: z.square().mean().sqrt() + z.square().mean(),
+    "a product": lambda z: z.square().mean() * z.exp().mean(),
+    "a ratio": lambda z: z.square().mean() / z.exp().mean(),
+    "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), 0 * z.var()),
 }
 DETACHED: dict[str, How] = {
     "load balancing": balance,
@@ -44,50 +50,171 @@ DETACHED: dict[str, How] = {
 }
 
 
-@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("what", [*LOSSES, *DETACHED])
 def test_losses_made_inside_that_mix(what: str) -> None:
     for samples in SIZES:
-        model = AsLoss(LOSSES[what]).double()
+        model = AsLoss({**LOSSES, **DETACHED}[what]).double()
         nn.init.zeros_(model.first.bias)  # or all samples may choose one expert
         nn.init.zeros_(model.last.bias)
-        check_refused(model, *[(data(samples),)] * 2)
+        check_refused(model, *[(data(samples),)] * 2, independent=what in DETACHED)
 
 
-@pytest.mark.parametrize("what", DETACHED)
-def test_losses_made_inside_that_mix_without_a_gradient(what: str) -> None:
-    for samples in SIZES:
-        model = AsLoss(DETACHED[what]).double()
-        nn.init.zeros_(model.first.bias)
-        nn.init.zeros_(model.last.bias)
-        check_refused(model, *[(data(samples),)] * 2, independent=True)
+# Losses made inside, of random operations: each sample's row is its own part's gradient, or is refused.
 
 
-def test_a_loss_made_inside_as_a_mean() -> None:
-    """Over the samples, or over valid tokens, whose number belongs to the whole batch."""
-    for samples in SIZES:
-        check_right(AsLoss(lambda z: z.square().sum(1).mean()).double(), *[(data(samples),)] * 2)
-
-    def over_valid(z: Tensor, mask: Tensor) -> Tensor:
-        return (z.square().sum(-1) * mask).sum() / mask.sum()
-
-    for samples in SIZES:
-        model, x = AsLoss(over_valid).double(), data(samples, 5, 3)
-        for _ in range(2):
-            mask = (torch.rand(samples, 5) < 0.7).double()
-            mask[:, 0] = 1
-            with autograd_hacks.add_hooks(model):
-                model.zero_grad()
-                model(x, mask).backward()
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    share = samples / mask.sum()
-                    own = [(squares_of(model, x[n : n + 1]) * mask[n]).sum() * share for n in range(samples)]
-                    rows = [torch.autograd.grad(loss, model.first.weight)[0] for loss in own]
-                torch.testing.assert_close(model.first.weight.grad1, torch.stack(rows))
+def mask(h: Tensor) -> Tensor:
+    return (torch.arange(len(h)) * 7 % 3 > 0) if len(h) > 1 else torch.ones(1, dtype=torch.bool)
 
 
-def squares_of(model: Between, x: Tensor) -> Tensor:
-    return model.last(model.first(x).tanh()).square().sum(-1)[0]
+def weights(h: Tensor) -> Tensor:
+    return torch.linspace(0, 2, h.numel(), dtype=h.dtype).view(h.shape) + 1e-3
+
+
+STEPS: dict[str, How] = {
+    "square": torch.square,
+    "root": lambda h: (h.square() + 1).sqrt(),
+    "scale": lambda h: 3 * h - 1,
+    "weigh": lambda h: h * weights(h) / 2.5,
+    "divide": lambda h: h / torch.tensor(7.0),
+    "invert": lambda h: 2 / (h.square() + 1),
+    "sum of the first axis": lambda h: h.sum(0) if h.ndim else h,
+    "mean of the first axis": lambda h: h.mean(0) if h.ndim else h,
+    "sum of the last axis": lambda h: h.sum(-1) if h.ndim else h,
+    "mean": torch.mean,
+    "norm": torch.linalg.vector_norm,
+    "variance": lambda h: h.var(0) if h.ndim and len(h) > 1 else h,
+    "logsumexp": lambda h: h.logsumexp(0) if h.ndim else h,
+    "largest": lambda h: h.amax(0) if h.ndim else h,
+    "log_softmax": lambda h: h.log_softmax(-1) if h.ndim else h,
+    "softmax of the first axis": lambda h: h.softmax(0) if h.ndim else h,
+    "centre": lambda h: h - h.mean(0) if h.ndim else h,
+    "flatten": lambda h: h.flatten(0, 1) if h.ndim > 1 else h,
+    "transpose": lambda h: h.transpose(0, -1) if h.ndim else h,
+    "mask": lambda h: h[mask(h)] if h.ndim else h,
+    "first": lambda h: h[0] if h.ndim > 1 else h,
+    "loop": lambda h: torch.stack([row.square().sum() for row in h]) if h.ndim else h,
+    "loop that adds": lambda h: sum((row.square().mean() for row in h), torch.zeros(())) if h.ndim else h,
+    "loop of roots": lambda h: sum(((row.square().mean() + 1).sqrt() for row in h), torch.zeros(())) if h.ndim else h,
+    "add its square": lambda h: h + h.square(),
+    "add its mean": lambda h: h + h.square().mean(),
+    "multiply by its mean": lambda h: h * h.square().mean(),
+    "squared error": lambda h: F.mse_loss(h, torch.ones_like(h)),
+    "cross entropy": lambda h: F.cross_entropy(h, torch.arange(len(h)) % h.shape[1]) if h.ndim == 2 else h,
+    "smoothed cross entropy": lambda h: (
+        F.cross_entropy(h, torch.arange(len(h)) % h.shape[1], label_smoothing=0.1, reduction="sum") if h.ndim == 2 else h
+    ),
+    "two denominators": lambda h: (
+        F.nll_loss(h, torch.arange(len(h)) % h.shape[1]) + F.nll_loss(h, torch.arange(len(h)) % h.shape[1], ignore_index=0)
+        if h.ndim == 2 and min(h.shape) > 1
+        else h
+    ),
+    "mean of what counts": lambda h: (h * weights(h)).sum() / weights(h).sum(),
+    "binary cross entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.full_like(h, 0.5)),
+}
+
+
+class Composed(nn.Module):
+    """Returns a loss that it makes of N T D numbers.  With ``only`` gradient reaches that sample's numbers alone."""
+
+    only: int | None = None
+
+    def __init__(self, positions: int, features: int, steps: Sequence[str], hides: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 3).double(), nn.Linear(3, positions * features).double()
+        self.sizes, self.steps, self.hides = (positions, features), steps, hides
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.body(2 * x if self.hides else x).tanh()).unflatten(1, self.sizes)
+        if self.only is not None:
+            h = torch.where(torch.arange(len(h))[:, None, None] == self.only, h, h.detach())
+        h = h.squeeze(1)
+        for step in self.steps:
+            h = STEPS[step](h)
+        return h.sum()
+
+
+def own_parts(model: Composed, x: Tensor) -> Tensor:
+    """The gradient by the body's weight that comes through each sample's numbers, N ..."""
+    rows = []
+    for model.only in range(len(x)):
+        (row,) = torch.autograd.grad(model(x), model.body.weight, materialize_grads=True)
+        rows.append(row)
+    model.only = None
+    return torch.stack(rows)
+
+
+def check_rows_or_refused(model: Composed, x: Tensor) -> bool:
+    """Returns whether there are rows."""
+    with autograd_hacks.add_hooks(model):
+        model(x).backward()
+        try:
+            autograd_hacks.compute_grad1(model, loss_type="sum")
+        except SamplesMixed:
+            return False
+        rows, is_scaled = model.body.weight.grad1, "scaled by the batch" in str(autograd_hacks.describe(model))
+    torch.testing.assert_close(rows, own_parts(model, x))
+    # Rows belong to samples only if other samples don't change them, but for one factor.
+    for n in range(len(x)) if "largest" not in model.steps else ():  # they may change which is the largest
+        others = torch.where(torch.arange(len(x))[:, None] == n, x, x.flip(1) + 0.3)
+        again = own_parts(model, others)[n]
+        factor = 1.0 if not is_scaled else (again * rows[n]).sum() / rows[n].square().sum().clamp(min=1e-300)
+        torch.testing.assert_close(again, factor * rows[n])
+    return True
+
+
+MIX = ["variance", "logsumexp", "largest", "softmax of the first axis", "centre", "add its mean", "multiply by its mean"]
+FURTHER = {"sum of the first axis", "mean of the first axis"}
+"""Followed, unless something that isn't linear comes next."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_followed(step: str) -> None:
+    x = torch.randn(5, 2).double()
+    for steps, refused in (([step], MIX), (["square", step, "mean", "root"], MIX), ([step, "square"], {*MIX, *FURTHER})):
+        assert check_rows_or_refused(Composed(2, 3, steps, False), x) is (step not in refused), steps
+
+
+@pytest.mark.parametrize("features", [3, 5])
+def test_features_are_not_taken_for_samples_of_a_loss(features: int) -> None:
+    """No layer meets the argument itself, so sizes alone say where the samples are."""
+    x = torch.randn(features, 2).double()
+    assert check_rows_or_refused(Composed(1, features, ["mean of the first axis"], True), x)
+    assert not check_rows_or_refused(Composed(1, features, ["mean of the first axis", "square"], True), x)
+    assert not check_rows_or_refused(Composed(features, 2, ["mean of the first axis", "square"], True), x)
+
+
+def test_outputs_beside_a_loss_show_the_samples() -> None:
+    """No parameter meets the argument itself, and einsum puts the samples on another axis, as in XLNet."""
+    model = AsLoss(lambda z: torch.einsum("nti,oi->nto", 2 * z, model.last.weight))
+    model.forward = lambda x: (model.how(x).square().mean(), model.how(x))
+    x = torch.randn(5, 4, 3)
+    with autograd_hacks.add_hooks(model):
+        model(x)[0].backward()
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            for n in range(5):
+                (row,) = torch.autograd.grad(model.how(x[n : n + 1]).square().mean(), model.last.weight)
+                torch.testing.assert_close(model.last.weight.grad1[n], row)
+
+
+def test_the_message_names_the_node_and_its_line() -> None:
+    model, x = Composed(1, 3, ["variance"], False), torch.randn(5, 2).double()
+    with autograd_hacks.add_hooks(model), torch.autograd.set_detect_anomaly(True):
+        model(x).backward()
+        with pytest.raises(SamplesMixed, match=r"VarBackward0 .*test_losses_inside.py.*\(3,\).*backward\(losses\)"):
+            autograd_hacks.compute_grad1(model)
+
+
+@given(
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_random_reductions(samples: int, positions: int, features: int, steps: list[str], hides: bool) -> None:
+    torch.manual_seed(samples)
+    check_rows_or_refused(Composed(positions, features, steps, hides), torch.randn(samples, 2).double())
 
 
 # Gates that are zero at first

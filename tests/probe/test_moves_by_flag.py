@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_loss_at_a_time, squares
+from oracle import squares
+from rarely import crossed
+from steps import check_losses
 from torch import Tensor
 
 import autograd_hacks
@@ -62,18 +64,13 @@ class Moving(nn.Module):
         return self.head(self.back(h, self.flag).tanh())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", MOVES)
+@crossed(name=MOVES, order=ORDERS)
 def test_rows_follow_the_flag(name: str, order: tuple[int, ...]) -> None:
     model = Moving(*MOVES[name]).double()
     autograd_hacks.add_hooks(model)
     for flag in order:
         model.flag, x = bool(flag), torch.randn(4, 4, 4).double()
-        with autograd_hacks.pause_hooks():
-            expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
-        squares(model(x)).sum().backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        assert_rows(model, expected)
+        check_losses(model, lambda x=x: squares(model(x)))
 
 
 MIXING: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -88,8 +85,7 @@ MIXING: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(4,), (4, 5, 6, 7, 8, 9)])
-@pytest.mark.parametrize("name", MIXING)
+@crossed(name=MIXING, sizes=[(4,), (4, 5, 6, 7, 8, 9)])
 def test_samples_that_mix_by_a_flag_are_refused(name: str, sizes: tuple[int, ...]) -> None:
     """Over features the samples stay apart, over the batch they mix."""
     axis = 1

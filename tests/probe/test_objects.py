@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from mixing import check_refused, data
 from oracle import squares
+from rarely import crossed
 from steps import check
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.support.trees import map_tensors, tensors_of
 
 
@@ -68,17 +70,26 @@ RECORDS: dict[str, Callable[[Tensor], Any]] = {
     "namespace": lambda x: SimpleNamespace(x=x, n=3),
     "own dictionary": lambda x: Named(x=x),
 }
-OBJECTS = {**RECORDS, "any object": Hiding, "slots": Slotted, "inside another": lambda x: Hiding(Plain(x))}
+OBJECTS = {
+    **RECORDS,
+    "any object": Hiding,
+    "slots": Slotted,
+    "inside another": lambda x: Hiding([{"x": Plain(x)}]),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0),
+    "a dictionary of one's own": lambda x: UserDict(x=x),
+}
 
 
 def read(x: Any) -> Tensor:
-    return x.x if isinstance(x.x, Tensor) else x.x.x
+    while not isinstance(x, Tensor):
+        x = x[0] if isinstance(x, list) else x["x"] if isinstance(x, dict | UserDict) else x.x if hasattr(x, "x") else x.loc
+    return x
 
 
 class Net(nn.Module):
     """A bare parameter, for which the whole is run again, and maybe mixing."""
 
-    def __init__(self, wrap: Callable[[Tensor], Any], mixes: bool = False, bare: bool = True) -> None:
+    def __init__(self, wrap: Callable[[Tensor], Any], mixes: Any = None, bare: bool = True) -> None:
         super().__init__()
         self.a, self.b, self.wrap, self.mixes = nn.Linear(3, 4), nn.Linear(4, 2), wrap, mixes
         self.scale = nn.Parameter(torch.randn(4)) if bare else None
@@ -86,12 +97,10 @@ class Net(nn.Module):
     def forward(self, x: Any) -> Any:
         h = self.a(x if isinstance(x, Tensor) else read(x)).tanh()
         h = self.b(h if self.scale is None else h * self.scale)
-        return self.wrap(h - h.mean(0) if self.mixes else h)
+        return self.wrap(h - self.mixes(h.mean(0)) if self.mixes else h)
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("param_grad", [False, True])
+@crossed(kind=OBJECTS, bare=[False, True], param_grad=[False, True])
 def test_an_object_that_the_model_returns(kind: str, bare: bool, param_grad: bool) -> None:
     model = Net(OBJECTS[kind], bare=bare).double()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -102,43 +111,26 @@ def test_an_object_that_the_model_returns(kind: str, bare: bool, param_grad: boo
             check(model, x, run=lambda x: read(model(x)))
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
-@pytest.mark.parametrize("bare", [False, True])
+@crossed(kind=OBJECTS, bare=[False, True])
 def test_mixing_in_an_object_that_the_model_returns(kind: str, bare: bool) -> None:
-    model = Net(OBJECTS[kind], mixes=True, bare=bare).double()
-    with autograd_hacks.add_hooks(model):
-        squares(read(model(torch.randn(4, 3).double()))).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
+    for independent, mixes in enumerate((Tensor.clone, Tensor.detach)):
+        model = Net(OBJECTS[kind], mixes=mixes, bare=bare).double()
+        check_refused(model, *[(data(4),)] * 2, losses=lambda out: squares(read(out)), independent=bool(independent))
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_an_object_between_modules(kind: str) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.head = Net(OBJECTS[kind]), Head()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.encoder(x))
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out, self.shift = nn.Linear(2, 2), nn.Parameter(torch.randn(2))
-
-        def forward(self, x: Any) -> Tensor:
-            return self.out(read(x) + self.shift).tanh()
-
-    model = Outer().double()
+    model = Bare(
+        lambda m, x: m.head(m.encoder(x)),
+        encoder=Net(OBJECTS[kind]),
+        head=Bare(lambda m, x: m.out(read(x) + m.shift).tanh(), out=nn.Linear(2, 2), shift=torch.randn(2)),
+    ).double()
     with autograd_hacks.add_hooks(model):
         for n in (4, 5):
             check(model, torch.randn(n, 3).double())
 
 
-@pytest.mark.parametrize("kind", RECORDS)
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("axes", [0, "tree"])
+@crossed(kind=RECORDS, bare=[False, True], axes=[0, "tree"])
 def test_an_object_that_the_model_is_given(kind: str, bare: bool, axes: Any) -> None:
     model = Net(lambda h: h, bare=bare).double()
     with autograd_hacks.add_hooks(model, batch_dim=(0,) if axes == "tree" else 0):
@@ -151,26 +143,17 @@ def test_an_object_that_the_model_is_given(kind: str, bare: bool, axes: Any) -> 
 
 
 def test_axes_in_an_object() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.shift = nn.Linear(3, 2), nn.Parameter(torch.randn(3))
+    def positions(m: nn.Module, given: Plain) -> Tensor:
+        assert given.more is not None
+        return m.layer(given.x + given.more * m.shift).tanh()
 
-        def forward(self, given: Plain) -> Tensor:
-            assert given.more is not None
-            return self.layer(given.x + given.more * self.shift).tanh()
-
-    model, more = Positions().double(), torch.randn(4, 3).double()
+    model, more = Bare(positions, layer=nn.Linear(3, 2), shift=torch.randn(3)).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model, batch_dim=(Plain(0, None),)):  # type: ignore[arg-type]
         check(model, torch.randn(4, 4, 3).double(), run=lambda x: model(Plain(x, more)))
 
 
 def test_mixing_by_an_object_that_the_model_is_given() -> None:
-    model = Net(lambda h: h, mixes=True).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(Plain(torch.randn(4, 3).double()))).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
+    check_refused(Net(lambda h: h, mixes=Tensor.clone).double(), (Plain(data(4)),))
 
 
 def test_other_objects_that_the_model_is_given() -> None:
@@ -189,17 +172,12 @@ def test_the_user_s_own_objects_stay() -> None:
         x: Tensor
         seen: list[int] = field(default_factory=list)
 
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
+    def counting(m: nn.Module, state: State) -> Tensor:
+        state.seen.append(1)
+        state.x = state.x * 2
+        return m.layer(state.x)
 
-        def forward(self, state: State) -> Tensor:
-            state.seen.append(1)
-            state.x = state.x * 2
-            return self.layer(state.x)
-
-    model, x = Counting().double(), torch.randn(4, 3).double()
+    model, x = Bare(counting, layer=nn.Linear(3, 2)).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         model(state := State(x))
         assert state.seen == [1]

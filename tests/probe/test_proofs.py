@@ -1,10 +1,5 @@
 """What mixes samples is refused at every step: by gradients, and where it is asked for by values."""
 
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
@@ -26,8 +21,9 @@ from mixing import (
 )
 from nets import Between
 from oracle import squares
-from rarely import rarely
+from rarely import crossed, rarely
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -46,8 +42,7 @@ def test_samples_that_mix_are_refused_at_every_step(what: str, place: type[Betwe
         check_refused(model, (data(samples),), (data(samples),), independent=True)
 
 
-@pytest.mark.parametrize("place", [Between, AtEnd])
-@pytest.mark.parametrize("what", ["pairs", "swapped halves", "detached", "hard negatives"])
+@crossed(place=[Between, AtEnd], what=["pairs", "swapped halves", "detached", "hard negatives"])
 def test_other_sizes_are_proven_too(what: str, place: type[Between]) -> None:
     """One sample or two, which prove little, first; and more at each step."""
     independent = what in WITHOUT_GRADIENT
@@ -86,13 +81,8 @@ def test_mixup_by_a_random_permutation(samples: int) -> None:
 # Several arguments, several outputs
 
 
-class Towers(nn.Module):
-    def __init__(self, items: nn.Module) -> None:
-        super().__init__()
-        self.first, self.items = nn.Linear(3, 4), items
-
-    def forward(self, x: Tensor, items: Tensor) -> Tensor:
-        return self.first(x) @ self.items(items).T
+def towers(items: nn.Module) -> nn.Module:
+    return Bare(lambda m, x, items: m.first(x) @ m.items(items).T, first=nn.Linear(3, 4), items=items)
 
 
 @pytest.mark.parametrize("samples", SIZES)
@@ -100,8 +90,8 @@ def test_two_towers(samples: int) -> None:
     """A second argument of integers, or a square matrix, has samples too."""
     ids, square = torch.randint(50, (samples,)), data(samples, samples)
     for independent in (False, True):
-        check_refused(Towers(nn.Embedding(50, 4)).double(), *[(data(samples), ids)] * 2, independent=independent)
-        check_refused(Towers(nn.Linear(samples, 4)).double(), *[(data(samples), square)] * 2, independent=independent)
+        check_refused(towers(nn.Embedding(50, 4)).double(), *[(data(samples), ids)] * 2, independent=independent)
+        check_refused(towers(nn.Linear(samples, 4)).double(), *[(data(samples), square)] * 2, independent=independent)
 
 
 @pytest.mark.parametrize("samples", SIZES)
@@ -125,53 +115,6 @@ def test_an_unused_output_that_mixes_is_marked_alone() -> None:
             check_right(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[0]))
             for losses in (lambda out: squares(out[1]), lambda out: squares(out)):
                 check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=losses, independent=by_values)
-
-
-class Held:
-    """What a model may return its outputs in."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Tensor
-
-
-HOLDERS: dict[str, Callable[[Tensor], Any]] = {
-    "an object": Held,
-    "a dataclass": Frozen,
-    "objects in objects": lambda x: Held([{"y": Frozen(x)}]),
-    "a distribution": lambda x: torch.distributions.Normal(x, 1.0),
-    "a dictionary of one's own": lambda x: UserDict(y=x),
-}
-
-
-READS: dict[str, Callable[[Any], Tensor]] = {
-    "an object": lambda out: out.x,
-    "a dataclass": lambda out: out.x,
-    "objects in objects": lambda out: out.x[0]["y"].x,
-    "a distribution": lambda out: out.loc,
-    "a dictionary of one's own": lambda out: out["y"],
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_an_output_in_an_object_is_looked_into(holder: str) -> None:
-    class InObject(Between):
-        def forward(self, x: Tensor) -> Any:
-            self.out = [self.how(self.last(self.first(x).tanh()))]
-            return HOLDERS[holder](self.out.pop())
-
-    def losses(out: Any) -> Tensor:
-        return squares(READS[holder](out))
-
-    for samples in SIZES:
-        for how in (pairs, MIXING["detached"], lambda h: h - h.mean(0)):
-            by_values = how is MIXING["detached"]
-            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=losses, independent=by_values)
-        check_right(InObject(torch.sin).double(), *[(data(samples),)] * 2, losses=losses)
 
 
 class Aux(Between):

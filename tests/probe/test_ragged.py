@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares, targets
+from rarely import crossed
 from steps import assert_right, check, check_losses
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
@@ -64,9 +66,11 @@ def packed_of(x: Tensor, lengths: Tensor) -> Callable[[Tensor], PackedSequence]:
     return lambda n: pack_padded_sequence(x[n], lengths[n], batch_first=True, enforce_sorted=False)
 
 
-@pytest.mark.parametrize("lengths", [[2, 5, 1, 4], [5, 5, 5, 5], [5, 4, 2, 1], [5, 5, 3, 3], [1, 1, 4]], ids=str)
-@pytest.mark.parametrize("head", ["last", "padded", "rows"])
-@pytest.mark.parametrize("layer", [Steps, Gated])
+@crossed(
+    lengths=[[2, 5, 1, 4], [5, 5, 5, 5], [5, 4, 2, 1], [5, 5, 3, 3], [1, 1, 4]],
+    head=["last", "padded", "rows"],
+    layer=[Steps, Gated],
+)
 def test_a_recurrent_layer_of_ones_own_on_packed_sequences(lengths: list[int], head: str, layer: type[nn.Module]) -> None:
     """Its batch shrinks with time."""
     model, x = Sequences(layer(), head).double(), torch.randn(len(lengths), 5, 3).double()
@@ -103,8 +107,7 @@ def test_packed_sequences_that_are_sorted() -> None:
         check(model, torch.arange(3), run=lambda n: model(pack_sequence([parts[k] for k in n])))
 
 
-@pytest.mark.parametrize("head", ["last", "padded", "rows"])
-@pytest.mark.parametrize("layer", [Steps, Gated])
+@crossed(head=["last", "padded", "rows"], layer=[Steps, Gated])
 def test_mixing_on_packed_sequences(head: str, layer: Callable[..., nn.Module]) -> None:
     model, x = Sequences(layer(mixes=True), head).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
@@ -115,16 +118,11 @@ def test_mixing_on_packed_sequences(head: str, layer: Callable[..., nn.Module]) 
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_packed_sequence_that_the_model_returns(mixes: bool) -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(3, 4)
+    def rows_net(m: nn.Module, packed: PackedSequence) -> PackedSequence:
+        out = m.layer(packed)[0]
+        return out._replace(data=out.data - out.data.mean(0)) if mixes else out
 
-        def forward(self, packed: PackedSequence) -> PackedSequence:
-            out = self.layer(packed)[0]
-            return out._replace(data=out.data - out.data.mean(0)) if mixes else out
-
-    model, x = Rows().double(), torch.randn(4, 5, 3).double()
+    model, x = Bare(rows_net, layer=nn.LSTM(3, 4)).double(), torch.randn(4, 5, 3).double()
     pack = packed_of(x, torch.tensor([2, 5, 1, 4]))
     with autograd_hacks.add_hooks(model):
         run = lambda n: pad_packed_sequence(model(pack(n)), batch_first=True)[0].sum(1)  # noqa: E731
@@ -160,9 +158,11 @@ class Listed(nn.Module):
         return self.b((self.hidden(pad_sequence(parts, batch_first=True)) * mask).sum(1))
 
 
-@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [2, 2], [1, 1, 1], [5, 2, 3], [3, 1, 1, 5]], ids=str)
-@pytest.mark.parametrize("how", ["each", "joined", "padded"])
-@pytest.mark.parametrize("bare", [False, True])
+@crossed(
+    lengths=[[4, 2, 3], [3, 3, 3], [2, 2], [1, 1, 1], [5, 2, 3], [3, 1, 1, 5]],
+    how=["each", "joined", "padded"],
+    bare=[False, True],
+)
 def test_a_list_of_samples(lengths: list[int], how: str, bare: bool) -> None:
     model, parts = Listed(how, bare).double(), [torch.randn(n, 3).double() for n in lengths]
     with autograd_hacks.add_hooks(model):
@@ -189,30 +189,24 @@ def test_a_list_of_whole_batches_of_one() -> None:
 
 @pytest.mark.parametrize("sizes", [[5, 6, 7], [5, 5, 5], [5, 5, 5, 5]], ids=str)
 def test_a_list_of_images(sizes: list[int]) -> None:
-    class Detector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.out = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-
-        def forward(self, images: list[Tensor]) -> Tensor:
-            return self.out(torch.cat([self.conv(x[None]).mean((2, 3)) for x in images]))
-
-    model, images = Detector().double(), [torch.randn(3, n, n).double() for n in sizes]
+    model = Bare(
+        lambda m, images: m.out(torch.cat([m.conv(x[None]).mean((2, 3)) for x in images])),
+        conv=nn.Conv2d(3, 4, 3),
+        out=nn.Linear(4, 2),
+    ).double()
+    images = [torch.randn(3, n, n).double() for n in sizes]
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check(model, torch.arange(len(sizes)), run=lambda n: model([images[k] for k in n]))
 
 
 def test_a_list_of_whole_batches() -> None:
-    class Pyramid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.scale = nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 2)]), nn.Parameter(torch.randn(2))
-
-        def forward(self, levels: list[Tensor]) -> Tensor:
-            return self.scale * sum(layer(x) for layer, x in zip(self.layers, levels)).tanh()
-
-    model, x, y = Pyramid().double(), torch.randn(4, 3).double(), torch.randn(4, 5).double()
+    model = Bare(
+        lambda m, levels: m.scale * sum(layer(x) for layer, x in zip(m.layers, levels)).tanh(),
+        layers=nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 2)]),
+        scale=torch.randn(2),
+    ).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 5).double()
     with autograd_hacks.add_hooks(model):
         check(model, torch.arange(4), run=lambda n: model([x[n], y[n]]))
 
@@ -247,9 +241,7 @@ class Heads(nn.Module):
         return torch.where(choice[:, None], self.a(h), self.b(h))
 
 
-@pytest.mark.parametrize("how", ["mask", "index", "where"])
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("samples", [6, 3, 2, 1])
+@crossed(how=["mask", "index", "where"], given=[False, True], samples=[6, 3, 2, 1])
 def test_heads_that_a_mask_chooses(how: str, given: bool, samples: int) -> None:
     """Zeros for the head that a sample has not gone through."""
     model, x = Heads(how).double(), torch.randn(samples, 3).double()
@@ -261,8 +253,7 @@ def test_heads_that_a_mask_chooses(how: str, given: bool, samples: int) -> None:
                 assert torch.equal(model.a.weight.grad1.flatten(1).any(1), choice)
 
 
-@pytest.mark.parametrize("how", ["slices", "strides", "apart"])
-@pytest.mark.parametrize("samples", [8, 6, 5, 4, 3])
+@crossed(how=["slices", "strides", "apart"], samples=[8, 6, 5, 4, 3])
 def test_heads_that_the_place_in_the_batch_chooses(how: str, samples: int) -> None:
     model, x = Heads(how).double(), torch.randn(samples, 3).double()
 

@@ -9,6 +9,7 @@ from nets import Between
 from oracle import squares
 from steps import check, check_batches
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
@@ -66,63 +67,15 @@ def test_a_number_that_decides_whether_samples_mix() -> None:
         check(model, x, None, lambda x: model(x, 0))
 
 
-def test_a_number_among_the_arguments_is_part_of_the_signature() -> None:
-    model, x = Between(lambda h, share: h + share * h.mean(0) if share else h).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(x, 0.0)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        squares(model(x, 0.3)).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-
 def test_a_layer_that_is_called_more_often_than_before() -> None:
-    class Unrolled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.RNNCell(3, 5)
+    def unrolled(m: nn.Module, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 5)
+        for t in range(x.shape[1]):
+            h = m.cell(x[:, t], h)
+        return h
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x.new_zeros(len(x), 5)
-            for t in range(x.shape[1]):
-                h = self.cell(x[:, t], h)
-            return h
-
-    check_batches(Unrolled().double(), *(torch.randn(4, steps, 3).double() for steps in (2, 5, 3, 7)), verify=1)
-
-
-def test_a_model_that_makes_other_calls_where_gradients_are_on() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x.transpose(0, 1) if torch.is_grad_enabled() else x)
-            return (self.late(x.tanh()) if torch.is_grad_enabled() else x).transpose(0, 1)
-
-    check_batches(Branching().double(), torch.randn(4, 4, 3).double(), torch.randn(4, 4, 3).double())
-
-
-def test_a_model_that_fails_at_first() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append(1)
-            if len(calls) == 1:
-                raise ValueError("not ready")
-            return self.inner(x)
-
-    calls: list[int] = []
-    model, x = Late().double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        with pytest.raises(ValueError, match="not ready"):
-            model(x)
-        for _ in range(2):
-            check(model, x)
+    model = Bare(unrolled, cell=nn.RNNCell(3, 5)).double()
+    check_batches(model, *(torch.randn(4, steps, 3).double() for steps in (2, 5, 3, 7)), verify=1)
 
 
 class WithNotes(nn.Module):

@@ -8,8 +8,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from steps import check, check_losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
@@ -50,9 +52,7 @@ def of_kind(x: Tensor, kind: type[Tensor]) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("kind", [Kept, Image])
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("options", [{}, {"param_grad": False}, {"probe": False}], ids=str)
+@crossed(kind=[Kept, Image], bare=[False, True], options=[{}, {"param_grad": False}, {"probe": False}])
 def test_inputs_of_the_users_own_kind(kind: type[Tensor], bare: bool, options: dict[str, bool]) -> None:
     model = Net(bare, kind=kind).double()
     with autograd_hacks.add_hooks(model, **options):
@@ -81,23 +81,16 @@ def test_mixing_in_the_users_own_kind(kind: type[Tensor], bare: bool) -> None:
             autograd_hacks.compute_grad1(model)
 
 
-class Twice(nn.Module):
+def twice_net() -> nn.Module:
     """Its first weight is read past its layer, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.linear(self.a(x).tanh(), self.a.weight))
+    return Bare(lambda m, x: m.b(F.linear(m.a(x).tanh(), m.a.weight)), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
 
 
 class OwnParameter(nn.Parameter):
     pass
 
 
-@pytest.mark.parametrize("kind", [Kept, Image, OwnParameter])
-@pytest.mark.parametrize("net", [Twice, lambda: Net(True)], ids=["read twice", "bare"])
+@crossed(kind=[Kept, Image, OwnParameter], net=[twice_net, lambda: Net(True)])
 def test_parameters_of_the_users_own_kind(kind: type[Tensor], net: Callable[[], nn.Module]) -> None:
     model = net().double()
     for module, name in ((model.a, "weight"), (model, "scale")):
@@ -124,13 +117,8 @@ class Spread(nn.Module):
         return self.out((h - h.mean(0) if self.mixes else h).tanh())
 
 
-class Written(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.to_dense()) * self.scale
+def written() -> nn.Module:
+    return Bare(lambda m, x: m.layer(x.to_dense()) * m.scale, layer=nn.Linear(3, 2), scale=torch.randn(2))
 
 
 LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -142,7 +130,7 @@ LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize(
-    ("layout", "net"), [("hybrid", Written), *((x, y) for x in ("coo", "csr") for y in (Spread, Written, Twice))]
+    ("layout", "net"), [("hybrid", written), *((x, y) for x in ("coo", "csr") for y in (Spread, written, twice_net))]
 )  # torch multiplies no hybrid tensor by a matrix
 def test_sparse_inputs(layout: str, net: type[nn.Module]) -> None:
     model = net().double()
@@ -177,8 +165,7 @@ def test_sparse_outputs(bare: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.parametrize("options", [{}, {"probe": False}, {"param_grad": False}], ids=str)
+@crossed(layout=[torch.strided, torch.jagged], options=[{}, {"probe": False}, {"param_grad": False}])
 def test_nested_inputs_run_and_are_refused(layout: torch.layout, options: dict[str, bool]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
@@ -193,16 +180,11 @@ def test_nested_inputs_run_and_are_refused(layout: torch.layout, options: dict[s
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_inside_is_refused(layout: torch.layout) -> None:
-    class Ragged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+    def ragged(m: nn.Module, x: Tensor) -> Tensor:
+        parts = torch.nested.as_nested_tensor([part[: 1 + int(part[0, 0] > 0)] for part in x], layout=layout)
+        return m.out(torch.nested.to_padded_tensor(m.layer(parts), 0.0).sum(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            parts = torch.nested.as_nested_tensor([part[: 1 + int(part[0, 0] > 0)] for part in x], layout=layout)
-            return self.out(torch.nested.to_padded_tensor(self.layer(parts), 0.0).sum(1))
-
-    model, x = Ragged().double(), torch.randn(4, 3, 3).double()
+    model, x = Bare(ragged, layer=nn.Linear(3, 4), out=nn.Linear(4, 2)).double(), torch.randn(4, 3, 3).double()
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         with pytest.raises(UnseenGradient, match=r"nested tensor.*to_padded_tensor.*mask"):

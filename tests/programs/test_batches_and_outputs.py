@@ -12,6 +12,7 @@ from oracle import assert_rows, one_backward_per_sample, squares
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
@@ -38,16 +39,11 @@ def test_a_batch_of_file_names() -> None:
 
 
 def test_a_tensor_and_strings() -> None:
-    class Captioned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(9, 3), nn.Linear(3, 2)
+    def captioned(m: nn.Module, x: Tensor, captions: list[str]) -> Tensor:
+        own = torch.stack([m.words(torch.tensor([len(word) for word in c.split()])).mean(0) for c in captions])
+        return m.out(x + own)
 
-        def forward(self, x: Tensor, captions: list[str]) -> Tensor:
-            own = torch.stack([self.words(torch.tensor([len(word) for word in c.split()])).mean(0) for c in captions])
-            return self.out(x + own)
-
-    model, x = Captioned().double(), data(3, 3)
+    model, x = Bare(captioned, words=nn.Embedding(9, 3), out=nn.Linear(3, 2)).double(), data(3, 3)
     check(model, lambda: squares(model(x, ["a cat", "the blue whale", "dog"])))
 
 
@@ -67,15 +63,12 @@ def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
 
 @pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [2, 5]])
 def test_a_list_of_tensors_a_sample_each(lengths: list[int]) -> None:
-    class Each(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
-
-        def forward(self, xs: list[Tensor]) -> Tensor:
-            return torch.stack([(self.first(x).tanh() * self.scale).mean(0) for x in xs])
-
-    model, xs = Each().double(), [data(n, 3) for n in lengths]
+    model = Bare(
+        lambda m, xs: torch.stack([(m.first(x).tanh() * m.scale).mean(0) for x in xs]),
+        first=nn.Linear(3, 4),
+        scale=torch.ones(4),
+    ).double()
+    xs = [data(n, 3) for n in lengths]
     check(model, lambda: squares(model(xs)))
 
 
@@ -116,15 +109,13 @@ def test_a_distribution_of_a_parameter() -> None:
 
 
 def test_a_scale_of_logits_that_is_returned() -> None:
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.scale = nn.Linear(3, 4), nn.Linear(5, 4), nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self.one(x), self.two(y), self.scale.exp()
-
-    model, x, y = Towers().double(), data(4, 3), data(4, 5)
+    model = Bare(
+        lambda m, x, y: (m.one(x), m.two(y), m.scale.exp()),
+        one=nn.Linear(3, 4),
+        two=nn.Linear(5, 4),
+        scale=torch.tensor(0.5),
+    ).double()
+    x, y = data(4, 3), data(4, 5)
 
     def losses() -> Tensor:
         one, two, scale = model(x, y)
@@ -135,16 +126,11 @@ def test_a_scale_of_logits_that_is_returned() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_outputs_of_chosen_positions(whole: bool) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+    def masked(m: nn.Module, x: Tensor, mask: Tensor) -> Any:
+        h = m.first(x).tanh() * m.scale
+        return (h[mask], h) if whole else h[mask]
 
-        def forward(self, x: Tensor, mask: Tensor) -> Any:
-            h = self.first(x).tanh() * self.scale
-            return (h[mask], h) if whole else h[mask]
-
-    model, x = Masked().double(), data(4, 5, 3)
+    model, x = Bare(masked, first=nn.Linear(3, 4), scale=torch.ones(4)).double(), data(4, 5, 3)
     masks = iter([torch.rand(4, 5) < 0.5 for _ in range(3)])
 
     def losses() -> Tensor:
@@ -172,15 +158,10 @@ PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", PICKS)
 def test_outputs_that_an_index_picked(name: str) -> None:
-    class Picked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-            return PICKS[name](self.first(x).tanh() * self.scale, rows, at)
-
-    model, x = Picked().double(), data(4, 5, 3)
+    model = Bare(
+        lambda m, x, rows, at: PICKS[name](m.first(x).tanh() * m.scale, rows, at), first=nn.Linear(3, 4), scale=torch.ones(4)
+    ).double()
+    x = data(4, 5, 3)
     draws = iter([(torch.randint(4, (n,)), torch.randint(5, (n,))) for n in (11, 9, 13)])
 
     def losses() -> Tensor:
@@ -203,15 +184,13 @@ class Lazily:
 
 
 def test_outputs_that_are_computed_lazily() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head, self.scale = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Lazily:
-            return Lazily(self.first(x).tanh() * self.scale, self.head)
-
-    model, x = Model().double(), data(4, 3)
+    model = Bare(
+        lambda m, x: Lazily(m.first(x).tanh() * m.scale, m.head),
+        first=nn.Linear(3, 4),
+        head=nn.Linear(4, 2),
+        scale=torch.ones(4),
+    ).double()
+    x = data(4, 3)
     check(model, lambda: squares(model(x).logits))
 
 

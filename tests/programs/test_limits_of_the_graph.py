@@ -53,7 +53,7 @@ def test_mixing_of_two_samples_with_the_same_digit(apart: int, layers: bool) -> 
         return (h + F.pad(h[:-apart], (0, 0, apart, 0)) * 0.5).tanh() * m.scale @ m.w
 
     model = Bare(how, **weights(), **({"first": nn.Linear(3, 4)} if layers else {}))
-    check_refused(model, *[(torch.randn(2 * apart + 3, 3),) for _ in range(3)])
+    check_refused(model, *[(torch.randn(2 * apart + 3, 3),) for _ in range(2)])
 
 
 # Few entries are alive in the first step
@@ -129,7 +129,7 @@ def test_experts_in_one_stack_by_index() -> None:
         return torch.einsum("ni,nio->no", x, m.stack[chosen]) + m.biases[chosen]
 
     model = Bare(how, stack=torch.randn(4, 3, 2), biases=torch.randn(4, 2), router=torch.randn(3, 4))
-    check_right(model, (torch.randn(1, 3).expand(4, 3).clone(),), *[(torch.randn(6, 3),) for _ in range(3)])
+    check_right(model, (torch.randn(1, 3).expand(4, 3).clone(),), *[(torch.randn(6, 3),) for _ in range(2)])
 
 
 # The batch in another order inside, and in order at first
@@ -157,7 +157,7 @@ def test_packing_that_sorts(cell: str) -> None:
 @pytest.mark.parametrize("samples", [3, 4])
 def test_time_first_with_as_many_steps_as_samples(samples: int) -> None:
     model = Bare(lambda m, x: (m.layer(x) * m.scale).tanh(), scale=torch.randn(4), layer=nn.Linear(3, 4))
-    batches = [(torch.randn(4, samples, 3),) for _ in range(3)]
+    batches = [(torch.randn(4, samples, 3),) for _ in range(2)]
     check_right(model, *batches, run=lambda m, x: squares(m(x).transpose(0, 1)), batch_dim=1)
 
 
@@ -186,7 +186,7 @@ def test_a_mask_on_a_weight(made: str, samples: int) -> None:
 
     model = Bare(how, a=torch.randn(3, 4), scale=torch.randn(4))
     model.register_buffer("mask", torch.rand(3, 4).bernoulli())
-    check_right(model, *[(torch.randn(samples, 3),) for _ in range(3)])
+    check_right(model, *[(torch.randn(samples, 3),) for _ in range(2)])
 
 
 DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]] = {
@@ -265,7 +265,7 @@ def test_mixing_beside_bare_parameters(what: str) -> None:
     for (name, _), grad in zip(list(model.named_parameters()), used):
         if grad is None:
             delattr(model, name)
-    check_refused(model, *[(torch.randn(5, 3).flip(0),) for _ in range(3)], (torch.randn(8, 3),))
+    check_refused(model, *[(torch.randn(5, 3).flip(0),) for _ in range(2)], (torch.randn(8, 3),))
 
 
 WITHOUT_GRADIENT: dict[str, Callable[[Bare, Tensor], Tensor]] = {
@@ -283,7 +283,7 @@ def test_mixing_of_values_alone(what: str) -> None:
     """The rows are the derivatives of each loss; asked whether samples are independent, all of it is refused."""
     for independent in (False, True):
         model = Bare(WITHOUT_GRADIENT[what], a=torch.randn(3, 4), scale=torch.randn(4))
-        batches = [(torch.randn(5, 3),) for _ in range(3)]
+        batches = [(torch.randn(5, 3),) for _ in range(2)]
         if independent:
             check_refused(model, *batches, independent=True)
         else:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import autograd_hacks
 from autograd_hacks.graph.memo import WITH_TENSORS
 
-D, STEPS = 4, 50
+D = 4
 
 
 class Made(TorchDispatchMode):
@@ -198,20 +198,20 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _steps(model: nn.Module, step: Callable[[int], None]) -> None:
-    """Runs steps.  The memory that one has made must be gone when the next has ended.
+def _steps(model: nn.Module, step: Callable[[int], None], kinds: int) -> None:
+    """Runs steps of so many kinds by turns.  The memory that one has made must be gone when the next has ended.
 
     Excepted are constants, which the first steps make, and what the memo of walks keeps: whose entries are whose.
     """
     made: list[Made] = []
-    for number in range(STEPS):
+    for number in range(10 + 3 * kinds):
         with Made() as own:
             step(number)
         made.append(own)
         model.zero_grad()
         for p in model.parameters():
             p.grad1 = None
-        later = enumerate(made[2 * len(VERBS) : -2], 2 * len(VERBS))
+        later = enumerate(made[4 + 2 * kinds : -2], 4 + 2 * kinds)
         holding = {before: len(old.alive()) for before, old in later if old.alive()}
         assert len(holding) <= WITH_TENSORS, f"after step {number}, earlier ones hold so many tensors: {holding}"
 
@@ -223,7 +223,7 @@ def test_a_step_is_freed_when_the_next_has_ended(name: str, param_grad: bool, no
     make, losses = MODELS[name]
     model = make()
     autograd_hacks.add_hooks(model, param_grad=param_grad)
-    _steps(model, lambda n: VERBS[n % len(VERBS)](model, lambda: losses(model, torch.randn(3, 3, D))))
+    _steps(model, lambda n: VERBS[n % len(VERBS)](model, lambda: losses(model, torch.randn(3, 3, D))), len(VERBS))
 
 
 class Stopped(Exception):
@@ -264,7 +264,7 @@ def test_an_interrupted_step_is_freed(name: str, no_collection: None) -> None:
         with suppress(Stopped):
             kinds[number % len(kinds)](model, lambda: losses(model, torch.randn(3, 3, D, requires_grad=True)))
 
-    _steps(model, step)
+    _steps(model, step, 4)
 
 
 def _mixed(model: nn.Module, x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def test_a_refused_step_is_freed(name: str, no_collection: None) -> None:
         except autograd_hacks.errors.PerSampleGradientError as error:
             errors.append(type(error))
 
-    _steps(model, step)
+    _steps(model, step, 2)
     assert errors
 
 
@@ -302,4 +302,4 @@ def test_a_model_that_mixes_samples_is_freed(no_collection: None) -> None:
         with pytest.raises(autograd_hacks.errors.SamplesMixed):
             autograd_hacks.compute_grad1(model)
 
-    _steps(model, step)
+    _steps(model, step, 1)

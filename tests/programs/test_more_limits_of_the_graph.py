@@ -42,13 +42,13 @@ def of_shrinking(factor: float = 1.0) -> Bare:
 @crossed(dtype=[torch.float16, torch.bfloat16, torch.float32], factor=[1.0, 0.1, 0.01, 0.001])
 def test_outputs_that_shrink(dtype: torch.dtype, factor: float) -> None:
     model = of_shrinking(factor).to(dtype)
-    batches = [(torch.randn(5, 3).to(dtype),) for _ in range(3)]
+    batches = [(torch.randn(5, 3).to(dtype),) for _ in range(2)]
     check_right(model, *batches, run=lambda m, x: squares(m(x).float()), inside=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_and_a_scaled_loss(dtype: torch.dtype) -> None:
-    model, batches = of_shrinking(), [(torch.randn(5, 3),) for _ in range(3)]
+    model, batches = of_shrinking(), [(torch.randn(5, 3),) for _ in range(2)]
     context = lambda: torch.autocast("cpu", dtype)  # noqa: E731
     check_right(model, *batches, run=lambda m, x: squares(m(x).float()) * 1024, context=context, inside=dtype)
 
@@ -58,15 +58,12 @@ def test_autocast_and_a_scaled_loss(dtype: torch.dtype) -> None:
 def test_eighty_layers(dtype: torch.dtype, gain: float) -> None:
     """At the first of them gradients are of the size of denormals."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.scale = nn.Parameter(gain * torch.randn(3, 3) / 3**0.5), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w).tanh() * self.scale
-
-    model = nn.Sequential(*[Layer() for _ in range(80)])
+    model = nn.Sequential(
+        *[
+            Bare(lambda m, x: (x @ m.w).tanh() * m.scale, w=gain * torch.randn(3, 3) / 3**0.5, scale=torch.ones(3))
+            for _ in range(80)
+        ]
+    )
     check_right(model, *[(torch.randn(4, 3),) for _ in range(2)])
 
 
@@ -96,7 +93,7 @@ def test_a_function_that_normalises_gradients(each: bool) -> None:
         lambda m, x: Normed.apply(x @ m.a, m.scale, each) @ m.w,
         a=torch.randn(3, 4), scale=torch.randn(4), w=torch.randn(4, 2)
     )  # fmt: skip
-    check_refused(model, *[(torch.randn(5, 3),) for _ in range(3)])
+    check_refused(model, *[(torch.randn(5, 3),) for _ in range(2)])
 
 
 @pytest.mark.parametrize("what", ["scale", "clamp", "sign", "own norm", "of a module", "of a parameter"])
@@ -117,13 +114,13 @@ def test_hooks_on_gradients(what: str) -> None:
 
     heard: list[str] = []
     model = Bare(how, first=nn.Linear(3, 3), a=torch.randn(3, 4), scale=torch.randn(4), w=torch.randn(4, 2))
-    batches = [(torch.randn(5, 3, requires_grad=True),) for _ in range(3)]
+    batches = [(torch.randn(5, 3, requires_grad=True),) for _ in range(2)]
     if what == "of a module":
         model.first.register_full_backward_hook(lambda module, gi, go: heard.append(what))
     if what == "of a parameter":
         model.scale.register_hook(lambda g: heard.append(what))
     check_right(model, *batches, total="sum" if what in ("clamp", "sign", "own norm") else "mean")
-    assert len(heard) >= 3 * (what not in hooks)
+    assert len(heard) >= len(batches) * (what not in hooks)
 
 
 # Parameters that open later, shared ones, loops
@@ -172,7 +169,7 @@ def test_a_loss_of_balance_beside_logits(shape: tuple[int, ...], used: bool) -> 
         return (x @ m.w)[:, :3] * p, p.mean(0).square().sum().reshape(shape)
 
     model = Bare(how, router=torch.randn(3, 3), w=torch.randn(3, 3))
-    batches = [(torch.randn(5, 3),) for _ in range(3)]
+    batches = [(torch.randn(5, 3),) for _ in range(2)]
     if not used:
         check_right(model, *batches, run=lambda m, x: squares(m(x)[0]))
         return
@@ -193,7 +190,7 @@ def test_sparse_gradients_of_a_table(how: str) -> None:
         return h if how == "function" else h @ m.table.mT
 
     own = {"layer": nn.Embedding(6, 4, sparse=True)} if how == "layer" else {"table": torch.randn(6, 4)}
-    check_right(Bare(run, **own, scale=torch.randn(4)), *[(torch.randint(6, (4, 3)),) for _ in range(3)])
+    check_right(Bare(run, **own, scale=torch.randn(4)), *[(torch.randint(6, (4, 3)),) for _ in range(2)])
 
 
 # The user's own backward pass
@@ -261,7 +258,7 @@ def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> 
     own = {"its own": {"scale": torch.randn(3)}, "behind it": {"a": torch.randn(3, 3)}, "above it": {"w": torch.randn(3, 3)}}
     if function is Checking and reads == "above it":
         pytest.skip("nothing is above it")
-    check_refused(Bare(how, **own[reads]), *[(torch.randn(4, 3),) for _ in range(3)], may_be_right=True)
+    check_refused(Bare(how, **own[reads]), *[(torch.randn(4, 3),) for _ in range(2)], may_be_right=True)
 
 
 @pytest.mark.parametrize("layers", [True, False])
@@ -280,7 +277,7 @@ def test_hooks_on_saved_tensors(numpy: bool, layers: bool) -> None:
 
     own = {"layer": nn.Linear(3, 4)} if layers else {"a": torch.randn(3, 4)}
     model = Bare(lambda m, x: (m.layer(x) if layers else x @ m.a).tanh() * m.scale, **own, scale=torch.randn(4))
-    check_right(model, *[(torch.randn(5, 3),) for _ in range(3)], run=run)
+    check_right(model, *[(torch.randn(5, 3),) for _ in range(2)], run=run)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -313,8 +310,8 @@ def test_a_checkpointed_segment_runs_as_often_as_without_the_library(bare: bool)
     own = {"a": torch.randn(3, 4), "scale": torch.randn(4)} if bare else {"layer": nn.Linear(3, 4)}
     model, x = Bare(lambda m, x: checkpoint(lambda h: inside(m, h), x, use_reentrant=False), **own), torch.randn(5, 3)
     with autograd_hacks.add_hooks(model):
-        for number in range(3):
+        for _ in range(3):
             runs.clear()
             squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
-            assert number == 0 or len(runs) == 2
+            assert len(runs) == 2  # the forward's and the pass's

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from rarely import rarely
+from rarely import crossed
 from torch import Tensor
 from twin import Bare, check_right
 
@@ -135,15 +135,7 @@ MOVES: tuple[Callable[[Inner, Tensor], Tensor], ...] = (
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:index_reduce")
-@pytest.mark.parametrize(
-    ("way", "inside"),
-    [
-        *((way, inside) for way in (*WAYS, *MOVES) for inside in ("bare", "layers")),
-        *((way, "layers around") for way in ("index", *MOVES)),
-        *rarely(*((way, "layers around") for way in WAYS if way != "index")),
-    ],
-    ids=lambda way: getattr(way, "__name__", way),
-)
+@crossed(way=(*WAYS, *MOVES), inside=["bare", "layers", "layers around"])
 def test_an_order_that_was_as_given_by_chance(way: Any, inside: str) -> None:
     """Of layers their rules read all, and no parameter asks for a walk through the graph."""
 

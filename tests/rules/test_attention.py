@@ -121,7 +121,6 @@ def test_attention_whose_parameters_are_parts_of_one_vector() -> None:
 
 
 def test_an_appended_key_without_ordinary_gradients() -> None:
-
     model = Bare(
         lambda m, x: m.out(m.inner(x, x, x, need_weights=False)[0]),
         inner=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),

@@ -7,35 +7,26 @@ from nets import Inside
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from steps import check, check_batches
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
 
 
 def test_bilinear() -> None:
-    class Pair(nn.Module):
-        def __init__(self, bias: bool) -> None:
-            super().__init__()
-            self.layer = nn.Bilinear(2, 3, 4, bias=bias)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x[..., :2], input2=x[..., 2:])
+    def pair(bias: bool) -> nn.Module:
+        return Bare(lambda m, x: m.layer(x[..., :2], input2=x[..., 2:]), layer=nn.Bilinear(2, 3, 4, bias=bias))
 
     for shape in ((4, 5), (3, 2, 5)):
         for bias in (True, False):
-            check_batches(Pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
+            check_batches(pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
 
 
 def test_a_transposed_convolution_with_an_output_size() -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, output_size=(6, 5))
-
-    check_batches(Sized().double(), torch.randn(3, 2, 3, 3, dtype=torch.float64))
+    model = Bare(
+        lambda m, x: m.layer(x, output_size=(6, 5)), layer=nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+    ).double()
+    check_batches(model, torch.randn(3, 2, 3, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,6 @@ def test_a_relu_cell() -> None:
 
 
 def test_a_sequence_classifier_in_a_training_loop() -> None:
-
     model = Bare(
         lambda m, tokens: m.out(m.lstm(m.embed(tokens))[0][:, -1]),
         embed=nn.Embedding(7, 3),

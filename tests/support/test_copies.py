@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Between
 from oracle import one_backward_per_sample, squares
-from steps import at_most, check
+from steps import at_most
 from torch import Tensor
 
 import autograd_hacks
@@ -47,20 +48,39 @@ class Net(nn.Module):
         return self.last(h if h.detach().abs().sum() < 1e9 else h.relu())
 
 
+# A model, and a function that returns what it has changed so far.
 Program = tuple[nn.Module, Callable[[], Any]]
-"""A model, and a function that returns what it has changed so far."""
 
 
-def closure() -> Program:
-    model, features, count = Net(), [], 0
+class Queue:
+    """A user's own object, with memory."""
+
+    def __init__(self) -> None:
+        self.keys, self.at, self.log = torch.zeros(8, 3), 0, {"lengths": [0]}
+
+    def put(self, layer: nn.Module, args: Any, keys: Tensor) -> None:
+        self.keys[: len(keys)] += keys.detach()
+        self.at += len(keys)
+        self.log["lengths"].append(len(keys))
+
+
+def note(store: list[Tensor], *given: Any) -> None:
+    store.append(given[-1])
+
+
+def hooks() -> Program:
+    model, features, parts, count, queue = Net(), dict[str, Tensor](), list[Any](), 0, Queue()
 
     def keep(layer: nn.Module, args: Any, output: Tensor) -> None:
         nonlocal count
         count += 1
-        features.append(output)
+        features["h"] = output
 
     model.first.register_forward_hook(keep)
-    return model, lambda: (count, [h.tolist() for h in features])
+    model.first.register_forward_hook(queue.put, prepend=True)
+    model.last.register_forward_hook(partial(note, parts))
+    model.last.register_forward_pre_hook(lambda layer, args: parts.append(args[0]))
+    return model, lambda: (count, features["h"].tolist(), [h.tolist() for h in parts], vars(queue))
 
 
 def names_of_a_function() -> Program:
@@ -116,11 +136,10 @@ def random_numbers() -> Program:
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
 
-    def drawn() -> Any:
-        states = own[0].get_state().tolist(), own[1].bit_generator.state, own[2].getstate(), own[3].__length_hint__()
-        return *states, torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-
-    return Net(Drawing()), drawn
+    return Net(Drawing()), lambda: (
+        *(own[0].get_state().tolist(), own[1].bit_generator.state, own[2].getstate(), own[3].__length_hint__()),
+        *(torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
+    )
 
 
 def files_and_locks() -> Program:
@@ -131,19 +150,6 @@ def files_and_locks() -> Program:
             return h + float(file.readline())
 
     return Net(act), lambda: (file.tell(), lock.locked())
-
-
-class Queue:
-    """A user's own object, with memory."""
-
-    def __init__(self) -> None:
-        self.keys, self.at, self.log = torch.zeros(8, 3), 0, {"lengths": [0]}
-
-    def put(self, keys: Tensor) -> None:
-        for key in keys.detach():
-            self.keys[self.at % 8] = key
-            self.at += 1
-        self.log["lengths"].append(len(keys))
 
 
 def buffers_and_objects() -> Program:
@@ -159,19 +165,16 @@ def buffers_and_objects() -> Program:
             self.lazy = torch.ones(3) if self.lazy is None else self.lazy
             self.kept = self.kept + self.lazy
             self.mean.add_(1)
-            self.queue.put(x)
+            self.queue.put(self, (), x)
             with torch.no_grad():
                 self.norm(x)
             return super().forward(x) + self.kept.sum().detach() + self.norm.mean.sum()
 
     model = Keeping()
-    own = model.queue.keys, model.queue.log, model.kept
-
-    def state() -> Any:
-        assert model.norm.mean is model.mean
-        return own, model.kept.tolist(), model.queue.at, model.queue.keys is own[0], model.norm.num_batches_tracked.item()
-
-    return model, state
+    return model, lambda: (
+        *(model.kept.tolist(), model.lazy, vars(model.queue)),
+        *(model.norm.mean is model.mean, model.norm.num_batches_tracked.item()),
+    )
 
 
 def parameters_that_are_written() -> Program:
@@ -189,7 +192,7 @@ def parameters_that_are_written() -> Program:
 
 
 PROGRAMS = [
-    *(closure, names_of_a_function, attributes_of_a_class, methods_and_weak_references, random_numbers),
+    *(hooks, names_of_a_function, attributes_of_a_class, methods_and_weak_references, random_numbers),
     *(files_and_locks, buffers_and_objects, parameters_that_are_written),
 ]
 
@@ -322,7 +325,7 @@ class Holding(torch.utils.data.Dataset[Tensor]):
 
 
 def test_a_copy_that_reaches_the_model_itself_is_refused() -> None:
-    """All of its rows and gradients would be zero, which agree."""
+    # All of its rows and gradients would be zero, which agree.
     model, inner, data = Net(), nn.Linear(3, 3), Holding()
     model.inner, data.model, model.act = inner, inner, lambda h: data.model(h)
     with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match="used a parameter of the model itself"):
@@ -337,26 +340,25 @@ def test_a_hooked_model_fails_with_its_own_error(is_copied: bool) -> None:
         (copy.deepcopy(model) if is_copied else model)(torch.randn(4, 3))
 
 
-class Named(nn.Module):
-    """A module under two names, and a weight with two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.scale, self.tied = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
-        self.alias, self.tied.weight = self.base, self.base.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tied(torch.tanh(self.alias(x) * self.scale))
-
-
 def test_what_has_two_names_is_copied_once() -> None:
-    model, x = Named().double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        check(model, x)
-        autograd_hacks.verify(model, samples=2)
+    model = Net()
+    model.alias, model.tied = model.first, nn.Linear(3, 3)
+    model.tied.weight = model.first.weight
     copied = Copy(model).again(()).model
-    assert copied.alias is copied.base
-    assert copied.tied.weight is copied.base.weight
+    assert copied.alias is copied.first
+    assert copied.tied.weight is copied.first.weight
+
+
+def test_an_object_among_the_arguments_is_copied() -> None:
+    class Queued(Net):
+        def forward(self, x: Tensor, queue: Queue) -> Tensor:
+            queue.put(self, (), x)
+            return super().forward(x)
+
+    model, x, queue = Queued(), torch.randn(4, 3), Queue()
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.verify(model, args=(x, queue))
+    assert (queue.at, queue.log, float(queue.keys.sum())) == (0, {"lengths": [0]}, 0.0)
 
 
 def test_parameters_of_zeros_stay_zeros() -> None:
@@ -382,7 +384,7 @@ class Weight(nn.Parameter):
 
 
 def test_copies_share_the_memory_of_parameters() -> None:
-    """The frozen layer has 4 MB."""
+    # The frozen layer has 4 MB.
     model = nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1000, 3), Net())
     model[0].bias, x = Weight(torch.zeros(1000)), torch.randn(4, 3)
     rows = one_backward_per_sample(model, squares, x)

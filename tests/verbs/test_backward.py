@@ -1,20 +1,14 @@
 """`backward(losses)`, and what the scale of a row is."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import (
-    SamplesMixed,
-)
 
 
 def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
@@ -58,19 +52,6 @@ def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
             assert_close(total, p.grad)
 
 
-def test_backward_with_ignored_targets() -> None:
-    model, x = nn.Linear(3, 4).double(), torch.randn(5, 3, dtype=torch.float64)
-    y = torch.tensor([0, -100, 2, 3, -100])
-
-    def entropy(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, reduction="none")
-
-    with autograd_hacks.add_hooks(model):
-        autograd_hacks.backward(entropy(model(x), y))
-        autograd_hacks.compute_grad1(model)
-        assert_rows(model, one_backward_per_sample(model, entropy, x, y))
-
-
 def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -> None:
     x, y = batch(4)
     with autograd_hacks.accumulate(model):
@@ -81,30 +62,6 @@ def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -
     autograd_hacks.backward(losses, retain_graph=True)
     autograd_hacks.backward(losses, "sum")
     assert_right(model, x, y)
-
-
-def contrastive(out: Tensor) -> Tensor:
-    z = nn.functional.normalize(out, dim=1)
-    return nn.functional.cross_entropy(4 * z @ z.T, torch.arange(len(z)).roll(1), reduction="none")
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [
-        contrastive,
-        lambda out: (out - out.mean(0)).square().sum(1),
-        lambda out: out.square().sum(1) + 1e-4 * out.sum(),
-        lambda out: out.square().sum(1).flip(0),
-    ],
-)
-def test_losses_of_samples_that_mix(losses: Callable[[Tensor], Tensor]) -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            model.zero_grad()
-            vector = losses(model(torch.randn(6, 3)))
-            with pytest.raises(SamplesMixed, match="losses given to backward"):
-                autograd_hacks.backward(vector)
 
 
 def test_losses_of_two_models_and_of_their_own_samples() -> None:

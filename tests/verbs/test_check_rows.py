@@ -133,10 +133,9 @@ MISTAKES: list[tuple[str, Callable[[Rows], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("what", "change", "says"), MISTAKES)
-def test_a_mistake_is_found_and_recognised(what: str, change: Callable[[Rows], Any], says: str, dtype: torch.dtype) -> None:
-    model, batch, rows = case(dtype)
+@crossed(mistake=MISTAKES, dtype=[torch.float64, torch.float32])
+def test_a_mistake_is_found_and_recognised(mistake: tuple[str, Callable[[Rows], Any], str], dtype: torch.dtype) -> None:
+    (what, change, says), (model, batch, rows) = mistake, case(dtype)
     text = found(f"wrong {what}", model, batch, losses_of, change(rows))
     assert re.search(f"(?s){says}", text), text
     if what == "rows":

@@ -316,7 +316,6 @@ def test_layers_without_positions_have_no_tokens() -> None:
 
 @pytest.mark.parametrize("segments", [None, "tokens"])
 def test_two_axes_as_long_as_the_tokens_are_refused(segments: str | None) -> None:
-
     model = Bare(
         lambda m, x: m.each(x.unflatten(2, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2), each=nn.Linear(2, 2)
     )

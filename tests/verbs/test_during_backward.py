@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS, Tied
+from nets import MODELS
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
 from rarely import crossed
 from steps import alive, at_most
@@ -234,30 +234,13 @@ def test_a_penalty_in_the_loss() -> None:
 
 
 def test_samples_that_mix_or_disagree() -> None:
-    class Mixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            return self.out(h - h.mean(0))
-
     model = Mixes()
+    model.mixes = True
     with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.during_backward(model, "norms"):
         squares(model(torch.randn(5, 4))).sum().backward()
     model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
         (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
-
-
-def test_a_parameter_of_several_calls_waits_for_all() -> None:
-    model, x = Tied().double(), torch.randint(7, (4, 5))
-    with autograd_hacks.add_hooks(model):
-        with autograd_hacks.during_backward(model, "norms") as streamed:
-            squares(model(x)).mean().backward()
-        squares(model(x)).mean().backward()
-        assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
 
 
 def test_a_layer_in_two_checkpoints_that_run_inside_of_the_pass() -> None:

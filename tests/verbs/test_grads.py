@@ -11,6 +11,7 @@ from quantities import assert_quantities
 from steps import stepped
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.forms import Outer
@@ -99,20 +100,15 @@ def test_layers_without_entries() -> None:
     assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
 
 
-class Lengths(nn.Module):
+def lengths_net(m: nn.Module, x: Tensor) -> Tensor:
     """Complex layers, after a real one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.first = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.complex128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths: Tensor = self.first(self.before(x).to(torch.complex128)).abs()
-        return lengths
+    lengths: Tensor = m.first(m.before(x).to(torch.complex128)).abs()
+    return lengths
 
 
 def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
-    model, x = Lengths(), torch.randn(5, 4).double()
+    model = Bare(lengths_net, before=nn.Linear(4, 4, dtype=torch.float64), first=nn.Linear(4, 3, dtype=torch.complex128))
+    x = torch.randn(5, 4).double()
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = []
     for sign in (1e-5, -1e-5):

@@ -12,6 +12,7 @@ from oracle import Rows, one_backward_per_sample
 from rarely import crossed, rarely
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import per_sample_jacobian
@@ -298,15 +299,7 @@ def test_a_parameter_that_no_entry_reaches_or_that_is_frozen() -> None:
 
 
 def test_complex_outputs_as_real_numbers() -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.fft(self.inner(x).tanh())
-
-    model, x = Complex(), torch.randn(3, 4)
+    model, x = Bare(lambda m, x: torch.fft.fft(m.inner(x).tanh()), inner=nn.Linear(4, 4)), torch.randn(3, 4)
     with autograd_hacks.add_hooks(model):
         rows = per_sample_jacobian(model, torch.view_as_real(model(x)))
         check(rows, jacobian_of(model, x, torch.view_as_real))

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from rarely import crossed
 from steps import check_losses
 from torch import Tensor
 
@@ -48,6 +49,11 @@ def _weighted_by_the_batch(model: nn.Module, x: Tensor) -> Tensor:
     return own.softmax(0) * own
 
 
+def _a_little_of_all(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    return out.square().sum(1) + 1e-4 * out.sum()
+
+
 def _slope(out: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
 
@@ -70,6 +76,7 @@ MIXING = (
     _another_order,
     _some_in_another_order,
     _weighted_by_the_batch,
+    _a_little_of_all,
     _penalty_of_the_batch,
     _penalty_of_a_neighbour,
 )
@@ -81,8 +88,7 @@ def _batches(n: int = 5) -> Iterator[Tensor]:
         yield torch.randn(n, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("losses", MIXING)
-@pytest.mark.parametrize("param_grad", [True, False])
+@crossed(losses=MIXING, param_grad=[True, False])
 def test_are_refused_in_the_step_in_which_they_begin(losses: Losses, param_grad: bool) -> None:
     model = _net()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):

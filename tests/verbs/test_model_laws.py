@@ -11,6 +11,7 @@ from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -31,19 +32,14 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     model = {
         "mlp": lambda: nn.Sequential(nn.Linear(width, 5, bias=bias), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
         "token": lambda: nn.Sequential(BareMatrix(width), nn.Linear(width, 3)),
-        "lstm": lambda: Pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
+        "lstm": lambda: pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
         "attention": lambda: nn.TransformerEncoderLayer(width, 2, 6, dropout=0.0, batch_first=True),
     }[kind]()
     return model.double(), torch.randn(samples, steps, width).double()
 
 
-class Pooled(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0].sum(1)
+def pooled(layer: nn.Module) -> nn.Module:
+    return Bare(lambda m, x: m.layer(x)[0].sum(1), layer=layer)
 
 
 def taken(model: nn.Module, x: Tensor, param_grad: bool = True) -> autograd_hacks.PerSampleGrads:

@@ -13,6 +13,7 @@ import torch.nn as nn
 from nets import Scale
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import forms
@@ -122,15 +123,12 @@ def verbs_of(form: type[Form]) -> list[str]:
 
 
 def test_nothing_is_computed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inner, self.scale = nn.Embedding(9, 4), nn.LSTM(4, 4, batch_first=True), Scale(4).float()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.scale(self.inner(self.embed(tokens))[0])
-
-    model = Odd()
+    model = Bare(
+        lambda m, tokens: m.scale(m.inner(m.embed(tokens))[0]),
+        embed=nn.Embedding(9, 4),
+        inner=nn.LSTM(4, 4, batch_first=True),
+        scale=Scale(4).float(),
+    )
     handle = autograd_hacks.add_hooks(model)
     grads = stepped(model, torch.randint(9, (5, 3)))
     grouped = grads.group(torch.tensor([0, 0, 1, 1, 1])).select(torch.tensor([1, 1, 0])).scaled(torch.ones(3))
