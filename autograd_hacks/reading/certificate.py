@@ -95,7 +95,7 @@ class Certificate:
         like = small[0] if small else sums[0]
         if (unit := tolerance_of(told, like)) is None:
             return
-        at = directions(known, recorded.task % 4, form.shape, like.dtype, like.device)
+        at = directions(known, recorded.task % 4, form.shape, form.like.dtype, like.device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
         sums = [*sums, *[along(x, at) for x in small]]

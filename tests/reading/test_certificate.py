@@ -210,3 +210,16 @@ def test_what_others_do_to_a_gradient_later_is_no_difference() -> None:
         for p in model.parameters():
             p.grad.zero_()
         autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half, torch.float])
+@pytest.mark.parametrize("sizes", [(8, 150), (4, 5, 150)])
+def test_large_parameters_of_any_precision(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(150, 150), nn.LayerNorm(150), nn.Linear(150, 150)).to(dtype)
+    autograd_hacks.add_hooks(model)
+    x = torch.randn(sizes).to(dtype)
+    model(x).float().square().sum().backward()
+    autograd_hacks.compute_grad1(model, "sum")
+    (model(x).float().square().sum() + 100 * model[2].weight.float().sum()).backward()
+    with pytest.raises(UnseenGradient, match=r"^2\.weight"):
+        autograd_hacks.compute_grad1(model, "sum")
