@@ -12,7 +12,9 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
@@ -43,8 +45,19 @@ def since(first: int) -> list[tuple[dict[int, Any], int]]:
             if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
                 keys = wanted.intersection(thing)
                 wanted -= keys
-                found += [(thing, key) for key in keys if not _is_own(thing[key])]
+                found += [(thing, key) for key in keys if not _is_own(thing[key]) and not _is_of_calls(thing)]
     return found
+
+
+_OF_CALLS = {"_forward_hooks", "_global_forward_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks"}
+
+
+def _is_of_calls(hooks: dict[int, Any]) -> bool:
+    """Whether a dictionary of hooks is a module's or an optimizer's, whose calls are no gradients.
+
+    A module's backward hooks are called by others, which it puts on nodes and tensors in each forward."""
+    owners = (owner for owner in gc.get_referrers(hooks) if isinstance(owner, dict | nn.Module | Optimizer))
+    return any(not _OF_CALLS.isdisjoint(owner if isinstance(owner, dict) else vars(owner)) for owner in owners)
 
 
 def _is_own(hook: Any) -> bool:

@@ -298,6 +298,7 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 _SIMPLE = {int, float, bool, str, type(None)}
+"""Types of items that hold no tensor."""
 
 
 def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:

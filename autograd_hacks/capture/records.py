@@ -54,10 +54,9 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    # By parameter, the gradients that arrived there: small ones themselves, and others along random directions.
+    # By parameter, the gradients that arrived there, until rows are compared: small ones, and others along directions.
     small: dict[str, list[Tensor]] = field(default_factory=dict)
     along: dict[str, list[Tensor]] = field(default_factory=dict)
-    is_certified: bool = False  # whether the rows add up to that
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)

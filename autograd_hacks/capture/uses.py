@@ -191,7 +191,7 @@ class LayerCall(Use, Call):
     """
 
     slots: int = 1
-    leaves: Mapping[int, Node] = field(default_factory=dict, repr=False)  # where parameters (id) end the forward's graph
+    leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # where parameters (id) end the forward's graph
 
     def __getattr__(self, name: str) -> Any:
         """What a usual call's note leaves out.
@@ -199,7 +199,7 @@ class LayerCall(Use, Call):
         known: the layer as it was    overwritten: how often its input and what it reads had been"""
         own = vars(self)
         if name == "edges":
-            leaves = self.leaves
+            leaves = self.leaves or {}
             value: Any = {
                 local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
             }
@@ -207,8 +207,6 @@ class LayerCall(Use, Call):
             value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
         elif name == "versions":
             value = [(self.args[0], own["overwritten"][0])]
-        elif name == "leaves":
-            return {}
         else:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         own[name] = value
@@ -287,7 +285,7 @@ class LayerCall(Use, Call):
             forms = rule.formula(self.layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        if not isinstance(forms, dict | Mapping) or not all(isinstance(form, Form) for form in forms.values()):
+        if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
             raise TypeError(
                 f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
             )

@@ -72,7 +72,7 @@ class Certificate:
         name: the parameter's name in messages
         known: its name in the record
         """
-        if recorded.is_certified or known in recorded.beside or known in recorded.skipped:
+        if known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
         small, sums = recorded.small.get(known, []), recorded.along.get(known, [])
         use, grads, form = told[0]
@@ -140,7 +140,8 @@ class Certificate:
                 if most > own.unit and not self._is_rounding(own, [*zip(apart[n].tolist(), length[n].tolist())]):
                     raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
-            recorded.is_certified = recorded.finished
+            if recorded.finished:  # what was compared is needed no more
+                recorded.small, recorded.along = {}, {}
 
     def _is_rounding(self, own: _Compared, found: Sequence[tuple[float, float]]) -> bool:
         """Whether differences are no more than what torch loses in sums over positions.

@@ -1,5 +1,6 @@
 """The user's hooks on gradients: those that only look do so, and those that move samples are refused by name."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -197,6 +198,38 @@ def test_a_hook_at_several_places_and_draws_of_the_user() -> None:
         squares(model(torch.randn(5, 3).double())).mean().backward()
         numbers.append(torch.randn(3))
     assert torch.equal(*numbers)
+
+
+class Registers(nn.Module):
+    """Registers a hook of each kind on its layers as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(3, 4), nn.Linear(4, 2), 0
+
+    def note(self, *_: object) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.last):
+            layer.register_forward_hook(self.note)
+            layer.register_forward_pre_hook(self.note)
+            layer.register_full_backward_hook(self.note)
+            layer.register_full_backward_pre_hook(self.note)
+            layer.register_state_dict_pre_hook(self.note)
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect to module outputs")
+def test_a_model_may_register_hooks_on_its_layers_as_it_runs() -> None:
+    hooked, plain = Registers().double(), Registers().double()
+    plain.load_state_dict(hooked.state_dict())
+    autograd_hacks.add_hooks(hooked)
+    x = torch.randn(4, 3).double()
+    for _ in range(3):
+        check(hooked, x)
+        squares(plain(x), torch.zeros(4, 2)).mean().backward()
+        copy.deepcopy(hooked).state_dict()
 
 
 def test_a_hook_of_a_parameter_may_do_what_it_likes_after_the_forward_too() -> None:
