@@ -228,7 +228,7 @@ def _with_autograd(
     parameters = record.asked({name: p for name, p in copy.model.named_parameters() if p.requires_grad})
     draws = torch.Generator().manual_seed(0)  # a separate generator, so that the user's random numbers don't change
     asked, independent = independent, independent or recorder.kinds.independent
-    with copy.running(), hooked_copy(copy.model, recorder, independent) as own:
+    with copy.running(), hooked_copy(copy.model, recorder, independent, knows=asked) as own:
         args, kwargs = copy.given
         output = copy.model(*args, **kwargs)
         outputs, record = tensors_of(output), own.record
