@@ -69,7 +69,7 @@ def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
         noted.call.layouts = noted.usual_layouts(samples or 0)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Layer:
     """What stays the same from call to call of a layer with a rule."""
 

@@ -9,8 +9,10 @@ Costs, one thread: 3 to 4 µs a node for a known graph, of which half are the si
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ WITH_TENSORS = 2
 
 class _Entry(NamedTuple):
     walk: Walk
-    held: list[Tensor]  # the parameters, whose identities are in the key
+    parameters: list[weakref.ref[Tensor]]  # whose identities are in the key: it goes with them
     has_tensors: bool
 
 
@@ -60,14 +62,19 @@ class Memo:
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
-        self._kept[key] = entry = _Entry(walk, [trace.leaf(k) for k in trace.fixed], walk.has_tensors())
+        gone = partial(_forget, self._kept, key)
+        self._kept[key] = entry = _Entry(walk, [weakref.ref(trace.leaf(k), gone) for k in trace.fixed], walk.has_tensors())
         self._kept.move_to_end(key)
         if entry.has_tensors:
             for old in [other for other, own in self._kept.items() if own.has_tensors][:-WITH_TENSORS]:
-                del self._kept[old]
+                self._kept.pop(old, None)
         while len(self._kept) > self.size:
             self._kept.popitem(last=False)
         return walk
+
+
+def _forget(kept: OrderedDict[Hashable, _Entry], key: Hashable, _: object) -> None:
+    kept.pop(key, None)
 
 
 def _hashable(label: Label) -> Hashable:

@@ -31,6 +31,8 @@ from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
 from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
+LAYERS = 4
+"""How many readings of a graph are kept, for layers that became others: hooked again, or in another place."""
 LEAKING = "documents mix"
 """The beginning of messages that say so."""
 
@@ -190,7 +192,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
     if reader.key is not None and is_plain and not of_parameters and ran.documents is None:
-        reader.walk.read_as[reader.key] = found
+        reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
 

@@ -6,6 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -128,7 +129,9 @@ class Reader:
                 return None
             ((node, hook),) = hooks
             known: Any = vars(call).get("known")
-            if known is None:
+            if known is not None:
+                known = weakref.ref(known)
+            else:
                 rule = rule_for(call.layer)
                 if rule is None or rule.count is not None or rule.recomputes:
                     return None

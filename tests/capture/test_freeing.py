@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.capture.log import Layer
 from autograd_hacks.capture.uses import LayerCall
+from autograd_hacks.reading.reader import Read
 
 
 def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:
@@ -136,3 +138,28 @@ def test_many_steps_leave_nothing_behind(step: Callable[[nn.Module, Tensor], obj
         for _ in range(times):
             step(model, tokens)
         assert alive(Tensor) <= before
+
+
+def test_tensors_that_replaced_parameters_are_freed() -> None:
+    model, made = mlp(), list[weakref.ref[Tensor]]()
+    autograd_hacks.add_hooks(model)
+    for _ in range(6):
+        replaced = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        made += [weakref.ref(p) for p in replaced.values()]
+        squares(torch.func.functional_call(model, replaced, (torch.randn(5, 3).double(),))).mean().backward()
+    del replaced
+    gc.collect()
+    assert sum(own() is not None for own in made) <= 4  # of the last step
+
+
+def test_hooks_that_come_and_go_keep_no_more_than_before() -> None:
+    model, x = mlp(), torch.randn(5, 3).double()
+    handle, found = autograd_hacks.add_hooks(model), []
+    for _ in range(12):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        handle.off()
+        handle.on()
+        gc.collect()
+        found.append((alive(Read), alive(Layer)))
+    assert found[-1] == found[6]
