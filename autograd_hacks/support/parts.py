@@ -75,4 +75,7 @@ def memory_of(x: Tensor) -> int:
     """An address that differs for tensors in different memory; for tensors without memory, the object's id."""
     if x.is_nested or x.layout != torch.strided or x.is_meta:
         return id(x)
-    return part_of(x).untyped_storage().data_ptr()
+    try:
+        return part_of(x).untyped_storage().data_ptr()
+    except RuntimeError:  # wrappers of tensors, and tensors that are traced
+        return id(x)

@@ -370,6 +370,20 @@ def test_parameters_of_zeros_stay_zeros() -> None:
         assert not model.last.weight.any()
 
 
+def test_a_forward_may_write_into_wrappers_of_tensors() -> None:
+    """They have no memory of their own, as tensors that are traced have none."""
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+
+    class Counted(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            two_tensor.TwoTensor(x.detach().clone(), x.detach().clone()).add_(1)
+            return super().forward(x)
+
+    model = Counted()
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.verify(model, args=(torch.randn(4, 3),))
+
+
 def test_a_copy_is_freed_after_the_check() -> None:
     model, x = nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 2)), torch.randn(4, 13)
     with autograd_hacks.add_hooks(model, independent=True):
