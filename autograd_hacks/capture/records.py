@@ -73,7 +73,7 @@ class Pass:
             if is_part(grad):
                 return
             grad = part_of(plain(grad))
-        if grad.is_meta or grad.is_nested:
+        if grad.is_meta or grad.is_nested or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if grad.layout is torch.strided and grad.numel() <= SMALL:
             self.small.setdefault(name, []).append(grad.clone())  # others may add to it

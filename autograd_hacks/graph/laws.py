@@ -39,6 +39,7 @@ class Kind:
     by_values: whether the law reads saved tensors
     is_stateless: whether its backward depends on nothing but what it shows
     has_operands: whether it saves tensors
+    overwritten: how many of its first inputs only lend their memory
     """
 
     name: str
@@ -49,6 +50,7 @@ class Kind:
     by_values: bool = False
     is_stateless: bool = False
     has_operands: bool = True
+    overwritten: int = 0
 
     @property
     def is_entrywise(self) -> bool:
@@ -88,7 +90,8 @@ def kind_of_name(name: str, kind: type) -> Kind:
     for table, by_values in ((VALUES, True), (MOVES, False)):
         if (own := table.get(operation)) is not None:
             return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
-    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True)
+    overwritten = 1 if operation == "copy" else 0
+    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True, overwritten=overwritten)
 
 
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:

@@ -82,13 +82,13 @@ def _hashable(label: Label) -> Hashable:
 
 
 def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
-    nodes, edges = trace.nodes, trace.edges
+    nodes = trace.nodes
     try:
         for k, name, value in walk.read:
             if not _equal(Reader(nodes[k], False).saved(name), value):
                 return False
         for k, origin in walk.origins.items():
-            if memory.origin(nodes[k], edges[k]) != origin:
+            if memory.origin(nodes[k], trace.read_by(k)) != origin:
                 return False
         for k, outs, ins in walk.asked:
             found = probed(nodes[k], outs, samples)

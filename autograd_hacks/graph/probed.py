@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import MIXED, NOBODY, At, Entries, Label, entries, tidied
+from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, entries, tidied
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
@@ -113,8 +113,8 @@ def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...]
         several |= a & b
         anybody |= a | b
         owner |= b.long() << digit
-    if bool(several.any()):
-        return MIXED
+    if bool(several.any()):  # what no axis has as many places as there are samples has no axis of theirs
+        return MIXED if any(size % samples == 0 for size in several.shape) else SUM
     if not bool(anybody.any()):
         return None
     # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.

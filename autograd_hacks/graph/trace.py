@@ -95,6 +95,10 @@ class Trace:
         x: Tensor = self.nodes[k].variable
         return x
 
+    def read_by(self, k: int) -> Sequence[tuple[int, int] | None]:
+        """A node's edges, without those to what its operation only overwrites."""
+        return self.edges[k][self.kinds[k].overwritten :]
+
     def behind(self, starts: Iterable[int]) -> set[int]:
         """The nodes behind some nodes, with these."""
         waiting = list(starts)

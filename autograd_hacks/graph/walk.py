@@ -277,8 +277,9 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
                     break
             else:
                 own[k] = True
-                if kind.has_operands or None in trace.edges[k]:
-                    walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
+                ahead = trace.read_by(k)
+                if kind.has_operands or None in ahead:
+                    walk.origins[k] = origin = memory.origin(trace.nodes[k], ahead)
                     own[k] = origin == OWN
     return own
 
@@ -300,7 +301,7 @@ def _decide(
         ):
             of_batch[k] = True
         elif any(label is not None for label in walk.labels[k]):
-            walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.edges[k])
+            walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.read_by(k))
             of_batch[k] = origin == BATCH
     behind: list[int] = []
     for node, place, label, why in lost:

@@ -1,11 +1,13 @@
 """Functions that are given parameters, run modules and passes in their backward, and return the parameters' gradients:
 solvers with an adjoint, reversible blocks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from oracle import squares
 from steps import check_batches, check_losses
 from torch import Tensor
@@ -80,3 +82,39 @@ def test_after_a_backward_that_failed() -> None:
                     autograd_hacks.backward(squares(model(x)))
             else:
                 check_losses(model, lambda: squares(model(x)))
+
+
+class Product(torch.autograd.Function):
+    """x wᵀ, as kernels of others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
+def _in_a_buffer(w: Tensor) -> Tensor:
+    """The weight, copied into memory that no graph knows, as autocast has the weights of cuDNN's recurrent layers."""
+    return torch.empty_like(w, requires_grad=False).copy_(w)
+
+
+@pytest.mark.parametrize("made", [_in_a_buffer, lambda w: F.dropout(w, 0.5), lambda w: w + torch.randn_like(w)])
+@pytest.mark.parametrize("samples", [5, 2])
+def test_what_is_made_of_weights_and_of_tensors_without_a_graph(made: Callable[[Tensor], Tensor], samples: int) -> None:
+    """It meets the batch in a node that has no law.  With two samples an axis could be theirs."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(0)  # each sample alone has the batch's numbers
+            return Product.apply(self.first(x), made(self.weight))
+
+    check_batches(Net().double(), *(_batch(samples) for _ in range(3)))

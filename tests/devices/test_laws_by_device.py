@@ -83,7 +83,8 @@ def test_random_bits_are_those_of_the_cpu(device: torch.device) -> None:
     assert torch.equal(noise((70, 999), key, device).cpu(), noise((70, 999), key, cpu))
     streams, counts = [Stream.of("bits", n) for n in range(3)], [5, 70_000, 257]
     both = [normal(streams, counts, 0.7, where, torch.float64) for where in (device, cpu)]
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(*both))
+    for one, other in zip(*both):  # the same bits; a GPU's logarithms and cosines may differ in the last place
+        assert_close(one.cpu(), other, rtol=1e-13, atol=1e-13)
     found, right = (SparseMap("p", torch.Size((70, 999)), 64, 1, 2).hashes(where) for where in (device, cpu))
     for one, other in zip(found, right):
         for field in ("row_place", "column_place", "row_sign", "column_sign"):
