@@ -40,6 +40,11 @@ class Announcement:
     heard_by: list[Record] = field(default_factory=list)
 
 
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph captures what is done to a tensor."""
+    return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(eq=False)
 class Pass:
     """One backward pass, including the passes that checkpointing runs inside it.  Parameters are known by name."""
@@ -73,7 +78,7 @@ class Pass:
             if is_part(grad):
                 return
             grad = part_of(plain(grad))
-        if grad.is_meta or grad.is_nested or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if grad.is_meta or grad.is_nested or _is_captured(grad):
             return
         if grad.layout is torch.strided and grad.numel() <= SMALL:
             self.small.setdefault(name, []).append(grad.clone())  # others may add to it
