@@ -84,7 +84,7 @@ def _by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
         most = made[0].ndim
         given = [labels[x].moved(most - len(x.meta["val"].shape) + labels[x].dim) for x in node.all_input_nodes if labels[x]]
         return labels.same(node, given) if is_one else [labels.same(node, given)] * len(made)
-    outs = [None if y is None else [size(s) for s in y.shape] for y in made]
+    outs = [[size(s) for s in y.shape] if isinstance(y, Tensor) else None for y in made]  # attention also returns lengths
     for o, out in enumerate(outs):
         try:
             found.append(None if out is None or 0 in out else _of_output(labels, node, axes, o, outs))

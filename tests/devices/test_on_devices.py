@@ -249,6 +249,22 @@ def test_a_compiled_step(name: str) -> None:
         model.zero_grad()
 
 
+@needs_cuda
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_a_compiled_step_by_a_kernel_of_attention(backend: SDPBackend) -> None:
+    """Kernels return lengths and seeds, too, which are no tensors or have no samples."""
+    torch.manual_seed(0)
+    model, x = Causal(128).to("cuda"), torch.randint(11, (4, 8), device="cuda")
+    matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
+    compiled = autograd_hacks.compile(model, "norms")
+    for _ in range(2):
+        with sdpa_kernel(backend), torch.autocast("cuda", torch.bfloat16):
+            losses(compiled(x)).sum().backward()
+        assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=0.1, atol=0)
+        model.zero_grad()
+
+
 @quiet
 def test_documents_by_a_block_mask_of_flex_attention(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against each document alone, on the CPU, where torch computes gradients but refuses to be asked for them."""
