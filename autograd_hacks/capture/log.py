@@ -15,6 +15,7 @@ from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
+from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import node_of
@@ -80,10 +81,11 @@ class Layer:
     buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
     is_plain: bool  # whether its calls may be noted in few words
+    settings: Settings  # a stride, an epsilon: they may differ from call to call
 
     def holds(self, layer: nn.Module) -> bool:
         own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
-        if layer is not self.layer or len(own) != len(self.owned):
+        if layer is not self.layer or len(own) != len(self.owned) or not self.settings.are_of(layer):
             return False
         for (local, p), (name, before, trains) in zip(own.items(), self.owned):
             if p is not before or local != name or (p is not None and p.requires_grad is not trains):
@@ -178,6 +180,7 @@ class Forward:
             kwargs=kwargs,
             training=layer.training,
             state=state,
+            settings=known.settings,
             random_state=drew,
             outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
             precision=autocast_dtype(outputs[0].device),
@@ -246,7 +249,8 @@ class Forward:
             self.backward.watch(p)
         buffers = tuple(layer._buffers.values())
         read += [(local, x) for local, x in layer._buffers.items() if x is not None]
-        return Layer(layer, rule, owned, tuple(read), buffers, wanted, not rule.recomputes and rule.count is None)
+        is_plain, settings = not rule.recomputes and rule.count is None, Settings(layer)
+        return Layer(layer, rule, owned, tuple(read), buffers, wanted, is_plain, settings)
 
     def _edge(self, p: Tensor, name: str) -> Edge:
         edge = self._edges_now.get(id(p))

@@ -18,7 +18,7 @@ from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, 
 from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.formulas.call import Call
+from autograd_hacks.formulas.call import Call, Settings
 from autograd_hacks.formulas.met import Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES, Rule, rule_for
 from autograd_hacks.probe.documents import Documents, check_told
@@ -191,6 +191,7 @@ class LayerCall(Use, Call):
     """
 
     slots: int = 1
+    settings: Settings = field(repr=False)  # of the layer at the call
     leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # where parameters (id) end the forward's graph
 
     def __getattr__(self, name: str) -> Any:
@@ -207,6 +208,8 @@ class LayerCall(Use, Call):
             value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
         elif name == "versions":
             value = [(self.args[0], own["overwritten"][0])]
+        elif name == "settings":
+            value = own["known"].settings
         else:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         own[name] = value
@@ -279,10 +282,10 @@ class LayerCall(Use, Call):
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
         given = self.training, at, self.state
-        outputs = self.random_state, self.outputs, self.precision
-        call = Call(self.path, self.layer, args, kwargs, *given, *outputs, self._is_compared(grads))
+        outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
+        call = Call(self.path, layer, args, kwargs, *given, *outputs, self._is_compared(grads))
         try:
-            forms = rule.formula(self.layer, call)
+            forms = rule.formula(layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
         if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):

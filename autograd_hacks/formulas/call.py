@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,38 @@ from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
 from autograd_hacks.support.contexts import MATMUL, RNN, unit_of_products, with_random_state
 from autograd_hacks.support.trees import version_of
+
+
+class Settings:
+    """What a layer's type declares as constants, as it is now: formulas read it later, and models set it between calls.
+
+    A type without a declaration has all its attributes that are numbers, texts or tuples."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        own: dict[str, Any] = vars(layer)
+        names = getattr(type(layer), "__constants__", None)
+        if names is None:
+            names = [name for name, value in own.items() if type(value) in _PLAIN and name != "training"]
+        self._known = {name: own[name] for name in names if name in own}
+        self._read = itemgetter(*self._known) if self._known else lambda own: None
+        self._values = self._read(own)
+
+    def are_of(self, layer: nn.Module) -> bool:
+        try:
+            return bool(self._read(vars(layer)) == self._values)
+        except (KeyError, RuntimeError):  # one is gone, or a tensor now
+            return False
+
+    def put_back(self, layer: nn.Module) -> nn.Module:
+        """The layer if it has these settings; else another object, the same but for these."""
+        if self.are_of(layer):
+            return layer
+        found: nn.Module = object.__new__(type(layer))
+        vars(found).update(vars(layer) | self._known)
+        return found
+
+
+_PLAIN = (bool, int, float, str, tuple, torch.Size, type(None))
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """What a layer is may change between steps: nothing that is remembered of it may be older than the step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.forms import Dense
+from autograd_hacks.formulas import Rule, single_input
+from autograd_hacks.formulas.table import RULES
 
 
 class Renamed(nn.Linear):
@@ -177,6 +181,70 @@ def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[n
             check(model, x, "sum")
             rows = [p.grad1.flatten(1) for p in model.parameters()]
             torch.testing.assert_close(streamed.norms, torch.cat(rows, 1).norm(dim=1))
+
+
+def first_of(out: Any) -> torch.Tensor:
+    first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return first
+
+
+class Twice(nn.Module):
+    """One layer with settings that the model changes from call to call, and that are others again when rows are read."""
+
+    def __init__(self, layer: nn.Module, **settings: Sequence[object]) -> None:
+        super().__init__()
+        self.layer, self.settings = layer, settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = []
+        for number in range(2):
+            self.set(number)
+            out.append(first_of(self.layer(x)).flatten(1))
+        self.set(2)
+        return torch.cat(out, 1)
+
+    def set(self, number: int) -> None:
+        for name, values in self.settings.items():
+            setattr(self.layer, name, values[number])
+
+
+class Powered(nn.Module):
+    """A layer with a rule of the user's, whose type declares no constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.power = nn.Parameter(torch.ones(5)), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x**self.power
+
+
+TWICE: dict[str, Callable[[], tuple[Twice, torch.Tensor]]] = {
+    "dilation": lambda: (
+        Twice(nn.Conv1d(2, 3, 3), dilation=[(1,), (2,), (3,)], padding=[(1,), (2,), (0,)]), torch.randn(4, 2, 7)),
+    "stride": lambda: (Twice(nn.Conv2d(2, 3, 2), stride=[(1, 1), (2, 2), (1, 1)]), torch.randn(4, 2, 5, 5)),
+    "padding mode": lambda: (
+        Twice(nn.Conv1d(2, 3, 3, padding=1), padding_mode=["zeros", "circular", "reflect"]), torch.randn(4, 2, 7)),
+    "eps": lambda: (Twice(nn.LayerNorm(5), eps=[0.5, 1e-5, 1.0]), torch.randn(4, 3, 5)),
+    "eps of running statistics": lambda: (Twice(nn.BatchNorm1d(5).eval(), eps=[0.5, 1e-5, 1.0]), torch.randn(4, 5)),
+    "groups": lambda: (Twice(nn.GroupNorm(2, 6), num_groups=[2, 3, 6]), torch.randn(4, 6, 3)),
+    "padding index": lambda: (Twice(nn.Embedding(5, 3), padding_idx=[None, 1, 2]), torch.randint(5, (4, 3))),
+    "bags": lambda: (Twice(nn.EmbeddingBag(5, 3), mode=["sum", "mean", "max"]), torch.randint(5, (4, 3))),
+    "dropout": lambda: (
+        Twice(nn.LSTM(3, 3, 2, batch_first=True, dropout=0.5), dropout=[0.0, 0.0, 0.5]), torch.randn(4, 2, 3)),
+    "a registered rule's": lambda: (Twice(Powered(), power=[1, 2, 3]), torch.randn(4, 5)),
+}  # fmt: skip
+
+
+@crossed(kind=TWICE, param_grad=[True, False])
+def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ordinary gradients only the first steps are compared with the gradient that arrived."""
+    monkeypatch.setitem(RULES, Powered, Rule(single_input(lambda own, x, g: {"weight": Dense(g * x**own.power)})))
+    model, x = TWICE[kind]()
+    model, x = model.double(), x.double() if x.is_floating_point() else x
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(4):
+            check(model, x)
 
 
 def test_functional_call_of_a_hooked_model_with_a_parameter_of_its_own() -> None:
