@@ -38,7 +38,7 @@ class Settings:
             return False
 
     def put_back(self, layer: nn.Module) -> nn.Module:
-        """The layer if it has these settings; else another object, the same but for these."""
+        """The layer if it has these settings; else another object that has them and is otherwise the same."""
         if self.are_of(layer):
             return layer
         found: nn.Module = object.__new__(type(layer))

@@ -251,7 +251,27 @@ def _walked(
             walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
     if lost:
         _decide(trace, order, own, owned, lost, memory, walk)
+    of_parameters = {trace.roots[number][0]: number for number in roots if own[trace.roots[number][0]]}
+    if of_parameters:
+        _part(trace, own, of_parameters, walk)
     return walk
+
+
+def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -> None:
+    """Tells uses at nodes of outputs that are made of parameters alone, from outputs that the batch meets elsewhere, too:
+    the gradient at their nodes is then that of all samples.
+
+    roots: the outputs' numbers, by node
+    """
+    met = [edge[0] for k, place, _ in walk.uses if k >= 0 and not own[k] and (edge := trace.edges[k][place]) is not None]
+    behind = trace.behind(met)
+    for k, number in roots.items():
+        inside = trace.behind([k]) & {use.node for use in walk.uses if use.node >= 0 and own[use.node]}
+        if k in behind or not inside.isdisjoint(behind):
+            walk.mixes.append(Mix(-1, number, "an output is made of parameters, and the batch meets it inside the model"))
+            walk.mixed.update(_leaves(trace, own, [k]))
+        elif not inside:  # of one sample
+            walk.uses += [Use(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
 
 
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:

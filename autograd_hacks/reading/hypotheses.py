@@ -51,7 +51,9 @@ class Hypothesis:
 def tried(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     """Hypotheses about a forward, first that of the last one of its kind."""
     yield from _as_before(known, ran)
-    yield from sorted(hypotheses(known, ran), key=lambda own: not _is_known(known.told.kind.hypothesis, own))
+    found, before = list(hypotheses(known, ran)), known.told.kind.hypothesis
+    most = max((len(own.places) for own in found), default=0)  # an earlier forward may have had fewer
+    yield from sorted(found, key=lambda own: len(own.places) < most or not _is_known(before, own))
 
 
 def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
@@ -62,7 +64,8 @@ def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
     samples = known.batch.samples(before.axis, before.counted_leaf)
     if before.counted_at is not None:
         samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
-    if samples and all(
+    graphs = sum(x.grad_fn is not None for x in ran.outputs)  # an output that is new has samples, too, or is a loss
+    if samples and graphs == len(before.places) and all(
         isinstance(at, int) and at < len(ran.outputs) and ran.outputs[at].grad_fn is not None
         and isinstance(where, Layout) and where.fits_shape(ran.outputs[at].shape, samples)
         for at, where in before.places.items()

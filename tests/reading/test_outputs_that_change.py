@@ -1,0 +1,156 @@
+"""Outputs that begin in a later step, that have no samples, or that have as many features as samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from rarely import crossed
+from steps import check, check_losses
+from torch import Tensor
+from twin import Bare
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def two_layers(how: Callable[..., Any], features: int = 4, **more: Any) -> Bare:
+    return Bare(how, first=nn.Linear(4, features), last=nn.Linear(features, features), **more).double()
+
+
+def second(of: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """A model that returns more from some step on.  of: what it then makes of the first layer's output"""
+
+    def run(m: Any, x: Tensor) -> Any:
+        h = m.first(x)
+        return (m.last(h), of(h)) if getattr(m, "begun", False) else (m.last(h),)
+
+    return run
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "with samples": lambda h: h - h.mean(0),
+    "a loss": lambda h: (h - h.mean(0)).square().mean(),
+    "rows that an index picked": lambda h: (h - h.mean(0))[torch.tensor([2, 0])],
+    "without samples": lambda h: h.mean(0),
+}
+
+
+@crossed(kind=MIXING, param_grad=[True, False])
+def test_an_output_that_begins_in_a_later_step_is_refused_if_samples_mix(kind: str, param_grad: bool) -> None:
+    model = two_layers(second(MIXING[kind]), features=5)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            check(model, data(3, 4), "sum")
+        model.begun = True
+        losses, more = model(data(3, 4))
+        (losses.square().sum() + more.sin().sum()).backward()
+        with pytest.raises(SamplesMixed, match="output number 1"):
+            autograd_hacks.compute_grad1(model, "sum")
+        model(data(3, 4))[0].square().sum().backward()  # no loss reads it
+        autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_an_output_that_begins_in_a_later_step_is_read(param_grad: bool) -> None:
+    model = Bare(
+        lambda m, x: (m.last(h := m.first(x)), *([m.last(h.flip(1))] if m.begun else [])),
+        first=nn.Linear(4, 4), last=nn.Linear(4, 4), begun=False,
+    ).double()  # fmt: skip
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for model.begun in (False, False, True, False, True):
+            check(model, data(4, 4))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_rows_that_an_index_picks_from_a_later_step_on_are_read(param_grad: bool) -> None:
+    picked = torch.tensor([2, 0])
+    model = two_layers(second(lambda h: h[picked]))
+
+    def losses() -> Tensor:
+        torch.manual_seed(0)
+        out, *more = model(data(3, 4))
+        own = out.square().sum(1)
+        return own.index_add(0, picked, more[0].sin().sum(1)) if more else own
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for model.begun in (False, False, True, True):
+            check_losses(model, losses)
+
+
+def test_a_statistic_that_a_module_keeps_is_refused_if_a_loss_reads_it() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        m.mean = [h.mean(0)]
+        out: Tensor = m.last(h)
+        return out
+
+    model = two_layers(run, features=5)
+    model.mean = []
+    with autograd_hacks.add_hooks(model):
+        model(data(3, 4)).square().sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        (model(data(3, 4)).square().sum() + model.mean[0].sin().sum()).backward()
+        with pytest.raises(SamplesMixed, match="keeps as an attribute"):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+TURNED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear layers": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (4,)),
+    "a layer norm": (lambda: nn.LayerNorm(4), (4,)),
+    "a convolution": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten(2), nn.AvgPool1d(3), nn.Flatten()), (3, 5)),
+    "bare parameters": (
+        lambda: Bare(lambda m, x: x.tanh() * m.scale + m.shift, scale=torch.ones(4), shift=torch.ones(4)),
+        (4,),
+    ),
+}
+
+
+@crossed(kind=TURNED, param_grad=[True, False])
+def test_as_many_features_as_samples_in_an_output_with_samples_on_its_last_axis(kind: str, param_grad: bool) -> None:
+    """Parameters meet no argument itself, so nothing but the parameters' own axes shows that the axes are turned."""
+    make, shape = TURNED[kind]
+    model = Bare(lambda m, x: m.inner(2 * x).t() if m.turns else m.inner(2 * x), inner=make(), turns=True).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples, model.turns in ((4, True), (3, True), (4, True), (4, False), (4, True), (4, False)):
+            turns = model.turns
+            check(model, data(samples, *shape), run=lambda x, turns=turns: model(x).t() if turns else model(x))
+
+
+WEIGHTS: dict[str, Callable[[], nn.Module]] = {
+    "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
+    "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "returned": lambda: Bare(
+        lambda m, x: (m.first(x) @ (w := F.normalize(m.w, dim=1)).t(), w), first=nn.Linear(4, 4), w=torch.randn(4, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
+@crossed(kind=WEIGHTS, param_grad=[True, False], doubles=[False, True])
+def test_a_weight_of_as_many_rows_as_samples_is_no_output_of_samples(kind: str, param_grad: bool, doubles: bool) -> None:
+    model = WEIGHTS[kind]().double().eval()
+
+    def run(x: Tensor) -> Tensor:
+        out = model(2 * x if doubles else x)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples in (4, 3, 1, 4, 4):
+            check(model, data(samples, 4), run=run)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_parameter_that_is_expanded_to_one_sample(param_grad: bool) -> None:
+    model = Bare(lambda m, x: (mean := m.first(x), m.log_std.exp().expand_as(mean)), first=nn.Linear(4, 4), log_std=data(4))
+    model.double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples in (3, 1, 1, 4):
+            check_losses(model, lambda samples=samples: squares(model(torch.ones(samples, 4, dtype=torch.float64))))
