@@ -65,6 +65,7 @@ class Certificate:
         # What is compared, by kinds and shapes.  Small parameters of one kind are compared together.
         self._small = dict[tuple[object, ...], list[tuple[str, str, int, Sequence[Told], Tensor]]]()
         self._found = dict[tuple[object, ...], list[tuple[_Compared, Tensor, Tensor, Tensor]]]()
+        self._roundings = dict[tuple[str, torch.dtype, torch.device], float]()  # by kind of product, `rounding_of_products`
 
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
@@ -93,7 +94,7 @@ class Certificate:
             self._small.setdefault(alike, []).append((name, known, recorded.task, told, small[0]))
             return
         like = small[0] if small else sums[0]
-        if (unit := tolerance_of(told, like)) is None:
+        if (unit := self._unit_of(told, like)) is None:
             return
         at = directions(known, recorded.task % 4, form.shape, form.like.dtype, like.device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
@@ -108,50 +109,74 @@ class Certificate:
         (small, self._small), (found, self._found) = (self._small, {}), (self._found, {})
         for group in small.values():
             names, numbers, grads = [own[1] for own in group], [own[2] % 4 for own in group], [own[4] for own in group]
-            if (unit := tolerance_of(group[0][3], grads[0])) is not None:
+            if (unit := self._unit_of(group[0][3], grads[0])) is not None:
                 u, v = stacked(tuple(names), tuple(numbers), grads[0].shape, grads[0].dtype, grads[0].device)
                 terms = _terms_of_all([own[3][0][2] for own in group], u, v)
-                totals = torch.bmm(u, torch.stack(grads).view(len(grads), u.shape[2], v.shape[2]))
+                totals = torch.bmm(u, _stack(grads).view(len(grads), u.shape[2], v.shape[2]))
                 yield [_compared(own[0], unit, own[3]) for own in group], terms, totals, v
         for group_of in found.values():
             compared, *tensors = zip(*group_of)
-            terms, totals, v = (torch.stack(own) for own in tensors)
+            terms, totals, v = map(_stack, tensors)
             yield list(compared), terms, totals, v
+
+    def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
+        """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing useful is known."""
+        used = {
+            dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)
+        }
+        unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
+        if unit < 1e-6:
+            added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
+            kinds = {_products_of(use) for use, _, _ in told}
+            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *(self._rounded(kind, like) for kind in kinds))
+        leaves = [leaf for _, _, form in told for leaf in form.leaves()]
+        if any(isinstance(leaf, Dense) for leaf in leaves):
+            return None
+        # torch adds up a convolution's samples in half precision: 32 were off by 0.7 %.
+        samples = max([leaf.samples for leaf in leaves if isinstance(leaf, Convolution)], default=1)
+        return COARSE * unit * max(1.0, samples**0.5 / 2)
+
+    def _rounded(self, kind: str, like: Tensor) -> float:
+        key = kind, like.dtype, like.device
+        if key not in self._roundings:  # to ask for torch's settings takes 10 µs
+            self._roundings[key] = rounding_of_products(kind, like)
+        return self._roundings[key]
 
     def check(self) -> None:
         """Raises if rows don't add up."""
-        compared, parts = list[_Compared](), list[list[Tensor]]()
+        compared, apart, lengths = list[_Compared](), list[Tensor](), list[Tensor]()
         for group, terms, totals, v in self._groups():
-            moved, norm = totals * v, torch.linalg.vector_norm
-            whole = norm(totals, dim=(1, 2))[:, None].expand(-1, PAIRS)
-            apart = moved.sum(2).to(terms.dtype) - terms.sum(2)
-            parts.append([apart.abs(), norm(terms, dim=2), whole, norm(moved, dim=2)])
+            # What arrived and the terms, with one sign, add up to zero.
+            both = torch.cat([torch.mul(totals, v).to(terms.dtype), terms.neg()], 2)
+            apart.append(both.sum(2))
+            lengths.append(torch.linalg.vector_norm(both, dim=(1, 2)))
             compared += group
         if compared:
-            device = parts[0][0].device
-            apart, length, whole, moved = (torch.cat([x.to(device) for x in own]) for own in zip(*parts))
-            length += torch.maximum(whole / PAIRS**0.5, moved)  # about the gradient's
+            device = apart[0].device
+            differences = torch.cat([x.to(device) for x in apart]).abs()
+            length = torch.cat([x.to(device) for x in lengths]) * (2 / PAIRS) ** 0.5  # as long as both
             if any(own.received is not None for own in compared):
                 given = [0.0 if own.received is None else own.received for own in compared]
-                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])[:, None]
+                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])
+            most = differences.amax(1)
             # Of infinite gradients nothing is known.
-            for n, most in enumerate((apart / length).nan_to_num(0.0).amax(1).tolist()):
+            for n, found in enumerate((most / length).nan_to_num(0.0).tolist()):
                 own = compared[n]
-                if most > own.unit and not self._is_rounding(own, [*zip(apart[n].tolist(), length[n].tolist())]):
+                if found > own.unit and not self._is_rounding(own, float(most[n]), float(length[n])):
                     raise unexplained(own.name, self._record)
         for recorded in self._record.passes:
             if recorded.finished:  # what was compared is needed no more
                 recorded.small, recorded.along = {}, {}
 
-    def _is_rounding(self, own: _Compared, found: Sequence[tuple[float, float]]) -> bool:
-        """Whether differences are no more than what torch loses in sums over positions.
+    def _is_rounding(self, own: _Compared, apart: float, length: float) -> bool:
+        """Whether a difference is no more than what torch loses in sums over positions.
 
-        found: along each direction, the difference and the length with which it was compared"""
+        apart: the largest one along a direction    length: with which it was compared"""
         if own.received is not None:
             return False
         # The first one, the length of one use's gradient, is less and takes far less time.
         received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
-        return any(all(not apart > own.unit * (length + 2 * more) for apart, length in found) for more in received)
+        return any(not apart > own.unit * (length + 2 * more) for more in received)
 
 
 def _compared(name: str, unit: float, told: Sequence[Told]) -> _Compared:
@@ -175,9 +200,13 @@ def _is_small(use: Use, form: Any, grad: Tensor) -> bool:
 def _terms_of_all(forms: Sequence[Any], u: Tensor, v: Tensor) -> Tensor:
     """`Form.terms` of the forms of P vectors or matrices, all of one size, (P, K, N T).  u: P K O    v: P K I"""
     if isinstance(forms[0], Outer):
-        left, right = (torch.stack([form.pair[n] for form in forms]).flatten(1, 2) for n in (0, 1))
+        left, right = (_stack([form.pair[n] for form in forms]).flatten(1, 2) for n in (0, 1))
         return torch.bmm(u, left.mT) * torch.bmm(v, right.mT)
-    return torch.bmm(u * v, torch.stack([form.values for form in forms]).mT)
+    return torch.bmm(u, _stack([form.values for form in forms]).mT)  # v is 1
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)  # type: ignore[arg-type]  # a sequence will do
 
 
 def _as_used(use: Use, form: Form) -> Form:
@@ -185,21 +214,6 @@ def _as_used(use: Use, form: Form) -> Form:
     if use.precision is None or use.precision == form.like.dtype or not isinstance(form, Factored):
         return form
     return form.to(use.precision).to(form.like.dtype)
-
-
-def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
-    """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing useful is known."""
-    used = {dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)}
-    unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
-    if unit < 1e-6:
-        added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
-        return max(UNITS * unit * (1 + (added / MANY) ** 0.5), rounded_by((use for use, _, _ in told), like))
-    leaves = [leaf for _, _, form in told for leaf in form.leaves()]
-    if any(isinstance(leaf, Dense) for leaf in leaves):
-        return None
-    # torch adds up a convolution's samples in half precision: 32 were off by 0.7 %.
-    samples = max([leaf.samples for leaf in leaves if isinstance(leaf, Convolution)], default=1)
-    return COARSE * unit * max(1.0, samples**0.5 / 2)
 
 
 def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
