@@ -1,7 +1,7 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -40,6 +40,14 @@ def reach_of(node: Node) -> str:
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return CAPTURED
         raise
+
+
+def ways_to(edges: Mapping[str, Edge]) -> dict[str, str]:
+    """`reach_of` the nodes that the running pass reaches, by the parameters' names in a use."""
+    try:
+        return {local: EXECUTED for local, edge in edges.items() if will_execute(edge.node)}
+    except RuntimeError:
+        return {local: way for local, edge in edges.items() if (way := reach_of(edge.node))}
 
 
 class AtOutput(GraphAlive):
@@ -103,12 +111,12 @@ class AtNode:
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
     node.register_prehook(hook)
-    notes: Any = node.metadata  # torch's types declare it as a method; no garbage collector looks into it
-    notes.setdefault(put_on, []).append(weakref.ref(hook))
+    notes: Any = node.metadata  # torch's types declare it as a method
+    notes[put_on] = (*notes[put_on], hook) if put_on in notes else (hook,)
 
 
-def on_node(node: Any) -> list[AtOutput | AtNode]:
-    return [hook for at in node.metadata.get(put_on, ()) if (hook := at()) is not None]
+def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
+    return node.metadata.get(put_on, ())  # type: ignore[no-any-return]
 
 
 def attach(

@@ -40,9 +40,10 @@ class Announcement:
     heard_by: list[Record] = field(default_factory=list)
 
 
-def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph captures what is done to a tensor."""
-    return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def _may_be_read(x: Tensor) -> bool:
+    """Whether a tensor has numbers that the host may ask for, now or later: not while a CUDA graph captures."""
+    is_captured = x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return not (x.is_meta or is_captured)
 
 
 @dataclass(eq=False)
@@ -78,10 +79,14 @@ class Pass:
             if is_part(grad):
                 return
             grad = part_of(plain(grad))
-        if grad.is_meta or grad.is_nested or _is_captured(grad):
+        if grad.is_nested or not (grad.is_cpu or _may_be_read(grad)):
             return
-        if grad.layout is torch.strided and grad.numel() <= SMALL:
-            self.small.setdefault(name, []).append(grad.clone())  # others may add to it
+        if grad.numel() <= SMALL and grad.layout is torch.strided:
+            own = grad.clone()  # others may add to it
+            if name in self.small:
+                self.small[name].append(own)
+            else:
+                self.small[name] = [own]
             return
         at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():

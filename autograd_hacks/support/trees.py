@@ -307,6 +307,14 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_among(*tensors: Tensor) -> list[int]:
+    """`version_of` tensors, which usually aren't inference tensors."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
 class ByTensor(Generic[T]):
     """A dictionary with tensors as keys, compared by identity and not kept alive.
 
