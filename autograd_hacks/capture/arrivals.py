@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,36 @@ class AtOutput(GraphAlive):
             # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
             self.call = self.graph = self.live = None
             self.inputs = frozenset()
+
+
+class Link(NamedTuple):
+    """What a node makes for parameters, or for nodes that pass it on to one parameter alone.
+
+    node: its number in the trace
+    made: the places of these inputs, and who receives their gradients: a parameter, by name, or a node, by number
+    is_first: whether its own gradient is a use's, and not another link's
+    output: the number of the output at which it receives gradient from another link
+    """
+
+    node: int
+    made: tuple[tuple[int, str | int], ...]
+    is_first: bool
+    output: int
+
+
+class Passed:
+    """A hook that runs after a node, and notes what the node has made until that arrives.  See `Pass.made`."""
+
+    __slots__ = ("backward", "link")
+
+    def __init__(self, backward: Any, link: Link) -> None:
+        self.backward, self.link = backward, link
+
+    def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        running, link = self.backward.running, self.link
+        if running is not None and (link.is_first or running.made.pop(link.node, None) is given[link.output]):
+            for place, receiver in link.made:
+                running.made[receiver] = None if receiver in running.made else made[place]
 
 
 class AtNode:

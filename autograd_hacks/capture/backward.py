@@ -157,7 +157,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished = True
+        ended.finished, ended.made = True, {}
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -330,7 +330,8 @@ class Backward:
             return
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        if running is not None and uses and grad is not None and name not in running.beside:
+        is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
+        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
         if record.on_arrival is not None and not (is_around and self.inner is None):

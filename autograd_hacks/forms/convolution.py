@@ -26,8 +26,8 @@ _WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2
 # How many numbers are cut into windows at a time.  Windows that fit the cache took 0.4 of the time of one copy of all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
 _WINDOWS = 2**20
-# With at most so many channels, one convolution along a direction takes less time than one for each of its factors (4 samples,
-# 16 channels, 14×14, 3×3: 180 and 258 µs; with 64: 1000 and 407).
+# With at most so many channels, one convolution along a direction takes less time than one for each of its factors
+# (4 samples, 16 channels, 14×14, 3×3: 180 and 258 µs; with 64: 1000 and 407).
 _FEW = 16
 
 
