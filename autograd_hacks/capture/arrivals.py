@@ -146,7 +146,7 @@ def put_on(node: Node, hook: AtOutput | AtNode) -> None:
 
 
 def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
-    return node.metadata.get(put_on, ())  # type: ignore[no-any-return]
+    return node.metadata.get(put_on, ())
 
 
 def attach(

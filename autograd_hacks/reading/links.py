@@ -4,15 +4,13 @@ A parameter that the forward uses once gets its gradient from one node, or throu
 of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.graph.trace import Trace
 
 INSIDE = "TBackward0"
 """What ``F.linear`` makes of its weight, where nobody else can add to it."""
-
-Step = tuple[int, bool, int, int, "str | int"]
-"""A node's number, whether it begins a path, the number of its output, and what it makes for whom."""
 
 
 def links_of(
@@ -34,25 +32,23 @@ def links_of(
     for k, number in trace.roots:  # the loss brings gradient there
         takers.setdefault(k, []).append((-1, 0, number))
 
-    def path_to(leaf: int) -> list[Step]:
-        path, at, receiver = list[Step](), leaf, names[leaf]
-        while len(met := takers.get(at, ())) == 1:
-            ((k, place, number),) = met
+    def path_to(leaf: int) -> list[Link]:
+        path, at, receiver, is_begun = list[Link](), leaf, cast("str | int", names[leaf]), False
+        while len(met := takers.get(at, [])) == 1:
+            k, place, number = met[0]
             if path:  # a node that passes on what it gets
-                before, is_first, _, *makes = path[-1]
-                path[-1] = before, is_first, number, *makes
+                path[-1] = path[-1]._replace(output=number)
             if k < 0:
                 break
             if not own[k]:
-                is_whole = is_read(k, place, at, leaf)
-                is_begun = bool(path) and path[-1][1]
-                return [] if not is_whole else path if is_begun else [*path, (k, True, 0, place, receiver)]
-            path.append((k, trace.kinds[k].name == INSIDE and k in inside, 0, place, receiver))
+                whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
+                return whole if is_read(k, place, at, leaf) else []
+            is_begun = trace.kinds[k].name == INSIDE and k in inside
+            path.append(Link(k, ((place, receiver),), is_begun, 0))
             at, receiver = k, k
         return []
 
     made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
-    for leaf in names:
-        for k, is_first, number, place, receiver in path_to(leaf):
-            made.setdefault((k, is_first, number), []).append((place, receiver))
-    return [Link(k, tuple(makes), is_first, number) for (k, is_first, number), makes in made.items()]
+    for link in (link for leaf in names for link in path_to(leaf)):
+        made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
+    return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]

@@ -202,8 +202,8 @@ class Reader:
         def is_read(k: int, place: int, at: int, leaf: int) -> bool:
             return (k, place, at) in read or leaf in covered.get(k, ())
 
-        names = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
-        found.links = links_of(trace, self.walk.own, names, is_read, covered)
+        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
+        found.links = links_of(trace, self.walk.own, by_leaf, is_read, covered)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""
