@@ -279,7 +279,7 @@ class Reader:
         """Writes what was found into the calls of this forward and into the reader of its graph."""
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
-        refused = {names[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in names}
+        refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         leaves: Iterable[Any] = names
         leaf_of = {id(leaf.variable): leaf for leaf in leaves}
         for noted, whose in zip(ran.noted, found.calls):

@@ -142,9 +142,16 @@ def signed(number: int) -> int:
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
     raw = getattr(node, f"{RAW}{name}", None)
-    unpack = getattr(raw, "unpack_hook", None)
-    if raw is None or unpack is None:
+    every = raw if isinstance(raw, tuple | list) else (raw,)  # an index of several axes
+    if not any(getattr(own, "unpack_hook", None) for own in every):
         return getattr(node, f"{SAVED}{name}")
+    found = [_unpacked(own) for own in every]
+    return found if every is raw else found[0]
+
+
+def _unpacked(raw: Any) -> Any:
+    if (unpack := raw.unpack_hook) is None:
+        return raw.data
     x = unpack(raw.data)
     if _is_handed_out_once(raw.data):
         _put_back(raw.data, unpack, x)

@@ -1,6 +1,8 @@
 """Checkpointing runs layers again within a backward pass, and backward passes within one."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -167,3 +169,27 @@ def test_a_whole_model_in_a_checkpoint_and_checkpoints_inside(name: str, use_ree
             squares(checkpoint(model, x, use_reentrant=use_reentrant)).mean().backward()
             assert_right(model, x.detach())
             model.zero_grad()
+
+
+PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an index": lambda table, which: table[which, 0],
+    "an index of two axes": lambda table, which: table[which, which],
+    "an index of the last axis": lambda table, which: table[0, :, which].t(),
+}
+
+
+@crossed(kind=PICKED, param_grad=[True, False])
+def test_rows_of_a_parameter_that_an_index_picks_in_a_checkpoint(kind: str, param_grad: bool) -> None:
+    """A node that saves several tensors is asked for them as often as one with a single one."""
+
+    def picked(m: Bare, h: Tensor) -> Tensor:
+        return h * PICKED[kind](m.table, (h[:, 0] > 0).long())
+
+    model = Bare(
+        lambda m, x: checkpoint(partial(picked, m), m.first(x), use_reentrant=False),
+        first=nn.Linear(3, 3),
+        table=torch.randn(2, 3, 3),
+    ).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples in (4, 4, 1):
+            check(model, torch.randn(samples, 3, dtype=torch.float64))

@@ -154,3 +154,12 @@ def test_a_parameter_that_is_expanded_to_one_sample(param_grad: bool) -> None:
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for samples in (3, 1, 1, 4):
             check_losses(model, lambda samples=samples: squares(model(torch.ones(samples, 4, dtype=torch.float64))))
+
+
+def test_a_refusal_while_a_pass_runs_says_as_much_as_one_after_it() -> None:
+    model = two_layers(lambda m, x: m.last((h := m.first(x)) - h.mean(0)))
+    with autograd_hacks.add_hooks(model):
+        out = model(data(3, 4)).square().sum()
+        streamed = autograd_hacks.during_backward(model, "norms", loss_type="sum")
+        with pytest.raises(SamplesMixed, match=r"reaches other samples at .*backward\(losses\)"), streamed:
+            out.backward()
