@@ -67,8 +67,10 @@ def rule_of(node: fx.Node) -> Any:
 def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     name, given, made = name_of(node), by_name(node), results_of(node)
     move, outs = MOVES[ADJOINTS[name]], [[size(s) for s in y.shape] for y in made]
-    tensors: list[Any] = [x for x in tensors_of(node) if name != "cat" or shape(x) != [0]]  # which may stand beside anything
-    ins, found = [shape(x) for x in tensors], list[Sequence[Any]]()
+    tensors: list[Any] = tensors_of(node)
+    if name == "cat":  # where an empty vector may stand beside anything
+        tensors = [x for x in tensors if shape(x) != [0]]
+    ins, found = [shape(x) for x in tensors], list[Any]()
     if move is MOVES["view"] and prod(outs[0]) != prod(ins[0]):
         return labels.unsupported(node, "reads numbers of another kind from memory")
     numbers = {name: number(given[name]) for name in move.reads}

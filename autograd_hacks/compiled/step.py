@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.given import Given, given, rows_of
-from autograd_hacks.compiled.taken_apart import TakenApart, bytes_of
+from autograd_hacks.compiled.labels import size
+from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
 from autograd_hacks.errors import (
     ON_COMPILING,
@@ -30,6 +31,7 @@ from autograd_hacks.errors import (
     UnsupportedOperation,
 )
 from autograd_hacks.forms import Outer
+from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
@@ -310,11 +312,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    reached = {name: node for name, node in gradients.items() if apart.form_of(node) is not None}
     rows = dict[str, Tensor]()
-    for name, node in reached.items():
-        form = apart.form_of(node)
-        if type(form) is Outer and bytes_of(form) >= LARGE:
+    for name, node in gradients.items():
+        if (form := apart.forms.get(node)) is None:
+            continue
+        if type(form) is Outer and size(written_bytes(form)) >= LARGE:
             own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
             rows[name] = rows_of(own, step._given, name)
         else:
@@ -346,25 +348,19 @@ def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: An
     return Made({name: sums.get(node) for name, node in gradients.items()})
 
 
-def _dot(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    like = apart.values[next(iter(apart.joint.tangents))]
+def _along(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    """The rows' products with the direction, or with random ones."""
+    like: Any = apart.values[next(iter(apart.joint.tangents))]
     total: Any = 0
-    for name, node in gradients.items():
-        if (form := apart.form_of(node)) is not None:
+    for name, form in ((name, apart.forms[node]) for name, node in gradients.items() if node in apart.forms):
+        if step.verb == "dot":
             total = total + form.dot(given(like, step._given, name, list(form.shape)))
-    return Made(results={"dot": total * factor})
-
-
-def _project(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    total: Any = 0
-    for name, node in gradients.items():
-        if (form := apart.form_of(node)) is not None:
+        else:
             total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
-    return Made(results={"projection": total * factor})
+    return Made(results={"dot" if step.verb == "dot" else "projection": total * factor})
 
 
 VERBS: dict[str, Callable[..., Made]] = {
-    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _dot,
-    "project": _project,
+    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _along, "project": _along,
 }  # fmt: skip
 """{verb of `compile`: a function that computes its results in the graph}"""

@@ -30,38 +30,27 @@ _IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackwa
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
 
-def _is_function(node: object) -> bool:
-    """Whether a node belongs to a torch.autograd.Function."""
-    return isinstance(node, BackwardCFunction)
-
-
 def sweep(
     given: Mapping[Value, Sequence[Tensor | None]],
     arrive: Callable[[Node, list[Grads]], None],
     ends: Collection[Node] = (),
-    wanted: Collection[Node] | None = None,
-    to_leaves: int | None = None,
 ) -> None:
     """Brings the gradients of several passes down to the leaves, all passes at once.
 
     given: by value, the gradients with which each pass begins
     arrive: called for each node before the node runs, with the gradients of each pass
     ends: nodes that are not called
-    wanted: nodes that are called, by default all
-    to_leaves: the only pass for which leaves need gradients, by default all passes
     """
     with Switch.paused_here():  # checkpoints run the user's modules
-        as_one_pass(partial(_sweep, given, arrive, ends, wanted, to_leaves))
+        as_one_pass(partial(_sweep, given, arrive, ends))
 
 
 def _sweep(
     given: Mapping[Value, Sequence[Tensor | None]],
     arrive: Callable[[Node, list[Grads]], None],
     ends: Collection[Node],
-    wanted: Collection[Node] | None,
-    to_leaves: int | None,
 ) -> None:
-    left = _dependencies([value.node for value in given], ends, wanted)
+    left = _dependencies([value.node for value in given], ends)
     brought: dict[Node, list[Grads]] = {}
     for value, grads in given.items():
         _add(brought, value, grads)
@@ -71,10 +60,8 @@ def _sweep(
         passes = brought.pop(node, None)
         if passes is not None:
             arrive(node, passes)
-        if type(node) is Leaf or node in ends or (wanted is not None and node not in wanted):
+        if type(node) is Leaf or node in ends:
             continue
-        if passes is not None and to_leaves is not None and all(type(a) is Leaf for a, _ in node.next_functions if a):
-            passes = [own if n == to_leaves else [None] * len(own) for n, own in enumerate(passes)]
         found = None if passes is None else _call(node, passes)
         for place, (ahead, number) in enumerate(node.next_functions):
             if ahead is None:
@@ -88,12 +75,12 @@ def _sweep(
                 ready.append(ahead)
 
 
-def _dependencies(roots: Sequence[Node], ends: Collection[Node], wanted: Collection[Node] | None) -> dict[Node, int]:
+def _dependencies(roots: Sequence[Node], ends: Collection[Node]) -> dict[Node, int]:
     """By node, how many edges lead there from other nodes of the sweep."""
     left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
     while waiting:
         node = waiting.pop()
-        if node in ends or (wanted is not None and node not in wanted):
+        if node in ends:
             continue
         for ahead, _ in node.next_functions:
             if ahead is not None:
@@ -131,7 +118,7 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
     """The gradients that a node computes from those at its outputs."""
     if all(grad is None for grad in grads):
         return None
-    if not _is_function(node):
+    if not issubclass(type(node), BackwardCFunction):
         found = node(*grads)
         return found if isinstance(found, tuple) else (found,)
     if node.name() in _IDENTITIES:
