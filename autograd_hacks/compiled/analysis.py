@@ -37,8 +37,7 @@ def why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) 
     """Why the analysis can't show that outputs and buffers don't depend on other samples; "" if it shows that.
 
     model, batch: copies; the model may change itself, and everything that it reaches through the arguments
-    axis: see `Batch.axes_of_samples`
-    samples: see `Batch.axes_of_samples`
+    axis, samples: see `Batch.axes_of_samples`
     """
     places = [n for n, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
 

@@ -70,12 +70,8 @@ def compile(
     samples
     loss_type: 'sum' or 'mean', how the losses are reduced
     param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
-    max_norm: as in `clip_and_noise_`
-    noise_multiplier: as in `clip_and_noise_`
-    expected_batch_size: as in `clip_and_noise_`
-    noise: as in `clip_and_noise_`
-    dim: as in `PerSampleGrads.project`
-    seed: as in `PerSampleGrads.project`
+    max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
+    dim, seed: as in `PerSampleGrads.project`
     budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``

@@ -38,7 +38,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.switch import NO_TASK
-from autograd_hacks.support.trees import ByTensor, tensors_of
+from autograd_hacks.support.trees import ByTensor, Tree, tensors_of
 
 Gradients = Mapping[str, fx.Node]
 
@@ -71,7 +71,7 @@ class CompiledStep(nn.Module):
         self._given, self._results = Given(), dict[str, Tensor]()
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
-        self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
+        self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
@@ -190,12 +190,11 @@ class CompiledStep(nn.Module):
 
         is_new: whether the graph is new
         """
-        seen = [id(p) for held in self._holders for p in held.values()]
-        if seen == self._seen and not is_new:
+        named = self._tree.parameters()
+        if named is self._named and not is_new:
             return
-        self._named, self._holders = list(self.model.named_parameters()), [m._parameters for m in self.model.modules()]
-        self._seen = [id(p) for held in self._holders for p in held.values()]
-        for name, p in self._named:
+        self._named = named
+        for name, p in named.items():
             if p.requires_grad and p not in self._watched:
                 self._watched[p] = p.register_hook(partial(_arrived, weakref.ref(self), name))
 
@@ -214,7 +213,7 @@ class CompiledStep(nn.Module):
 
     def _begin(self) -> None:
         """Returns the old rows' memory to the pool."""
-        for name, p in self._named if self.verb == "rows" else ():
+        for name, p in self._named.items() if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -226,7 +225,7 @@ class CompiledStep(nn.Module):
                 "add_hooks(model)." + ON_COMPILING
             )
         if self.verb == "rows":
-            for name, p in self._named:
+            for name, p in self._named.items():
                 if p.requires_grad:
                     p.grad1 = results.get(name)  # type: ignore[attr-defined]
                     if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
@@ -250,7 +249,7 @@ class CompiledStep(nn.Module):
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
         found = dict[str, Tensor]()
-        named = [(name, p) for name, p in self._named if multiplier and p.requires_grad]
+        named = [(name, p) for name, p in self._named.items() if multiplier and p.requires_grad]
         for (name, p), noise in zip(named, drawn(self._noise, named, multiplier * bound / expected)):
             if name in gradients:
                 found[name] = gradients[name] + noise

@@ -212,8 +212,6 @@ class TakenApart:
 
     def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
         """The form of a sum over axes of x that include the samples' axis."""
-        if some_axes(dims, x.ndim) == [0] and at == At(0):
-            return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
         rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
         axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
         axes += [at.dim + 1] if has_outer else []

@@ -95,13 +95,19 @@ class Composite(Form):
         self.cuts_well = all(part.cuts_well for part in parts)
         self.sums_cheaply = all(part.sums_cheaply for part in parts)
 
-    @abstractmethod
     def _join(self, values: Iterable[Tensor]) -> Tensor:
-        """S values, N ...  values: (M, ...) for each part of M rows, in memory that may be written to"""
+        """S values, N ...  values: (M, ...) for each part of M rows, in memory that may be written to
 
-    @abstractmethod
+        By default S sums the parts."""
+        values = iter(values)  # one after the other, so that two of them are never held at once
+        total = next(values)
+        for value in values:
+            total += value
+        return total
+
     def _split(self, w: Tensor) -> Sequence[Tensor]:
         """w S, (..., M) for each part of M rows.  w: ... N"""
+        return [w] * len(self.parts)
 
     @abstractmethod
     def _of(self, parts: Sequence[Form]) -> Form:

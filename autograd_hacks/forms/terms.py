@@ -1,7 +1,6 @@
 """Sums of forms: of the whole parameter, or of slices of its first axis, as experts in a stack or parts of a projection."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -44,16 +43,6 @@ class Sum(Composite):
 
     def __init__(self, parts: Sequence[Form]) -> None:
         super().__init__(parts, parts[0].samples, parts[0].shape)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        values = iter(values)  # one after the other, so that two of them are never held at once
-        total = next(values)
-        for value in values:
-            total += value
-        return total
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Sum(parts)
@@ -112,12 +101,6 @@ class Placed(Composite):
                 "Slices of the first axis must be disjoint, and forms must have their slice's shape and the same samples."
             )
         super().__init__(forms, forms[0].samples, torch.Size(shape))
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        return reduce(torch.add, values)
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Placed(dict(zip(self.entries, parts)), self.shape)

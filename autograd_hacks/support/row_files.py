@@ -43,16 +43,8 @@ class RowFile:
     def __init__(self, path: Path, origin: str | None, weights: str = "") -> None:
         self.path, self._notes = path, path.with_name(path.name + NOTES)
         self._batches, self._seen = 0, ""  # batches seen by this call, and their digest
-        self.progress: dict[str, Any] = {
-            "origin": origin,
-            "weights": weights,
-            "batches": 0,
-            "seen": "",
-            "rows": 0,
-            "shape": None,
-            "dtype": "",
-            "ended": False,
-        }
+        self.progress: dict[str, Any] = {"origin": origin, "weights": weights, "shape": None, "dtype": "", "ended": False}
+        self.progress |= {"rows": 0, "batches": 0, "seen": ""}
         if path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"over: out={str(path)!r}; expected a file name that ends with .npy or .safetensors; or a folder, without "
@@ -193,8 +185,7 @@ class RowFile:
 class RowFiles:
     """Rows of one or several names, all of the same batches: a file for the name '', or a folder with a file for each name.
 
-    origin: as in `RowFile`
-    weights: as in `RowFile`
+    origin, weights: as in `RowFile`
     """
 
     def __init__(self, path: Path, origin: str, weights: str) -> None:
