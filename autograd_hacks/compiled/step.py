@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from time import perf_counter
@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
-from autograd_hacks.compiled.given import Given, given, rows_of
 from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
@@ -37,6 +36,7 @@ from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
+from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK
 from autograd_hacks.support.trees import ByTensor, Tree, tensors_of
 
@@ -301,6 +301,63 @@ def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> N
         )
 
 
+# Inputs of a backward pass from outside of its graph: weights, directions, and memory for rows.
+
+
+class Given:
+    """The inputs of a step by name, and the pool with the memory of earlier rows."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.pool = Pool()
+        self.key = id(self)
+        _EVERY[self.key] = self
+
+
+_EVERY: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("autograd_hacks::given", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _given(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
+    found = _EVERY[key].tensors.get(name)
+    if found is None or list(found.shape) != list(sizes):
+        was = "nothing" if found is None else f"shape {tuple(found.shape)}"
+        raise NothingRecorded(
+            f"compiled step: {name} was given {was}; expected a tensor of shape {tuple(sizes)}. Set step.weights or "
+            "step.direction before the backward pass." + ON_COMPILING
+        )
+    return found.detach().to(like).clone()
+
+
+@_given.register_fake
+def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
+    return like.new_empty(tuple(sizes))
+
+
+def _looked_up(like: Tensor, by: Given, name: str, sizes: Sequence[int]) -> Tensor:
+    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
+    found: Tensor = _given(like, by.key, name, sizes)
+    return found
+
+
+@torch.library.custom_op("autograd_hacks::rows_of_products", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    form = Outer(left, right, torch.Size(shape))
+    return form.dense(_EVERY[key].pool.take(name, (form.samples, *form.shape), left))
+
+
+@_rows_of_products.register_fake
+def _(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    return left.new_empty((left.shape[0], *shape))
+
+
+def _rows_of(form: Outer, by: Given, name: str) -> Tensor:
+    """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
+    left, right = form.held
+    found: Tensor = _rows_of_products(left, right, by.key, name, list(form.shape))
+    return found
+
+
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
 
@@ -317,7 +374,7 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
             continue
         if type(form) is Outer and size(written_bytes(form)) >= LARGE:
             own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
-            rows[name] = rows_of(own, step._given, name)
+            rows[name] = _rows_of(own, step._given, name)
         else:
             rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
     return Made(results=rows)
@@ -343,7 +400,7 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ wₙ gₙ."""
     like = apart.values[next(iter(apart.joint.tangents))]
-    sums = apart.weighted(given(like, step._given, WEIGHTS, [apart.samples]))
+    sums = apart.weighted(_looked_up(like, step._given, WEIGHTS, [apart.samples]))
     return Made({name: sums.get(node) for name, node in gradients.items()})
 
 
@@ -353,7 +410,7 @@ def _along(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: 
     total: Any = 0
     for name, form in ((name, apart.forms[node]) for name, node in gradients.items() if node in apart.forms):
         if step.verb == "dot":
-            total = total + form.dot(given(like, step._given, name, list(form.shape)))
+            total = total + form.dot(_looked_up(like, step._given, name, list(form.shape)))
         else:
             total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
     return Made(results={"dot" if step.verb == "dot" else "projection": total * factor})

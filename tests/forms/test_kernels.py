@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.forms import Form, Lookup, Outer, cost, scale
-from autograd_hacks.forms.experts import of_experts
+from autograd_hacks.forms.terms import of_experts
 
 pytest.importorskip("triton")
 
