@@ -26,9 +26,8 @@ FILLS = "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log
 """Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
 LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905
 """Operations that read sizes of their first argument only."""
-TURNS = {"transpose_": ("transpose", "int"), "t_": ("t", "default"), "unsqueeze_": ("unsqueeze", "default"),
-    "squeeze_": ("squeeze", None), "detach_": ("detach", "default")}  # fmt: skip
-"""Operations that turn a tensor into a view of itself, and those that return such a view."""
+TURNS = "transpose_ t_ unsqueeze_ squeeze_ detach_".split()  # noqa: SIM905
+"""Operations that turn a tensor into a view of itself."""
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 """Operations whose result is memory.  What is read from it before an operation wrote there came another way."""
 
@@ -148,11 +147,14 @@ class _Graph:
     def _add(self, entry: Any) -> None:
         target, written = _as_function(entry.func)
         name = target._schema.name.removeprefix("aten::")
-        reads_sizes = name in UNWRITTEN or name in LIKE or (written == 0 and _overwrites(entry))
+        overwrites = written == 0 and entry.func._schema.name.removeprefix("aten::") in FILLS
+        reads_sizes = name in UNWRITTEN or name in LIKE or (overwrites and not any(type(x) is tuple for x in entry.args[1:]))
         args = [] if reads_sizes else [self._one(x, n == written) for n, x in enumerate(entry.args)]
         kwargs = {key: self._one(x, False) for key, x in entry.kwargs or ()}
         if target is _LIFT:  # a number of Python's
-            self._same(entry.outputs[0][0], entry.args[0][0])
+            (number, *_), (given,) = entry.outputs[0], entry.args[0]
+            self.nodes[number] = self._of((given,))
+            self._same_memory(number, given)
             return
         if name.endswith("batch_norm") and len(args) > 5 and args[3] is not None and args[5] is True:
             raise UnsupportedOperation(f"{name} writes what buffers keep of samples")
@@ -177,10 +179,6 @@ class _Graph:
                     self._same_memory(number, entry.args[0][0])
         if name in UNWRITTEN:
             self.unwritten.update(number for number, *_ in entry.outputs)
-
-    def _same(self, number: int, as_other: int) -> None:
-        self.nodes[number] = self._of((as_other,))
-        self._same_memory(number, as_other)
 
     def _same_memory(self, number: int, as_other: int) -> None:
         owner = self.owners[number] = self.owners.get(as_other, as_other)
@@ -237,20 +235,15 @@ def _as_function(func: Any) -> tuple[Any, int | None]:
         return func, None
     places = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = schema.name.removeprefix("aten::")
+    overload = "int" if name == "transpose_" else func._overloadname
+    pure = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
     if name in TURNS:
-        packet, overload = TURNS[name]
-        return getattr(getattr(torch.ops.aten, packet), overload or func._overloadname), None
+        return pure, None
     if places == [0] and name in FILLS:
         return torch.ops.aten.empty.memory_format if name not in ("zero_", "fill_") else torch.ops.aten.zeros.default, 0
-    pure = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
     if places != [0] or pure is None or not name.endswith("_"):
         raise UnsupportedOperation(f"the operation {schema.name} writes into its arguments")
     return pure, 0
-
-
-def _overwrites(entry: Any) -> bool:
-    """Whether an operation of `FILLS` reads no tensor."""
-    return entry.func._schema.name.removeprefix("aten::") in FILLS and not any(type(x) is tuple for x in entry.args[1:])
 
 
 ABOVE.why_unshown, ABOVE.why_not_by_tape, ABOVE.check_opaque = why_unshown, why_not_by_tape, check_opaque

@@ -198,7 +198,7 @@ class _Compilation:
                 found: list[Any] = [None] * len(flat)
                 plain = {name for name in gradients if name not in made.gradients}
                 is_summed = plain or any(flat[n] in apart.forms for n in ordinary)
-                sums = apart.weighted(torch.ones(apart.samples, device=_device(flat[0]))) if is_summed else {}
+                sums = apart.weighted(torch.ones(apart.samples, device=flat[0].meta["val"].device)) if is_summed else {}
                 for n in ordinary:
                     found[n] = sums[flat[n]] if flat[n] in apart.forms else apart.values[flat[n]]
                 for name, n in numbers.items():
@@ -293,8 +293,3 @@ class _Compilation:
             return graph.forward(*given)
 
         return run
-
-
-def _device(node: fx.Node) -> torch.device:
-    device: torch.device = node.meta["val"].device
-    return device

@@ -112,7 +112,8 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     name, given, ins = name_of(node), by_name(node), tensors_of(node)
     if name.startswith(ATTENTION) and o > 1:  # seeds, which depend on sizes alone
         return None
-    others: list[Any] = [x for x in ins if x is not None and not _is_float(x)]
+    kinds = {x: x.meta["val"].dtype for x in ins if x is not None}
+    others: list[Any] = [x for x in ins if x is not None and not (kinds[x].is_floating_point or kinds[x].is_complex)]
     if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
@@ -139,10 +140,6 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     if any(labels[x] is not None and (labels[x] != found or not name.startswith(INTEGERS)) for x in others):
         return labels.mixed(node, "numbers of samples say what is read of others")
     return found
-
-
-def _is_float(x: fx.Node) -> bool:
-    return bool(x.meta["val"].is_floating_point() or x.meta["val"].is_complex())
 
 
 def _summed(

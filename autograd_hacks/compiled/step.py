@@ -120,8 +120,9 @@ class CompiledStep(nn.Module):
             inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
             if isinstance(inner, PerSampleGradientError):
                 raise inner from None
+            why, (line, *_) = inner or error, (str(inner or error).strip().splitlines() or [""])
             raise UnsupportedOperation(
-                f"{type(self.model).__name__} can't be captured as one graph: {_first_line(inner or error)}. Use "
+                f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}. Use "
                 "add_hooks(model) for it." + ON_COMPILING
             ) from error
         self._watch(self._backend.compilations > before)
@@ -360,11 +361,6 @@ def _rows_of(form: Outer, by: Given, name: str) -> Tensor:
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}"
 
 
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

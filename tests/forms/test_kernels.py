@@ -42,7 +42,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         taken.extend(["taken"] if is_taken else [])
         return is_taken
 
-    for name in ("outer", "lookup", "experts"):
+    for name in ("outer", "lookup", "terms"):
         monkeypatch.setattr(f"autograd_hacks.forms.{name}.takes_kernel", noting)
     monkeypatch.setattr("autograd_hacks.formulas.norms.takes_kernel", noting)
     with torch.device(DEVICE):
