@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, groupby
 
 import torch
@@ -145,10 +145,7 @@ class Composite(Form):
 
     def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         found = [part.sum_and_dot(own, v, budget) for part, own in zip(self.parts, self._split(w))]
-        total = found[0][0]
-        for other, _ in found[1:]:
-            total = total + other
-        return total, self._join(along for _, along in found)
+        return reduce(torch.add, (total for total, _ in found)), self._join(along for _, along in found)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(u, v) for part in self.parts], 1)

@@ -84,24 +84,20 @@ class Batch:
             (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
-    def axes_of_samples(self, axis: int | None, samples: int) -> list[int | None]:
-        """For each leaf the axis of its samples; None if it has none."""
+    def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
+        """For each leaf the axis of its samples; None if it has none.
+
+        with_masks: False leaves out masks over T = N positions: square matrices of booleans, or of 0 and -inf only, unless
+        they are the first tensor with samples
+        """
         if self.axes is not None:
             return self.axes
         sizes = [None if axis is None else _size(leaf, axis) for leaf in self.leaves]
         axes = [axis if size == samples else None for size in sizes]
-        first = next((n for n, at in enumerate(axes) if at is not None), 0)
-        return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(axes)]
-
-    def replaceable(self, axis: int | None, samples: int) -> list[int | None]:
-        """Like `axes_of_samples`, but without masks over T = N positions.
-
-        Square matrices of booleans, or of 0 and -inf only, count as masks, unless they are the first tensor with samples."""
-        axes = self.axes_of_samples(axis, samples)
-        first = next((n for n, at in enumerate(axes) if at is not None), 0)
-        if self.axes is not None:
-            return axes
-        return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(axes)]
+        first, is_odd = next((n for n, at in enumerate(axes) if at is not None), 0), [*map(_counts_up, self.leaves)]
+        if not with_masks:
+            is_odd = [own or _is_mask(leaf) for own, leaf in zip(is_odd, self.leaves)]
+        return [None if n != first and is_odd[n] else at for n, at in enumerate(axes)]
 
     def replaced(
         self, axis: int | None, kept: Tensor, shift: int, by_list: bool = False
@@ -122,7 +118,7 @@ class Batch:
             swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
             is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
             return None if is_same else swapped
-        axes = self.replaceable(axis, samples)
+        axes = self.axes_of_samples(axis, samples, with_masks=False)
         taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         has_lists = self.has_lists(samples)
