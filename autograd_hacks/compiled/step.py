@@ -320,6 +320,7 @@ _EVERY: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
 
 @torch.library.custom_op("autograd_hacks::given", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _given(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
+    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
     found = _EVERY[key].tensors.get(name)
     if found is None or list(found.shape) != list(sizes):
         was = "nothing" if found is None else f"shape {tuple(found.shape)}"
@@ -335,14 +336,9 @@ def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
     return like.new_empty(tuple(sizes))
 
 
-def _looked_up(like: Tensor, by: Given, name: str, sizes: Sequence[int]) -> Tensor:
-    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
-    found: Tensor = _given(like, by.key, name, sizes)
-    return found
-
-
 @torch.library.custom_op("autograd_hacks::rows_of_products", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
     form = Outer(left, right, torch.Size(shape))
     return form.dense(_EVERY[key].pool.take(name, (form.samples, *form.shape), left))
 
@@ -350,13 +346,6 @@ def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: S
 @_rows_of_products.register_fake
 def _(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
     return left.new_empty((left.shape[0], *shape))
-
-
-def _rows_of(form: Outer, by: Given, name: str) -> Tensor:
-    """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
-    left, right = form.held
-    found: Tensor = _rows_of_products(left, right, by.key, name, list(form.shape))
-    return found
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,8 +358,8 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
         if (form := apart.forms.get(node)) is None:
             continue
         if type(form) is Outer and size(written_bytes(form)) >= LARGE:
-            own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
-            rows[name] = _rows_of(own, step._given, name)
+            left = form.left * factor if step._is_mean else form.left
+            rows[name] = _rows_of_products(left, form.right, step._given.key, name, list(form.shape))
         else:
             rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
     return Made(results=rows)
@@ -396,7 +385,7 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ wₙ gₙ."""
     like = apart.values[next(iter(apart.joint.tangents))]
-    sums = apart.weighted(_looked_up(like, step._given, WEIGHTS, [apart.samples]))
+    sums = apart.weighted(_given(like, step._given.key, WEIGHTS, [apart.samples]))
     return Made({name: sums.get(node) for name, node in gradients.items()})
 
 
@@ -406,7 +395,7 @@ def _along(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: 
     total: Any = 0
     for name, form in ((name, apart.forms[node]) for name, node in gradients.items() if node in apart.forms):
         if step.verb == "dot":
-            total = total + form.dot(_looked_up(like, step._given, name, list(form.shape)))
+            total = total + form.dot(_given(like, step._given.key, name, list(form.shape)))
         else:
             total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
     return Made(results={"dot" if step.verb == "dot" else "projection": total * factor})

@@ -218,10 +218,7 @@ class Scaled(Composite):
         return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        norms, factor = self.form.norms(budget), self.factor
-        if isinstance(factor, Tensor) or norms.requires_grad:
-            return self._join([norms]).abs()
-        return norms.mul_(abs(factor))
+        return self._join([self.form.norms(budget)]).abs()
 
 
 class Grouping(Composite):

@@ -71,11 +71,6 @@ class RandomMap:
                 drawn = slice(some.start + columns.start, some.start + columns.stop)
                 yield drawn, unpacked(bits[columns], rows, left), unpacked(bits[columns], across, right)
 
-    def bits(self, columns: slice, device: torch.device) -> Tensor:
-        """`packed_signs` of some coordinates: of u, and then of v."""
-        key = key_of(self.seed, self.name, tuple(self.shape), self.dim)
-        return packed_signs(key, columns, slice(0, sum(self.fans)), device)
-
     def budget(self, budget: int, like: Tensor) -> int:
         """The part of a budget to use: all of it, since signs are drawn for each piece."""
         return budget
@@ -118,7 +113,9 @@ class RandomMap:
 
 @lru_cache(256)
 def _bits(random: RandomMap, start: int, stop: int, device: torch.device) -> Tensor:
-    return random.bits(slice(start, stop), device)
+    """`packed_signs` of some coordinates: of u, and then of v."""
+    key = key_of(random.seed, random.name, tuple(random.shape), random.dim)
+    return packed_signs(key, slice(start, stop), slice(0, sum(random.fans)), device)
 
 
 @lru_cache(_KEPT)

@@ -120,7 +120,3 @@ def statistics(layer: nn.modules.batchnorm._NormBase, call: Call, x: Tensor) -> 
         raise SamplesMixed(why)
     is_running, names = layer.track_running_stats and not call.training, ("running_mean", "running_var")
     return {"input": x, "training": False} | {name: call.read(name) if is_running else None for name in names}
-
-
-def axes_with_batch(layer: nn.modules.batchnorm._NormBase) -> int:
-    return 1 + layer._get_no_batch_dim() if isinstance(layer, nn.modules.instancenorm._InstanceNorm) else 1

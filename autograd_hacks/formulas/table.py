@@ -102,8 +102,9 @@ def _prelu(met: Met) -> Form | None:
     return met.summed(products, None if len(met.shape) == x.ndim else (*met.shape, *[1] * (x.ndim - 2)))
 
 
-_RUNNING_NORM = Rule(
-    of_layer(norms.batch_norm, "(N, C, *spatial)", norms.axes_with_batch, norms.statistics), mixes=norms.why_norm_mixes
+_RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
+_INSTANCE_NORM = Rule(
+    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics)
 )
 _CONV = Rule(of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(layer.kernel_size), padded), is_node=True)
 
@@ -124,7 +125,8 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", normal=norms.by_groups), is_node=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, is_node=True)),
-    **dict.fromkeys((nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
+    nn.SyncBatchNorm: _RUNNING_NORM,
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
         Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),

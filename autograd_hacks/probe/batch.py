@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, zip_longest
 from math import comb
 from typing import Any
@@ -194,7 +193,11 @@ def _taken(leaf: Any, axis: int, donors: Tensor) -> Any:
         others = leaf.data.detach().roll(1, 0).where(rows.view(-1, *[1] * (leaf.data.ndim - 1)), leaf.data.detach())
         return leaf._replace(data=others.requires_grad_(leaf.data.requires_grad))
     if leaf.layout != torch.strided:
-        return _laid_out(leaf, _taken(leaf.detach().to_dense(), axis, donors)).requires_grad_(leaf.requires_grad)
+        dense, blocks = _taken(leaf.detach().to_dense(), axis, donors), (torch.sparse_bsr, torch.sparse_bsc)
+        if leaf.layout == torch.sparse_coo:
+            return dense.to_sparse(leaf.sparse_dim()).requires_grad_(leaf.requires_grad)
+        size = tuple(leaf.values().shape[1:3]) if leaf.layout in blocks else None
+        return dense.to_sparse(layout=leaf.layout, blocksize=size).requires_grad_(leaf.requires_grad)
     # Keep the order in memory: otherwise other kernels may give the same numbers with other digits.
     plain = leaf.detach().as_subclass(Tensor)
     taken = torch.empty_like(plain).copy_(plain.index_select(axis, donors.to(leaf.device)))
@@ -206,24 +209,18 @@ def _dense(leaf: Any) -> Tensor:
     return leaf if leaf.layout == torch.strided else leaf.to_dense()
 
 
-def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
-    """A tensor with the same sparsity as another."""
-    if like.layout == torch.sparse_coo:
-        return dense.to_sparse(like.sparse_dim())
-    if like.layout in (torch.sparse_bsr, torch.sparse_bsc):
-        return dense.to_sparse(layout=like.layout, blocksize=tuple(like.values().shape[1:3]))
-    return dense.to_sparse(layout=like.layout)
-
-
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
     by_position, by_name = batch_dim, dict[str, Any].fromkeys(kwargs)
     if isinstance(batch_dim, dict):
         by_position = [batch_dim.get(name) for name, _ in zip_longest(names[: len(args)], args)]
         by_name = {name: batch_dim.get(name) for name in kwargs}
     axes: list[int | None] = []
+
+    def add(axis: int | None, part: Any) -> None:
+        leaves = tree_leaves(part, is_packed)
+        axes.extend(axis if isinstance(x, Tensor) or is_packed(x) or len(leaves) == 1 else None for x in leaves)
+
     for prefix, tree in ((tuple(by_position), args), (by_name, kwargs)):
-        flat: list[int | None] = []
-        add = partial(_add_axes, flat)
         try:
             tree_map_(add, unpacked(prefix), unpacked(tree))
         except ValueError:
@@ -232,13 +229,7 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional arguments, or a dictionary."
                 + ON_BATCH
             ) from None
-        axes += flat
     return axes
-
-
-def _add_axes(axes: list[int | None], axis: int | None, part: Any) -> None:
-    leaves = tree_leaves(part, is_packed)
-    axes += [axis if isinstance(leaf, Tensor) or is_packed(leaf) or len(leaves) == 1 else None for leaf in leaves]
 
 
 def _size(leaf: Any, axis: int) -> int | None:
