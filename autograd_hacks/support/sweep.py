@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointError, set_device_states
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
-from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
 from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
@@ -126,7 +126,10 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
     zeros = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) if g is None else g for g, x in zip(grads, made(node)))
     with _put_back(node):
         found = node.apply(*zeros)
-    return _by_edge(node, found if isinstance(found, tuple) else (found,))
+    # The function returns a gradient for each argument of its forward, but only tensors have edges.
+    returned = zip(found if isinstance(found, tuple) else (found,), node.needs_input_grad)
+    of_tensors = iter([grad for grad, asks in returned if asks])
+    return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
 
 
 @contextmanager
@@ -151,16 +154,13 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def _by_edge(node: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    # The function returns a gradient for each argument of its forward, but only tensors have edges.
-    of_tensors = iter([grad for grad, asks in zip(found, node.needs_input_grad) if asks])
-    return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
-
-
 def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
     """The gradients that a node computes, for several passes."""
-    if node.name() == CHECKPOINT:
-        return _run_again(node, passes)
+    if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
+        raise UnseenGradient(
+            "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
+            "checkpoint(..., use_reentrant=False)."
+        )
     found, put_back = list[Sequence[Tensor | None] | None](), None
     for grads in passes:
         if put_back is not None:
@@ -172,41 +172,6 @@ def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | 
         except CheckpointError:  # a node that doesn't show what it saves
             found.append(outside_passes(partial(call_node, node, grads)))
     return found
-
-
-def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """The gradients that a reentrant checkpoint's node computes, for several passes.  Runs its function once more."""
-    tensors = node.saved_tensors
-    args: list[Any] = list(node.inputs)
-    for place, x in zip(node.tensor_indices, tensors):
-        args[place] = x.detach().requires_grad_(x.requires_grad)
-    with ExitStack() as stack:
-        stack.enter_context(Switch.paused_here())
-        stack.enter_context(with_random_state(random_state(x.device for x in tensors)))
-        if node.preserve_rng_state:
-            torch.set_rng_state(node.fwd_cpu_state)
-            if node.had_device_in_fwd:
-                set_device_states(node.fwd_devices, node.fwd_device_states, device_type=node.device_type)
-        stack.enter_context(torch.enable_grad())
-        if node.device_autocast_kwargs is not None:
-            stack.enter_context(torch.autocast(node.device_type, **node.device_autocast_kwargs))
-        stack.enter_context(torch.autocast("cpu", **node.cpu_autocast_kwargs))
-        outputs = node.run_function(*args)
-    given: dict[Value, Sequence[Tensor]] = {}
-    for number, x in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
-        grads = [g for own in passes if (g := own[number]) is not None]
-        if isinstance(x, Tensor) and x.requires_grad and grads:
-            given[Value(*get_gradient_edge(x)[:2])] = grads
-    found: list[list[Tensor | None]] = [[None] * (2 + len(args)) for _ in passes]  # after the function and a setting
-    places = {id(x): place for place, x in enumerate(args, 2) if isinstance(x, Tensor)}
-
-    def arrive(leaf: Any, brought: list[Grads]) -> None:
-        if type(leaf) is Leaf and id(leaf.variable) in places:
-            for own, grads in zip(found, brought):
-                own[places[id(leaf.variable)]] = grads[0]
-
-    sweep(given, arrive)
-    return [_by_edge(node, own) for own in found]
 
 
 def as_one_pass(run: Callable[[], None]) -> None:
