@@ -41,38 +41,34 @@ def sweep(
     arrive: called for each node before the node runs, with the gradients of each pass
     ends: nodes that are not called
     """
-    with Switch.paused_here():  # checkpoints run the user's modules
-        as_one_pass(partial(_sweep, given, arrive, ends))
 
-
-def _sweep(
-    given: Mapping[Value, Sequence[Tensor | None]],
-    arrive: Callable[[Node, list[Grads]], None],
-    ends: Collection[Node],
-) -> None:
-    left = _dependencies([value.node for value in given], ends)
-    brought: dict[Node, list[Grads]] = {}
-    for value, grads in given.items():
-        _add(brought, value, grads)
-    ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
-    while ready:
-        node = ready.pop()
-        passes = brought.pop(node, None)
-        if passes is not None:
-            arrive(node, passes)
-        if type(node) is Leaf or node in ends:
-            continue
-        found = None if passes is None else _call(node, passes)
-        for place, (ahead, number) in enumerate(node.next_functions):
-            if ahead is None:
+    def run() -> None:
+        left = _dependencies([value.node for value in given], ends)
+        brought: dict[Node, list[Grads]] = {}
+        for value, grads in given.items():
+            _add(brought, value, grads)
+        ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
+        while ready:
+            node = ready.pop()
+            passes = brought.pop(node, None)
+            if passes is not None:
+                arrive(node, passes)
+            if type(node) is Leaf or node in ends:
                 continue
-            if found is not None:
-                grads = [None if outs is None else outs[place] for outs in found]
-                if any(grad is not None for grad in grads):
-                    _add(brought, Value(ahead, number), grads)
-            left[ahead] -= 1
-            if not left[ahead]:
-                ready.append(ahead)
+            found = None if passes is None else _call(node, passes)
+            for place, (ahead, number) in enumerate(node.next_functions):
+                if ahead is None:
+                    continue
+                if found is not None:
+                    grads = [None if outs is None else outs[place] for outs in found]
+                    if any(grad is not None for grad in grads):
+                        _add(brought, Value(ahead, number), grads)
+                left[ahead] -= 1
+                if not left[ahead]:
+                    ready.append(ahead)
+
+    with Switch.paused_here():  # checkpoints run the user's modules
+        as_one_pass(run)
 
 
 def _dependencies(roots: Sequence[Node], ends: Collection[Node]) -> dict[Node, int]:
