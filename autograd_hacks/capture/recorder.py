@@ -180,10 +180,10 @@ class Recorder:
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         returned_count = len(outputs)
+        modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(self.tree.modules(), outputs, self._began)
-        modules = self._modules(path, model)
-        trained = partial(self.record.trained, parameters_of(model) if path else self.tree.parameters(), path)
+            outputs += _kept_by(modules, outputs, self._began)
+        trained = partial(self.record.trained, parameters, path)
         ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
@@ -298,7 +298,7 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 _SIMPLE = {int, float, bool, str, type(None)}
-"""Types of items that hold no tensor."""
+"""Types that hold no tensor."""
 
 
 def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
@@ -308,7 +308,8 @@ def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int
     found = dict[int, Tensor]()
     for module in modules:
         attributes = vars(module)
-        for name in sorted(attributes.keys() - _OF_MODULE):
+        own_names = attributes.keys() - _OF_MODULE
+        for name in sorted([name for name in own_names if type(attributes[name]) not in _SIMPLE]):
             value = attributes[name]
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
             if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes

@@ -115,6 +115,7 @@ class Walk:
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
+    was_read: whether a forward was read by it
     """
 
     labels: list[list[Label]]
@@ -129,6 +130,7 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
+    was_read: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:

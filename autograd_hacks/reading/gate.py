@@ -129,7 +129,7 @@ class Gate:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
             told = read.pop(known, ())
-            if told and (known in recorded.small or known in recorded.along):
+            if told and known in recorded.along:
                 certificate.add(name, known, recorded, told)
 
     def form(self, name: str) -> Form | None:
