@@ -142,10 +142,14 @@ class Backward:
 
         node.register_prehook(note)
 
+    def has_new_hooks(self) -> bool:
+        """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
+        return self.hooks_before not in (0, RemovableHandle.next_id)
+
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self.hooks_before not in (0, RemovableHandle.next_id):
+            if self.has_new_hooks():
                 self.watch_more(self.hooks_before)
                 self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)

@@ -72,9 +72,10 @@ def _read(
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
-            with torch.no_grad():
-                for name, known in names.items():
-                    gate.certify(certificate, name, known)
+            if any(recorded.along for recorded in gate.segment.passes):
+                with torch.no_grad():
+                    for name, known in names.items():
+                        gate.certify(certificate, name, known)
         with torch.no_grad():
             certificate.check()
         return dict(_forms_of(gates, trainable, names, scaling))

@@ -87,7 +87,7 @@ class Reader:
         )
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
-        self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
+        self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         kinds = zip(self.trace.kinds, self.trace.nodes)
         asks = [node for k, node in kinds if k.entry is None and k.law is None and k is not LEAF and is_users(node)]
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
