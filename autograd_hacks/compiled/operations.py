@@ -43,6 +43,8 @@ ADJOINTS = {
     "constant_pad_nd": "constant_pad_nd", "slice_scatter": "slice", "select_scatter": "select",
 }  # fmt: skip
 """{an operation that moves entries: its derivative's name}"""
+BESIDE = {"cat", "constant_pad_nd", "slice_scatter", "select_scatter"}
+"""Those that may put samples beside others."""
 SUMS = {"sum", "mm", "bmm", "convolution_backward"}
 """Operations that add up along an axis of which their law says that it is lost."""
 ATTENTION = "_scaled_dot_product"
@@ -86,6 +88,13 @@ def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
             return labels.unsupported(node, "a view cuts the axis of samples")
         return labels.mixed(node, "takes or writes some of the samples, or turns their order")
     merged = [labels.same(node, own) for own in zip(*found)]
+    at, sources = merged[0], tensors[-1:]
+    if name in BESIDE and at is not None and axis(given.get("dim", at.dim), len(outs[0])) == at.dim:
+        # Sizes that fit this batch, such as as many rows of padding as samples, needn't fit another.
+        if name == "cat":
+            sources = [x for x in tensors if labels[x] is not None]
+        if sum(s[at.dim] for s in map(shape, sources) if len(s) == len(outs[0])) != outs[0][at.dim]:
+            return labels.mixed(node, "puts samples beside what is of none, along their axis")
     return merged if isinstance(node.meta["val"], tuple | list) else merged[0]
 
 
