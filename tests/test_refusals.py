@@ -245,7 +245,7 @@ READS: list[Row] = [
         ("expected", lambda s: s.grads.select(0)),
         ("expected", lambda s: s.grads.select(torch.tensor([[0, 1]]))),
         ("expected", lambda s: s.grads.project(1.5)),
-        ("str is not a function; expected an elementwise function", lambda s: s.grads.reduce("sign")),
+        ("reduce was given f=str; expected an elementwise function", lambda s: s.grads.reduce("sign")),
     ]),
     (ValueError, "What can be had", "a number per parameter", lambda s: s.grads.from_vector(torch.zeros(3))),
     *of(IndexError, VERBS, [

@@ -16,20 +16,19 @@ from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import arguments, matrix
-from autograd_hacks.verbs.arguments import LIMIT
+from autograd_hacks.verbs.arguments import LIMIT, check_kind
 from autograd_hacks.verbs.matrix import Matrix
 
 if TYPE_CHECKING:
     from typing import Self
 
 Kind = Literal["signs", "sjlt"]
-"""The kinds of random maps."""
 WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
 """Verbs that compare rows of a batch with each other note it here, for `over`."""
 
 
 class Algebra(Matrix):
-    """`PerSampleGrads` without statistics and curvature."""
+    """`PerSampleGrads` without statistics, metrics and curvature."""
 
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
@@ -74,12 +73,8 @@ class Algebra(Matrix):
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
-        parts = self._direction(v)
-
-        def along(name: str, form: Form) -> Tensor:
-            return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
-
-        return self._read(along, per_parameter)
+        along = {name: x.to(self[name].like.device).conj().resolve_conj() for name, x in self._direction(v).items()}
+        return self._read(lambda name, form: form.dot(along[name], budget), per_parameter)
 
     @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
@@ -121,11 +116,7 @@ class Algebra(Matrix):
         other = self if other is None else other
         if other is self and (taken := WITHIN.get()) is not None:
             taken.append("gram")
-        if not isinstance(other, Algebra):
-            raise TypeError(
-                f"gram: the other batch is {arguments.kind_of(other)}; expected the PerSampleGrads of another batch. Take "
-                "per_sample_grads(model) after its backward pass." + ON_VERBS
-            )
+        check_kind("gram", ON_VERBS, Algebra, "per_sample_grads(model) of another batch", other=other)
         if self._model != other._model or self.keys() != other.keys():
             is_other = self._model != other._model
             wrong = "belong to another model" if is_other else f"are {arguments.differing(list(other), list(self))}"
@@ -139,14 +130,11 @@ class Algebra(Matrix):
                 f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
                 "preconditioned(metric) to both." + ON_METRICS
             )
-
-        def products(name: str, form: Form) -> Tensor:
-            return form.gram(other[name], budget)
-
         if not per_parameter:
-            return self._between(other, products)
+            return self._between(other, lambda name, form: form.gram(other[name], budget))
         with self.reading(), other.reading():
-            return {name: other._placed(x, x.ndim - 1) for name, x in self._each(products).items()}
+            products = self._each(lambda name, form: form.gram(other[name], budget))
+            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
 
     @checked(ON_VERBS)
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
@@ -208,10 +196,7 @@ class Algebra(Matrix):
         Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
         optimizers" (arXiv:2510.00236), which takes optimizers' signs and squares inside the mean over samples.
         """
-        if not callable(f):
-            raise TypeError(
-                f"reduce: {arguments.kind_of(f)} is not a function; expected an elementwise function: torch.sign." + ON_VERBS
-            )
+        check_kind("reduce", ON_VERBS, Callable, "an elementwise function: torch.sign", f=f)
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
             with without_autocast(form.like for form in self.values()):
@@ -268,13 +253,8 @@ class Algebra(Matrix):
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        matrix.check_map("project: dim", dim, kind, entries)
-
-        def projected(name: str, form: Form) -> Tensor:
-            random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
-            return form.project(random, budget)
-
-        return self._read(projected, per_parameter, dim)
+        maps = matrix.random_maps("project: dim", dim, seed, kind, entries)
+        return self._read(lambda name, form: form.project(maps(name, form), budget), per_parameter, dim)
 
     @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,6 +200,13 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
             f"{who}: several patterns match {some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
         )
     return parts
+
+
+def check_kind(who: str, page: str, kinds: Any, expected: str, **given: object) -> None:
+    """Raises TypeError for arguments of other types.  expected: what to give, and the end `page`, for the message"""
+    for name, value in given.items():
+        if not isinstance(value, kinds):
+            raise TypeError(f"{who} was given {name}={kind_of(value)}; expected {expected}" + page)
 
 
 def check_loader(who: str, loader: object, page: str) -> None:

@@ -13,8 +13,7 @@ from autograd_hacks.errors import ON_NOISE
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs import statistics
-from autograd_hacks.verbs.arguments import check_state, kind_of
+from autograd_hacks.verbs.arguments import check_kind, check_state
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.statistics import NoiseScale
 
@@ -55,8 +54,7 @@ class NoiseScales(Shown):
         Raises what ``grads.noise_scale`` raises, for example for fewer than two samples, and ValueError if gradients are not
         finite, as in a step that a GradScaler skips.  The means don't change then.
         """
-        if not isinstance(grads, PerSampleGrads):
-            raise TypeError(f"NoiseScales.update was given {kind_of(grads)}; expected per_sample_grads(model)" + ON_NOISE)
+        check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
         assert isinstance(scales, dict)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
@@ -81,8 +79,8 @@ class NoiseScales(Shown):
     def _take_each(self, grads: PerSampleGrads, budget: int) -> None:
         keep = self.smoothing
         with grads._counted("NoiseScales.update") as samples:
-            about = statistics.means(grads, grads.spread, samples, budget)
-            noises = statistics.variances(grads, about, grads.spread, samples, budget)
+            about = grads._means(samples, budget)
+            noises = grads._variances(grads, about, samples, budget)
         for name, own in noises.items():
             noise = own.double()
             new = noise, about[name].abs().double().square() - noise / samples
