@@ -237,7 +237,7 @@ READS: list[Row] = [
     *of(TypeError, VERBS, [
         ("dictionary", lambda s: s.grads.dot(torch.zeros(3))),
         ("", lambda s: s.grads.dot([s.x])),
-        ("expected the PerSampleGrads", lambda s: s.grads.gram(s.grads.dense())),
+        ("gram was given other=dict; expected per_sample_grads", lambda s: s.grads.gram(s.grads.dense())),
         ("N integers", lambda s: s.grads.group(torch.ones(5))),
         ("expected", lambda s: s.grads.group(torch.zeros(5, dtype=torch.long), 2.5)),
         *[("expected booleans or integers", lambda s, w=w: s.grads.select(w))
@@ -304,7 +304,7 @@ READS: list[Row] = [
     ]),
     (ValueError, HOOKS, "because the model was hooked with only",
      lambda s: s.within(add_hooks(s.model, only="*.bias"), lambda: s.during(weights=torch.ones(5)))),
-    (TypeError, NOISE, "given dict", lambda s: NoiseScales(0.9).update(s.grads.dense())),
+    (TypeError, NOISE, "update was given grads=dict; expected per_sample_grads", lambda s: NoiseScales(0.9).update(s.grads.dense())),
     *[(error, VERBS, words, lambda s, verb=verb, w=w: getattr(s.grads, verb)(w))
       for verb in ("weighted_sum", "second_moment")
       for w, error, words in [

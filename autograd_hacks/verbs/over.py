@@ -28,7 +28,7 @@ from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
-from autograd_hacks.verbs.arguments import check_loader, kind_of
+from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -43,9 +43,8 @@ KEPT = 2**28
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
 """Verbs that compare samples with each other."""
 _WITHIN = (
-    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give "
-    "the batches of the other samples, and a verb of both, for example lambda grads, others: grads.gram(others). To compare "
-    "the data with itself give the loader again: over(..., against=loader)"
+    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give the "
+    "other batches, against=loader for the same ones, and a verb of both: lambda grads, others: grads.gram(others)"
 )
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
@@ -165,14 +164,10 @@ def _check(
 ) -> None:
     """Raises TypeError for arguments of another kind, and ValueError for some that don't go together."""
     check_loader("over", loader, ON_DATA_SETS)
-    for name, given, example in (("loss", loss, "of the model and a batch"), ("verb", verb, "such as PerSampleGrads.norms")):
-        if not callable(given):
-            raise TypeError(f"over was given {name}={given!r}; expected a function, {example}" + ON_DATA_SETS)
+    check_kind("over", ON_DATA_SETS, Callable, "a function of the model and a batch", loss=loss)
+    check_kind("over", ON_DATA_SETS, Callable, "a function, such as PerSampleGrads.norms", verb=verb)
     if out is not None and total:
-        raise ValueError(
-            "over was given out= and total=True, but out= is for rows. Save the returned sums: torch.save(sums, path)"
-            + ON_DATA_SETS
-        )
+        raise ValueError("over was given out= for rows and total=True; expected only one of them" + ON_DATA_SETS)
     if total and (against is not None or verb in _ROWS):
         raise ValueError(
             "over was given total=True, but this verb returns rows, which belong to different samples in each batch. Leave "
@@ -182,8 +177,8 @@ def _check(
         raise ValueError(_WITHIN + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
-            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader, "
-            "because it is iterated again for each batch" + ON_DATA_SETS
+            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader"
+            + ON_DATA_SETS
         )
 
 
@@ -217,10 +212,7 @@ class _Step:
         self._seen: list[str] = []  # digests of the other data's batches
 
     def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
-        """The verb's result by name, or by `_ALONE` if it is one tensor.
-
-        checkpoint: the number of the checkpoint that the model has
-        """
+        """The verb's result by name, or by `_ALONE` if it is one tensor.  checkpoint: the number of the one loaded"""
         grads = self._grads(batch)
         if self.against is None:
             taken: list[str] = []
@@ -259,7 +251,10 @@ class _Step:
                     "shuffle or sample: DataLoader(data, shuffle=False)" + ON_DATA_SETS
                 )
             grads = self._grads(batch)
-            if number == len(kept) and (size := _size_copied(grads)) <= self._left:
+            products, others = ([form for form in grads.values() if _stays(form) is stays] for stays in (True, False))
+            size = sum(x.nbytes for form in products for leaf in form.leaves() for x in leaf.held)
+            size += sum(map(written_bytes, others))
+            if number == len(kept) and size <= self._left:
                 self._left -= size
                 kept.append(grads := _copied(grads))
             yield grads
@@ -290,10 +285,7 @@ class _Step:
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
-    """A verb's result by name, on the CPU.
-
-    samples: the expected number of rows; None for sums
-    """
+    """A verb's result by name, on the CPU.  samples: the expected number of rows; None for sums"""
     named = by_file(returned if isinstance(returned, Mapping) else {_ALONE: returned})
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
@@ -322,8 +314,7 @@ def _of_process(out: str | os.PathLike[str]) -> Path:
     path, rank = os.fspath(out), torch.distributed.get_rank() if has_processes() else 0
     if has_processes() and "{rank}" not in path and torch.distributed.get_world_size() > 1:
         raise ValueError(
-            f"over: out={path!r} is the same on several processes; expected a name that contains {{rank}}: rows-{{rank}}.npy"
-            + ON_DATA_SETS
+            f"over: out={path!r} is the same on several processes; expected a name with {{rank}}" + ON_DATA_SETS
         )
     return Path(path.replace("{rank}", str(rank)))
 
@@ -341,9 +332,8 @@ def _load(model: nn.Module, state: State) -> None:
     if not isinstance(loaded, Mapping) or model.state_dict().keys().isdisjoint(loaded):
         what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
         raise ValueError(
-            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
-            f"state dictionary of this {type(model).__name__}. If more was saved with it, select it: "
-            "torch.load(path)['model']" + ON_DATA_SETS
+            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the state "
+            f"dictionary of this {type(model).__name__} alone: torch.load(path)['model']" + ON_DATA_SETS
         )
     model.load_state_dict(loaded)
 
@@ -396,14 +386,6 @@ def _copied(grads: PerSampleGrads) -> PerSampleGrads:
         made = grads.with_forms(forms, grads.samples)
     made._versions = made._versions[len(grads._versions) :]
     return made
-
-
-def _size_copied(grads: PerSampleGrads) -> int:
-    """The number of bytes that `_copied` takes."""
-    return sum(
-        sum(x.nbytes for leaf in form.leaves() for x in leaf.held) if _stays(form) else written_bytes(form)
-        for form in grads.values()
-    )
 
 
 def _stays(form: Form) -> bool:

@@ -51,8 +51,7 @@ def per_sample_grads(
 ) -> PerSampleGrads:
     """The per-sample gradients of the last backward pass, lazily.  Nothing of size N × P is written until you ask for it.
 
-    loss_type: as in `compute_grad1`
-    scale: as in `compute_grad1`
+    loss_type, scale: as in `compute_grad1`
     process_group: the processes that share the batch, a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``. None, the
     default, means those of DistributedDataParallel or ``fully_shard``; False means this process only
     only: names or patterns of the parameters to read: ``'8.*'``, ``['*.weight', 'head.bias']``. 'norms' means all biases
@@ -74,18 +73,14 @@ def grads_of(
     scale: float | Tensor = 1.0,
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:
-    """The result of `per_sample_grads`.
-
-    spread: the processes that share the batch
-    """
+    """The result of `per_sample_grads`.  spread: the processes that share the batch"""
     record = recorder.record
     parameters = record.as_seen(spread.parameters)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
     samples = _samples(forms.values())
     names = list(forms)
-    if only is not None:
-        names = names_matching(only, model, names)
+    names = names if only is None else names_matching(only, model, names)
     reached = frozenset(name for name in names if forms[name] is not None)
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
@@ -93,8 +88,8 @@ def grads_of(
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             raise NothingRecorded(
-                f"rows of tokens need a single batch, but {len(record.segments)} were accumulated. Read after each batch, "
-                "or call add_hooks(model) again without segments." + ON_SEGMENTS
+                f"rows of tokens need a single batch, but {len(record.segments)} were accumulated. Read after each of them."
+                + ON_SEGMENTS
             )
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
@@ -124,8 +119,8 @@ def _read_tokens(
     known = [own() for own in segments]  # None once the record is freed
     if recorder is None or len(known) != 1 or recorder.record.segments != known:
         raise NothingRecorded(
-            "tokens: the record of the backward pass was freed, or holds several batches; expected the record of one batch. "
-            "Call tokens() before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
+            "tokens: the record of the backward pass was freed, or holds several batches. Call tokens() after one batch and "
+            "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
     uses = list(dict.fromkeys(_uses(recorder.record)))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
@@ -140,9 +135,8 @@ def _read_tokens(
     for use in uses:
         if isinstance(use, NodeUse):
             raise UnsupportedLayer(
-                f"tokens: {use.place}, was read for whole samples during the backward pass. Ask for positions before the "
-                "forward: add_hooks(model, segments='tokens'). Or leave the parameter out: add_hooks(model, only=...)."
-                + ON_SEGMENTS
+                f"tokens: {use.place}, was read for whole samples during the backward pass. Before the forward ask for "
+                "positions, add_hooks(model, segments='tokens'), or leave it out by only=..." + ON_SEGMENTS
             )
     before = [use.documents for use in uses]
     try:
@@ -188,8 +182,12 @@ def compute_grad1(
         check("compute_grad1", ON_REDUCTION, scale=scale)
         try:
             check_ordinary(recorder.record, "grad1")
+            if set_grad and scale != 1:
+                raise ValueError(
+                    f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide "
+                    ".grad by the scale again. Leave scale out; rows and .grad then contain it." + ON_SCALERS
+                )
             if set_grad:
-                _check_unscaled(scale)
                 check_may_set(recorder, "compute_grad1(set_grad=True)")
             with spread.reading():
                 forms = read(model, seen, recorder, loss_type, scale)
@@ -215,16 +213,6 @@ def compute_grad1(
 
 def _samples(forms: Iterable[Form | None]) -> int:
     return next((form.samples for form in forms if form is not None), 0)
-
-
-def _check_unscaled(scale: float | Tensor) -> None:
-    """Raises ValueError if ``scaler.step`` would divide by the scale twice."""
-    if scale != 1:
-        raise ValueError(
-            f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide .grad "
-            "by the scale again. Leave scale out: rows and .grad then contain the scale, and scaler.step() divides .grad "
-            "by it." + ON_SCALERS
-        )
 
 
 def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
@@ -265,20 +253,19 @@ def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
 def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool = False) -> None:
     """Raises if ``.grad`` can't be set from the rows of the record.
 
-    what: the function that sets it, for the message
-    add: whether it adds to ``.grad``
-    once: whether rows may be used only once, because each use spends privacy budget
+    what: the function that sets it, for the message    add: whether it adds to ``.grad``    once: whether rows may be used
+    only once, because each use spends privacy budget
     """
     record = recorder.record
     if record.left_out:
         raise ValueError(
             f"{what}: {len(record.left_out)} parameters have no rows, {min(record.left_out)!r} among them, because the "
-            "model was hooked with only=...; expected rows of all, because .grad of all is set. Call add_hooks(model) "
-            "again without only." + ON_HOOKS
+            "model was hooked with only=..., but .grad of all is set. Call add_hooks(model) again without only." + ON_HOOKS
         )
     check_ordinary(record, "gradient to clip")
     check_sets_all(record, what)
-    if once and any(segment.replaced for segment in record.segments):
+    was_used = any(segment.replaced for segment in record.segments)
+    if once and was_used:
         raise NothingRecorded(
             f"{what}: there was no backward pass since the last step. Using its rows again would spend privacy budget that "
             "the accountant doesn't count. Run another forward and backward pass, also for an empty batch."
@@ -286,10 +273,9 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
     if add and (recorder.backward.wants_grad or any(p.fills_grad for p in record.passes)):
         raise ValueError(
             f"{what}: add=True, but .grad already holds the unclipped gradient of the backward pass. Hook the model by "
-            "add_hooks(model, param_grad=False), so that backward() leaves .grad alone; or run all micro-batches within "
-            "accumulate(model) and clip once." + ON_PASSES
+            "add_hooks(model, param_grad=False); or clip once for all passes within accumulate(model)." + ON_PASSES
         )
-    if add and any(segment.replaced for segment in record.segments):
+    if add and was_used:
         raise NothingRecorded(
             f"{what}: add=True would add the last backward pass to .grad a second time. Run another forward and backward "
             "pass first. Within accumulate(model), which keeps all passes, clip once at its end." + ON_PASSES
@@ -297,11 +283,7 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
 
 
 def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
-    """Raises NotImplementedError if processes share the batch.
-
-    what: what needs all samples, for the message
-    instead: what to do then, for the message
-    """
+    """Raises NotImplementedError if processes share the batch.  what, instead: what needs all samples, and what to do"""
     if grads.spread.mesh is not None:
         raise NotImplementedError(
             f"{what}: the model shares its batches with other processes, and this sum would cover one process only. "
@@ -321,10 +303,8 @@ def set_grads(
     A ``.grad`` that is a view of larger memory, such as a flat buffer of gradients, is written in place, with zeros if the
     loss did not reach the parameter.
 
-    sums: {name: shape}, in memory of their own
-    reached: the names of the parameters that the loss reached
-    add: add to the old ``.grad``
-    recorder: its passes are marked as used for ``.grad``
+    sums: {name: shape}, in memory of their own    reached: the names of the parameters that the loss reached
+    add: add to the old ``.grad``    recorder: its passes are marked as used for ``.grad``
     """
     for name, parameter in parameters_of(model).items():
         total, before = sums.get(name), parameter.grad
