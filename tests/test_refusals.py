@@ -218,7 +218,7 @@ READS: list[Row] = [
         (r"\(\)", lambda s: s.grads.weighted_sum(torch.tensor(1.0))),
         (r"^dot: the direction has no entry for '0\.bias'; expected one for each of the 4",
          lambda s: s.grads.dot({k: x for k, x in s.v.items() if k != "0.bias"})),
-        ("^dot: the direction has an entry for 'more', which is not a trainable parameter",
+        ("^dot: the direction has an entry for 'more'; expected only",
          lambda s: s.grads.dot(s.v | {"more": torch.zeros(1)})),
         (r"entry for '2\.weight' is .*\(4, 2\); expected.*\(2, 4\)",
          lambda s: s.grads.dot(s.v | {"2.weight": torch.zeros(4, 2)})),
@@ -235,7 +235,7 @@ READS: list[Row] = [
              (lambda g: g.tolist(), "returned list")]],
     ]),
     *of(TypeError, VERBS, [
-        ("dictionary", lambda s: s.grads.dot(torch.zeros(3))),
+        ("dot was given v=a torch", lambda s: s.grads.dot(torch.zeros(3))),
         ("", lambda s: s.grads.dot([s.x])),
         ("gram was given other=dict; expected per_sample_grads", lambda s: s.grads.gram(s.grads.dense())),
         ("N integers", lambda s: s.grads.group(torch.ones(5))),
@@ -247,7 +247,7 @@ READS: list[Row] = [
         ("expected", lambda s: s.grads.project(1.5)),
         ("reduce was given f=str; expected an elementwise function", lambda s: s.grads.reduce("sign")),
     ]),
-    (ValueError, "What can be had", "a number per parameter", lambda s: s.grads.from_vector(torch.zeros(3))),
+    (ValueError, "What can be had", "from_vector was given shape", lambda s: s.grads.from_vector(torch.zeros(3))),
     *of(IndexError, VERBS, [
         *[(rf"go from {min(numbers)} to {max(numbers)}; expected \[-5, 5\)",
            lambda s, numbers=numbers: s.grads.select(torch.tensor(numbers)))

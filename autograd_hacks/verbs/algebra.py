@@ -120,15 +120,11 @@ class Algebra(Matrix):
         if self._model != other._model or self.keys() != other.keys():
             is_other = self._model != other._model
             wrong = "belong to another model" if is_other else f"are {arguments.differing(list(other), list(self))}"
-            raise ValueError(
-                f"gram: the other gradients {wrong}; expected two batches of one model. Take both by "
-                "per_sample_grads(model), with the same trainable parameters and the same only=." + ON_VERBS
-            )
+            raise ValueError(f"gram: the other gradients {wrong}; expected two batches of one model" + ON_VERBS)
         if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
             raise ValueError(
                 f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
-                f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
-                "preconditioned(metric) to both." + ON_METRICS
+                f"{tuple(self[differing[0]].shape)}, as here: apply preconditioned(metric) to both." + ON_METRICS
             )
         if not per_parameter:
             return self._between(other, lambda name, form: form.gram(other[name], budget))
@@ -158,9 +154,8 @@ class Algebra(Matrix):
         with self.summing(lambda: None, self.samples) as (_, count):
             if count * size > limit:
                 raise BlockTooLarge(
-                    f"gram_of_all: the rows of all {count:.0f} samples take {count * size / 2**20:,.0f} MiB on each process "
-                    f"for the largest parameter; the limit is {limit / 2**20:,.0f} MiB. Project them by "
-                    "gram_of_all(dim=4096), or raise limit."
+                    f"gram_of_all: the rows of all {count:.0f} samples for the largest parameter take "
+                    f"{count * size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it, or give dim=4096."
                 )
             products = (form.gram(Dense(everyones(form.dense()))) for form in self.values())
             return matrix.added(products, (self.samples, int(count)))

@@ -141,10 +141,7 @@ class PerSampleGrads(Statistics):
         """
         model = self._model()
         if self._by_token is None or model is None:
-            raise NothingRecorded(
-                "tokens() must be called on the result of per_sample_grads(model) itself. Select, group, scale or "
-                "precondition afterwards, the result of tokens()."
-            )
+            raise NothingRecorded("call tokens() on per_sample_grads(model) itself, and select, group or scale afterwards.")
         return self._by_token(model)
 
     # Curvature.
@@ -174,8 +171,7 @@ class PerSampleGrads(Statistics):
         """
         if self.hess_type is None:
             raise NothingRecorded(
-                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead of loss.backward(); or "
-                "take the empirical Fisher matrix, fisher_matvec."
+                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead, or take fisher_matvec."
             )
         return self._narrowed(self._matvec(v))
 
@@ -197,17 +193,14 @@ class PerSampleGrads(Statistics):
         self._check_alone("natural_gradient")
         if damping is None:
             raise TypeError(
-                f"natural_gradient: damping is missing; expected λ > 0. JᵀJ / N has rank {self._row_count} at most, one for "
-                "each pass and sample, so it has no inverse. Start with natural_gradient(v, damping=1e-2) and try powers of "
-                "ten: with a large damping the step is close to v / λ, with a small one it follows the curvature of these "
-                "samples." + ON_CURVATURE
+                f"natural_gradient: damping is missing; expected λ > 0, because JᵀJ / N has rank {self._row_count} at most. "
+                "Start with 1e-2 and try powers of ten: with a large one the step is close to v / λ." + ON_CURVATURE
             )
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
-                f"natural_gradient: J Jᵀ has {self._row_count:,} rows, one for each pass and sample, and takes "
-                f"{size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Sample vectors, backprop_hess(output, "
-                "samples=1); or use conjugate gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or "
-                "raise limit."
+                f"natural_gradient: J Jᵀ has {self._row_count:,} rows and takes {size / 2**20:,.0f} MiB; the limit is "
+                f"{limit / 2**20:,.0f} MiB. Raise it; or sample vectors, backprop_hess(output, samples=1); or use conjugate "
+                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...)."
             )
         products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
         products.diagonal().add_(count * float(damping))
@@ -241,10 +234,8 @@ class PerSampleGrads(Statistics):
         """One vector, P, as {name: shape}: the inverse of `to_vector`."""
         sizes = [form.shape.numel() for form in self.values()]
         if vector.shape != (sum(sizes),):
-            raise ValueError(
-                f"from_vector was given shape {tuple(vector.shape)}; expected ({sum(sizes)},), a number per parameter"
-                + ON_CURVATURE
-            )
+            shape = tuple(vector.shape)
+            raise ValueError(f"from_vector was given shape {shape}; expected ({sum(sizes)},)" + ON_CURVATURE)
         return {name: part.view(form.shape) for part, (name, form) in zip(vector.split(sizes), self.items())}
 
     @checked(ON_CURVATURE)

@@ -219,9 +219,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
         before = w.ndim - len(shape)
         if before not in range(1 + several) or w.shape[before:] != shape:
-            raise ValueError(
-                f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples" + ON_VERBS
-            )
+            wrong = f"the weights have shape {tuple(w.shape)}"
+            raise ValueError(f"{wrong}; expected {expected} with N = {self.samples} samples" + ON_VERBS)
         return w.movedim(before, -1).flatten(before) if self.entries else w
 
     # When the forms may be read, and how verbs combine them.
@@ -308,15 +307,12 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self._check_real()
         if self.spread.mesh is not None:
             raise NotReduced(
-                f"{what} needs the inner products of all rows, but this process has only {self.samples} samples; "
-                f"{self.spread.mesh.size()} processes share the batch. Use this process's samples only, "
-                f"grads.local().{what}(...), or products with JᵀJ, which cover all: fisher_matvec, ggn_matvec."
+                f"{what} needs the inner products of all rows, but {self.spread.mesh.size()} processes share the batch. Use "
+                f"this one's alone, grads.local().{what}(...), or products with JᵀJ of all: fisher_matvec, ggn_matvec."
             )
 
     def _check_real(self) -> None:
         """Raises TypeError for complex parameters, which have no curvature."""
         for name, form in self.items():
             if form.like.is_complex():
-                raise TypeError(
-                    f"parameter {name!r} is complex; curvature is supported for real parameters only" + ON_CURVATURE
-                )
+                raise TypeError(f"parameter {name!r} is complex; curvature exists for real parameters only" + ON_CURVATURE)

@@ -123,8 +123,8 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         if scaling is None:
             known = ", ".join(name for names in SCALINGS for name in names)
             raise TypeError(
-                f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps yourself, "
-                "Shampoo's or SOAP's factors too: Metric({name: factor, ...})" + ON_METRICS
+                f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
+                "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
             )
         maps: dict[str | nn.Parameter, Given] = {}
         for group in inner.param_groups:

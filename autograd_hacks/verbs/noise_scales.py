@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_NOISE
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table
-from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.verbs.arguments import check_kind, check_state
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.statistics import NoiseScale
@@ -66,8 +66,8 @@ class NoiseScales(Shown):
         wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
         if wrong:
             raise ValueError(
-                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}), as in a "
-                "step that overflowed; expected numbers. Skip update() in steps that the optimizer skips." + ON_NOISE
+                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}). Skip "
+                "update() in steps that the optimizer skips." + ON_NOISE
             )
         keep = self.smoothing
         for name, own in found.items():
@@ -97,8 +97,7 @@ class NoiseScales(Shown):
         per: 'layer' returns {path of a layer: for its parameters together}, 'parameter' returns {name: for this parameter}
         Raises ValueError before the first `update`, and for another ``per``.
         """
-        if per not in ("model", "layer", "parameter"):
-            raise ValueError(f"noise_scale was given per={per!r}; expected 'model', 'layer' or 'parameter'" + ON_NOISE)
+        check_word("noise_scale", ON_NOISE, ("model", "layer", "parameter"), per=per)
         self._check()
         sums: dict[str, list[tuple[float, float]]] = {}
         for name, (noise, signal, weight) in self._means.items():
@@ -120,17 +119,14 @@ class NoiseScales(Shown):
         """
         if not self.elementwise:
             raise ValueError(
-                "snr needs noise and signal of each number, which are kept with NoiseScales(elementwise=True) alone. A "
-                "layer's ratio is 1 / noise_scale('layer')[path].scale." + ON_NOISE
+                "snr needs NoiseScales(elementwise=True); a layer's is 1 / noise_scale('layer')[path].scale" + ON_NOISE
             )
         self._check()
         return {name: torch.where(signal == 0, signal, signal / noise) for name, (noise, signal) in self._each.items()}
 
     def _check(self) -> None:
         if not self._means:
-            raise ValueError(
-                "NoiseScales has seen no step; call update(per_sample_grads(model)) after a backward pass" + ON_NOISE
-            )
+            raise ValueError("NoiseScales has seen no step; call update(per_sample_grads(model)) after one" + ON_NOISE)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint."""
