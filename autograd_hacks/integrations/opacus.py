@@ -23,6 +23,9 @@ with needed("opacus"):
     from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 
 
+_INSTEAD = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
+
+
 class DPOptimizer(_DPOptimizer):
     """Opacus' ``DPOptimizer`` for a model with `autograd_hacks.add_hooks`, preferably with ``param_grad=False``.
 
@@ -31,9 +34,7 @@ class DPOptimizer(_DPOptimizer):
 
     optimizer: the optimizer to wrap
     model: the hooked model, with all of the optimizer's parameters
-    noise_multiplier: as in Opacus
-    max_grad_norm: as in Opacus
-    options: as in Opacus
+    noise_multiplier, max_grad_norm, options: as in Opacus
 
     ``step`` raises NothingRecorded if the backward pass was already used; ValueError for several accumulated batches
     (`accumulate`), because they may contain the same sample; and what `per_sample_grads` and Opacus raise.
@@ -81,8 +82,7 @@ class DPOptimizer(_DPOptimizer):
         check_may_set(recorder, "DPOptimizer.step", once=True)
         is_told = any(recorded.losses for recorded in recorder.record.passes)  # backward(losses) has recorded the reduction
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
-        instead = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
-        check_alone(grads, "DPOptimizer.step", instead)
+        check_alone(grads, "DPOptimizer.step", _INSTEAD)
         if len(grads.batches) > 1:
             raise ValueError(
                 f"DPOptimizer.step was given {len(grads.batches)} accumulated batches. They may contain the same sample, "
@@ -131,8 +131,8 @@ class PrivacyEngine(_PrivacyEngine):
         if secure_mode and find_spec("torchcsprng") is None:
             raise ModuleNotFoundError(
                 "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Use "
-                "autograd_hacks.PrivateTraining(secure=True), or clip_and_noise_(..., noise=autograd_hacks.SecureNoise()), "
-                "which draw from the operating system and need no other package." + ON_PRIVATE,
+                "autograd_hacks.PrivateTraining(secure=True), or clip_and_noise_(..., noise=autograd_hacks.SecureNoise())."
+                + ON_PRIVATE,
                 name="torchcsprng",
             )
         super().__init__(secure_mode=secure_mode, **options)
@@ -163,26 +163,18 @@ class PrivacyEngine(_PrivacyEngine):
         """
         if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
-                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}, which is not needed here: clipping never "
-                "stores per-sample gradients, as with Opacus' 'ghost', and nothing is wrapped. Leave out grad_sample_mode "
-                "and criterion." + ON_OPACUS
+                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}; clipping never stores per-sample "
+                "gradients here. Leave out grad_sample_mode and criterion." + ON_OPACUS
             )
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(
-                f"PrivacyEngine.make_private was given clipping={clipping!r}; only flat clipping is supported here. Use "
-                "autograd_hacks.PrivateTraining: max_norm={pattern: bound} clips layer by layer, for example {'0.*': 0.5, "
-                "'2.*': 1.0}, and clip= may be 'per_parameter', 'automatic', 'psac' or a QuantileClip. Or use Opacus' own "
+                f"PrivacyEngine.make_private was given clipping={clipping!r}; expected 'flat'. For others use "
+                "autograd_hacks.PrivateTraining, with clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}; or Opacus' "
                 "engine." + ON_OPACUS
             )
         self._module = module
-        _, private, loader = super().make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            **options,
-        )
+        given = {"optimizer": optimizer, "data_loader": data_loader, "max_grad_norm": max_grad_norm, **options}
+        _, private, loader = super().make_private(module=module, noise_multiplier=noise_multiplier, **given)
         return module, private, loader
 
     def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> SimpleNamespace:
@@ -200,10 +192,7 @@ class PrivacyEngine(_PrivacyEngine):
         **options: Any,
     ) -> DPOptimizer:
         if distributed:
-            raise NotImplementedError(
-                "PrivacyEngine does not support distributed models. Use clip_and_noise_(model, max_norm, noise_multiplier, "
-                "expected_batch_size), which sums over processes, in a loop of your own." + ON_PROCESSES
-            )
+            raise NotImplementedError(f"PrivacyEngine does not support distributed models. {_INSTEAD}" + ON_PROCESSES)
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator
         return DPOptimizer(optimizer, model=self._module, generator=generator, secure_mode=self.secure_mode, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_TORCHJD, needed
+from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
@@ -61,15 +62,9 @@ def jacobian_descent(
     """
     named = {"losses": losses, "grads": grads, f"loss_type={loss_type!r}": loss_type}
     if len(given := [name for name, x in named.items() if x is not None]) > 1:
-        raise ValueError(
-            f"jacobian_descent was given {' and '.join(given)}; expected only one of them. With rows or losses leave "
-            "loss_type out: they contain it" + ON_TORCHJD
-        )
-    if losses is not None and not isinstance(losses, Tensor):
-        raise TypeError(
-            f"jacobian_descent was given losses of type {type(losses).__name__}; expected one tensor (N, K): "
-            "torch.stack(losses, dim=1), of K tensors with the losses of N samples each" + ON_TORCHJD
-        )
+        raise ValueError(f"jacobian_descent was given {' and '.join(given)}; expected only one of them" + ON_TORCHJD)
+    expected = "one tensor (N, K) for N samples and K tasks: torch.stack(losses, dim=1)"
+    check_kind("jacobian_descent", ON_TORCHJD, Tensor | None, expected, losses=losses)
     if losses is not None and losses.ndim not in (1, 2):
         raise ValueError(
             f"jacobian_descent was given losses of shape {tuple(losses.shape)}; expected (N, K) for N samples and K tasks, "
@@ -95,7 +90,6 @@ def _weighting_of(aggregator: object) -> Weighting[Any]:
     if isinstance(weighting, Weighting) and not needs_rows:
         return weighting
     raise TypeError(
-        f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators that weight rows by "
-        "their Gramian, such as UPGrad(), or its weighting. For others take the rows: per_sample_grads(model).dense()."
-        + ON_TORCHJD
+        f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators by Gramian, such as "
+        "UPGrad(), or its weighting. For others take the rows: per_sample_grads(model).dense()." + ON_TORCHJD
     )

@@ -48,10 +48,8 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
     elif hasattr(made, "history"):
         made.history = list(history)
     else:
-        raise TypeError(
-            f"accountant() returned {type(made).__name__}; expected one of Opacus' or dp-accounting's accountants: "
-            "accountant=opacus.accountants.PRVAccountant" + ON_PRIVATE
-        )
+        name = type(made).__name__
+        raise TypeError(f"accountant() returned {name}; expected one of Opacus' or dp-accounting's accountants" + ON_PRIVATE)
     return float(made.get_epsilon(delta))
 
 
@@ -64,10 +62,10 @@ def noise_for(
     while spent([*before, (high, rate, steps)], delta, accountant) > epsilon:
         low, high = high, 2 * high
         if high > 1e4:
+            after = f"after {sum(done for _, _, done in before)} steps that are done"
             raise ValueError(
-                f"epsilon={epsilon} can't be kept by {steps} steps at a sampling rate of {rate:.4g}, after "
-                f"{sum(done for _, _, done in before)} steps that are done, with any noise. Give a larger epsilon, or fewer "
-                "steps" + ON_PRIVATE
+                f"epsilon={epsilon} can't be kept by {steps} steps at a sampling rate of {rate:.4g}, {after}, with any "
+                "noise. Give a larger epsilon, or fewer steps" + ON_PRIVATE
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

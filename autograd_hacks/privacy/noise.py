@@ -32,8 +32,7 @@ def seed_of(given: int | None) -> int:
     if abs(given) < GUESSABLE:
         warnings.warn(
             f"PrivateTraining was given seed={given}, which can be guessed. Whoever guesses it draws the same noise and "
-            "takes it off, so the guarantee does not hold. Leave the seed out; or give secrets.randbits(128), at least "
-            "2**64, and keep it as secret as the data" + ON_PRIVATE,
+            "takes it off. Leave it out; or give secrets.randbits(128), at least 2**64, and keep it secret" + ON_PRIVATE,
             stacklevel=4,  # past the check of numbers and the constructor
         )
     return int(given)
@@ -55,12 +54,7 @@ class SecureNoise:
         self.draws = draws
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """Noise for a parameter, in double precision on the CPU.
-
-        name: the parameter's name
-        shape: the shape of the noise
-        deviation: the standard deviation of each number
-        """
+        """Noise for a parameter of a name and shape, in double precision on the CPU, of this standard deviation."""
         found = torch.empty(shape, dtype=torch.float64, device="cpu").flatten()
         for part in found.split(PART):
             part.copy_(torch.stack([_normal(len(part)) for _ in range(self.draws)]).sum(0))
@@ -118,10 +112,10 @@ class BandedNoise:
         self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
         column = _inverse(self.coefficients, steps)
         if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
+            inverse = [round(c, 3) for c in column[:4]]
             raise ValueError(
-                f"BandedNoise was given coefficients={self.coefficients} with the inverse "
-                f"{[round(c, 3) for c in column[:4]]} ...; expected 1 first, and an inverse that is positive and falling: "
-                "otherwise the sensitivity is unknown" + ON_CLIPPING
+                f"BandedNoise was given coefficients={self.coefficients} with the inverse {inverse} ...; expected 1 first, "
+                "and an inverse that is positive and falling: otherwise the sensitivity is unknown" + ON_CLIPPING
             )
         visits = [i * separation for i in range(participations) if i * separation < steps]
         shifted = [sum(column[t - start] for start in visits if start <= t) for t in range(steps)]
@@ -131,12 +125,7 @@ class BandedNoise:
         self._deviation: float | None = None
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """The noise of a parameter's next step.
-
-        name: the parameter's name
-        shape: the shape of the noise
-        deviation: the standard deviation of independent noise with the same guarantee
-        """
+        """The noise of a parameter's next step.  deviation: of independent noise with the same guarantee"""
         count = self._count.get(name, 0)
         if count >= self.steps:
             raise RuntimeError(
@@ -151,10 +140,7 @@ class BandedNoise:
         (z,) = drawn(self.generator, [(name, torch.empty(shape, device="cpu"))], deviation * self.sensitivity)
         past = [z, *self._past.get(name, [])][: len(self.coefficients)]
         self._deviation, self._count[name], self._past[name] = deviation, count + 1, past
-        found = torch.zeros_like(z)
-        for r, old in zip(self.coefficients, past):
-            found += r * old
-        return found
+        return sum((r * old for r, old in zip(self.coefficients, past)), torch.zeros_like(z))
 
     def state_dict(self) -> dict[str, Any]:
         past = {name: [z.clone() for z in kept] for name, kept in self._past.items()}

@@ -70,7 +70,6 @@ class NoisyGrads:
     def note(self, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
         """Takes what is in ``.grad`` for the gradient of a private step.
 
-        step: the step's number
         scaler: the GradScaler that will unscale ``.grad``, which is multiplied by its scale for that
         """
         self._step, self._due, self._done = step, {}, set()
@@ -112,8 +111,8 @@ class NoisyGrads:
         if used := [names[p] for p in ours if p in self._done]:
             raise RuntimeError(
                 f"optimizer.step() ({kind}) would step {_list(used)} a second time by the gradient of private step "
-                f"{self._step}; expected one step for each gradient. Call optimizer.step() once after each private.step() "
-                "that returns a PrivateStep, and optimizer.zero_grad() after it" + ON_PRIVATE
+                f"{self._step}. Call it once after each private.step() that returns a PrivateStep, then zero_grad()"
+                + ON_PRIVATE
             )
         unscales = getattr(optimizer, "grad_scale", None) is not None
         found = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
@@ -124,8 +123,7 @@ class NoisyGrads:
         changed = [names[p] for p, x in zip(ours, same) if not x]
         raise RuntimeError(
             f"optimizer.step() ({kind}) found a gradient that is not the one of private step {self._step}, of "
-            f"{_list(changed)}: it was changed after its noise was added, so the step would be another than the one that "
-            "PrivateTraining describes. Samples are clipped already. Turn off what clips or divides .grad: "
+            f"{_list(changed)}: it was changed after its noise was added. Turn off what clips or divides .grad: "
             "clip_grad_norm_ and clip_grad_value_ (torch's and accelerate's), max_grad_norm, gradient_clip_val, "
             "GradientNormClipping, a division by the number of micro-batches. If there is a GradScaler, give it to "
             "private.backward and private.step, and step by scaler.step(optimizer)" + ON_PRIVATE
@@ -137,8 +135,7 @@ def check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, 
     if others := [tuple(p.shape) for own in optimizers for p in stepped_outside(model, own)]:
         raise ValueError(
             f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
-            f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "
-            "that has all of them, or freeze the others." + ON_PRIVATE
+            f"{others[:3]}, without clipping and noise. Attach the module that has all of them, or freeze them." + ON_PRIVATE
         )
 
 
@@ -146,9 +143,8 @@ def scale_of(told: float | Tensor | None, scaler: torch.amp.GradScaler | None) -
     """The factor of the losses.  Raises ValueError if there is a scaler and nobody told whether it has scaled them."""
     if told is None and scaler is not None and scaler.is_enabled():
         raise ValueError(
-            "step() was given a scaler after a backward pass of your own. Expected to be told whether that loss was scaled, "
-            "because scaled gradients would be clipped at another norm. Call private.backward(losses, scaler), or "
-            "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if it was not scaled" + ON_PRIVATE
+            "step() was given a scaler after a backward pass of your own. Call private.backward(losses, scaler), or "
+            "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if that loss was not scaled" + ON_PRIVATE
         )
     return 1.0 if told is None else told
 
@@ -156,21 +152,19 @@ def scale_of(told: float | Tensor | None, scaler: torch.amp.GradScaler | None) -
 def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: bool, is_divided: bool) -> None:
     """Raises an error if accelerate accumulates gradients otherwise than the private step does.
 
-    is_last: whether the step's last micro-batch is at hand, after which optimizers must step
-    is_divided: whether the loss went through accelerate's own backward, for all that is known
+    is_last: whether optimizers must step after this micro-batch    is_divided: whether accelerate's backward may have run
     """
     for state in [getattr(optimizer, "gradient_state", None) for optimizer in optimizers]:  # of accelerate's optimizers
         if state is not None and is_divided and state.num_steps > 1:
             raise ValueError(
                 f"step(): accelerator.backward divides the loss by gradient_accumulation_steps={state.num_steps}, so "
-                "samples would be clipped at another norm. Use private.backward(losses), and Accelerator() without "
-                "gradient_accumulation_steps: the loader's parts= or micro_batch_size= accumulates" + ON_PRIVATE
+                "samples are clipped at another norm. Leave it out: the loader's parts= or micro_batch_size= accumulates"
+                + ON_PRIVATE
             )
         if state is not None and is_last and not state.sync_gradients:
             raise RuntimeError(
-                "step(): this is the step's last micro-batch, but within accelerator.accumulate() the next optimizer.step() "
-                "does nothing, so a noisy gradient would be lost. Leave accumulate() out: private.step() returns None until "
-                "the optimizer must step" + ON_PRIVATE
+                "step(): within accelerator.accumulate() the next optimizer.step() does nothing, so a noisy gradient would "
+                "be lost. Leave accumulate() out: private.step() returns None until the optimizer must step" + ON_PRIVATE
             )
 
 

@@ -19,7 +19,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_step, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise, seed_of
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, Users, check_data
+from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
 from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
 from autograd_hacks.probe.batch import BatchDim
@@ -47,13 +47,12 @@ class PrivateTraining:
     resumes from a checkpoint has the same bits.  ``history`` lists (noise multiplier, sampling rate, number of steps) of the
     steps so far, and ``planned`` is the number of steps that may spend ``epsilon``.
 
-    max_norm: as in `clip_and_noise_`
+    max_norm, clip: as in `clip_and_noise_`
     noise_multiplier: as in `clip_and_noise_`; or give ``epsilon`` and ``steps``
     expected_batch_size: as in `clip_and_noise_`; with ``groups`` it counts users
     delta: δ of (ε, δ)-differential privacy, below 1 / size of the data, or below 1 / number of users
     epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
     steps: how many steps may spend ``epsilon``
-    clip: as in `clip_and_noise_`
     seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
     operating system. A seed below 2⁶⁴ warns. A larger one protects only if it was drawn at random: ``secrets.randbits(128)``
     secure: draw noise by `SecureNoise`, which can't be repeated
@@ -86,21 +85,15 @@ class PrivateTraining:
         groups: Tensor | Sequence[Any] | None = None,
         per_user: int | None = None,
     ) -> None:
+        wrong = ""
         if (noise_multiplier is None) == (epsilon is None):
-            raise ValueError(
-                f"PrivateTraining was given noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected exactly one"
-                + ON_PRIVATE
-            )
-        if isinstance(clip, QuantileClip) and isinstance(max_norm, Mapping):
-            raise ValueError(
-                f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
-                + ON_PRIVATE
-            )
-        if groups is None and per_user is not None:
-            raise ValueError(
-                f"PrivateTraining was given per_user={per_user} without groups; expected groups=, each sample's user"
-                + ON_PRIVATE
-            )
+            wrong = f"noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected exactly one"
+        elif isinstance(clip, QuantileClip) and isinstance(max_norm, Mapping):
+            wrong = f"a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
+        elif groups is None and per_user is not None:
+            wrong = f"per_user={per_user} without groups; expected groups=, each sample's user"
+        if wrong:
+            raise ValueError(f"PrivateTraining was given {wrong}" + ON_PRIVATE)
         check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
@@ -129,10 +122,7 @@ class PrivateTraining:
         return sum(steps for _, _, steps in self.history)
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> PrivateTraining:
-        """Hooks the model for private steps.  As a context it removes the hooks at the end.
-
-        model: the model to train
-        optimizers: its optimizers
+        """Hooks the model for private steps of its optimizers.  As a context it removes the hooks at the end.
 
         Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
@@ -192,16 +182,10 @@ class PrivateTraining:
         if self._users is not None:
             self._users.check(size, micro_batch_size)
             size, unit = len(self._users), "users"
-        if self.size not in (None, size):
-            raise ValueError(
-                f"loader was given {size} {unit}, but the training began with {self.size}; expected the same data, because "
-                "the steps so far are counted for it" + ON_PRIVATE
-            )
+        self._check_size(size, f"loader was given {size} {unit}")
         if self.expected_batch_size is None or not 0 < self.expected_batch_size <= size:
-            raise ValueError(
-                f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}; "
-                f"expected a number above 0 and at most {size}" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}"
+            raise ValueError(f"{given}; expected a number above 0 and at most {size}" + ON_PRIVATE)
         if self.delta >= 1 / size:
             raise ValueError(
                 f"PrivateTraining was given delta={self.delta} for {size} {unit}; expected less than 1 / {size}: otherwise "
@@ -216,20 +200,19 @@ class PrivateTraining:
             dist.broadcast_object_list(shared)
             self._seed = shared[0]
         epoch = ceil(size / float(self.expected_batch_size)) if steps is None else steps
+        seed, done, begins = lambda: self._seed, lambda: self.steps, self._first if first is None else lambda _: first
+        share = rank, world
         batches = PoissonBatches(
-            size,
-            self.rate,
-            epoch,
-            lambda: self._seed,
-            lambda: self.steps,
-            parts,
-            micro_batch_size,
-            (rank, world),
-            padded,
-            self._first if first is None else lambda _: first,
-            self._users,
+            size, self.rate, epoch, seed, done, parts, micro_batch_size, share, padded, begins, self._users
         )
         return PrivateLoader(data, batches, self._marks.append, self._begin, **options)
+
+    def _check_size(self, size: int | None, given: str) -> None:
+        if self.size is not None and size not in (None, self.size):
+            raise ValueError(
+                f"{given}, but the training began with {self.size}; expected the same data, because the steps so far are "
+                "counted for it" + ON_PRIVATE
+            )
 
     def _first(self, length: int) -> int:
         if length != self._epochs[1]:
@@ -250,10 +233,8 @@ class PrivateTraining:
             assert self.noise_multiplier is not None
             return float(self.noise_multiplier)
         if self.planned is None:
-            raise ValueError(
-                f"PrivateTraining was given epsilon={self._target} without steps; expected how many steps may spend it: "
-                "PrivateTraining(..., steps=...)" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given epsilon={self._target} without steps"
+            raise ValueError(f"{given}; expected steps=, how many steps may spend it" + ON_PRIVATE)
         target, rate = self._target, self.rate
         asked = [target, self.delta, rate, self.planned]
         if self._noise is None or self._noise[0] != asked:
@@ -265,8 +246,7 @@ class PrivateTraining:
     def backward(self, losses: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Runs the backward pass of a micro-batch.
 
-        losses: N losses, one for each sample
-        scaler: the GradScaler that scales them
+        losses: N losses, one for each sample    scaler: the GradScaler that scales them
         """
         scaled = losses if scaler is None else scaler.scale(losses)
         self._scale = 1.0 if scaler is None else scaler.get_scale()
@@ -291,10 +271,10 @@ class PrivateTraining:
         is_told = all(recorded.losses for recorded in recorder.record.passes)
         if self.loss_type is None and not is_told:
             raise ValueError(
-                "step() doesn't know each sample's loss. Give N losses to private.backward(losses). A mean over tokens, or "
-                "with class weights or ignored targets, divides each sample's loss by a number that depends on the others, "
-                "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
-                "PrivateTraining(loss_type='mean')." + ON_PRIVATE
+                "step() doesn't know each sample's loss. Give N losses to private.backward(losses). If the loss is a plain "
+                "mean over samples, use PrivateTraining(loss_type='mean'): not for a mean over tokens, or with class "
+                "weights or ignored targets, which divides each sample's loss by a number that depends on the others."
+                + ON_PRIVATE
             )
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
@@ -336,8 +316,7 @@ class PrivateTraining:
         if not self._marks and not self._pieces:
             raise RuntimeError(
                 "step() found no batch from this training's loader. Draw batches by private.loader(data), and call step() "
-                "once for each: epsilon is computed for Poisson sampling and does not hold for other batches, such as a "
-                "shuffled loader's" + ON_PRIVATE
+                f"once for each: {OF_POISSON}" + ON_PRIVATE
             )
         return (self._pieces or self._marks)[0]
 
@@ -347,14 +326,14 @@ class PrivateTraining:
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
                 f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {held} batches of the "
-                "loader are waiting; expected one call for each batch of the loader, in order. If something fetches n "
-                "batches at once, use private.loader(data, ahead=n)" + ON_PRIVATE
+                "loader are waiting; expected one call for each, in order. If n are fetched at once: loader(data, ahead=n)"
+                + ON_PRIVATE
             )
         if mark.rate != self.rate:
             raise RuntimeError(
-                f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but "
-                f"expected_batch_size={self.expected_batch_size} now means {self.rate:.6g}, so epsilon would be wrong. "
-                "Change it between passes only, and call loader(data) for the next pass" + ON_PRIVATE
+                f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but expected_batch_size="
+                f"{self.expected_batch_size} means {self.rate:.6g}. Change it between calls of loader(data) only"
+                + ON_PRIVATE
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
             raise RuntimeError(
@@ -369,9 +348,8 @@ class PrivateTraining:
         over = 1 if mesh is None else mesh.size()
         if over != mark.world:
             raise ValueError(
-                f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}; "
-                "expected the same number, because otherwise samples are left out or counted twice. Wrap the model by "
-                "DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
+                f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}. Wrap "
+                "it by DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
             )
 
     def _clipped(self, model: nn.Module, mark: Mark, scale: float | Tensor) -> PrivateStep:
@@ -414,9 +392,7 @@ class PrivateTraining:
         Raises RuntimeError between the micro-batches of a step.
         """
         if self._parts:
-            raise RuntimeError(
-                "state_dict() was called between the micro-batches of a step; call it after a whole step" + ON_PRIVATE
-            )
+            raise RuntimeError("state_dict() must not be called between the micro-batches of a step" + ON_PRIVATE)
         return {
             "seed": self._seed,
             "history": list(self.history),
@@ -429,11 +405,7 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint's state.  Raises ValueError if it had other data or another kind of clip."""
         check_state("PrivateTraining", state, self.state_dict(), ON_PRIVATE)
-        if self.size is not None and state["size"] not in (None, self.size):
-            raise ValueError(
-                f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "
-                f"{self.size}; expected the same data, because the steps so far are counted for it" + ON_PRIVATE
-            )
+        self._check_size(state["size"], f"load_state_dict was given the state of a training on {state['size']} samples")
         if (state["clip"] is not None) != isinstance(self.clip, QuantileClip):
             raise ValueError(f"load_state_dict: the state is of another kind of clip than {self.clip!r}" + ON_PRIVATE)
         self._seed, self.size = state["seed"], state["size"]

@@ -141,7 +141,7 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     except NothingRecorded as error:
         raise ProbeFailed(
             f"{verb} needs a check that no sample's outputs depend on other samples' values. The recorded forward can't be "
-            "repeated for it: its arguments are gone, or another forward ran. Hook the model with independent=True."
+            "repeated: its arguments are gone, or another ran. Hook it by add_hooks(model, independent=True)."
         ) from error
     copy = Copy(model, arguments)
     with copy.running(), hooked_copy(copy.model, recorder, independent=True, knows=True) as own:

@@ -266,7 +266,7 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             training(**wrong).loader(data())
-    with pytest.raises(TypeError, match="which a stream can't ensure"):
+    with pytest.raises(TypeError, match="which can't be sampled at random"):
         training().loader(Stream())
     with pytest.raises(TypeError, match="batch_size, shuffle"):
         training().loader(data(), batch_size=3, shuffle=True)
