@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -110,10 +111,7 @@ class Sums:
         for pattern in every:
             meant = names_matching([pattern], self.model, trained, what, ON_CURVATURE)
             if self.left_out.issuperset(meant):
-                raise ValueError(
-                    f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded for it. Call "
-                    "add_hooks(model) again, without only=..., or with these too." + ON_CURVATURE
-                )
+                raise ValueError(f"{what}: {pattern!r} was left out by add_hooks(only=...); hook it, too" + ON_CURVATURE)
         meant = names_matching(every, self.model, trained, what, ON_CURVATURE)
         return [name for name in self.names if name in meant]
 
@@ -230,9 +228,9 @@ class Sums:
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
             found.append(f"{bias} is not added to its outputs; use kfac_bias='exact'")
         most = self.limit / grads[name].sum_dtype.itemsize
-        found = [
-            lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) if isinstance(lay, Lay) else lay for lay in found
-        ]
+        for k, lay in enumerate(found):
+            if isinstance(lay, Lay):
+                found[k] = lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most)
         found += [self.lays[name]] if name in self.sums else []
         by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
         if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
@@ -262,12 +260,9 @@ class Sums:
         else:
             found = {name: self._lay(name, grads) for name in reached if name not in self.joint and name not in self.skipped}
             self._refuse({name: why for name, why in found.items() if isinstance(why, str)})
-            self.lays |= {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
-            sizes = {
-                name: {f"{what} of {name}": torch.Size(shape).numel() for what, shape in zip("AB", lay.factors)}
-                for name, lay in found.items()
-                if isinstance(lay, Lay)
-            }
+            lays = {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
+            self.lays |= lays
+            sizes = {n: {f"{ab} of {n}": prod(size) for ab, size in zip("AB", lay.factors)} for n, lay in lays.items()}
         return self._small(grads, sizes)
 
     def _refuse(self, reasons: Mapping[str, str]) -> None:
@@ -279,9 +274,8 @@ class Sums:
         elif reasons:
             listing = "; ".join(f"{name} of {_place(self.model, name)}: {why}" for name, why in reasons.items())
             raise UnsupportedLayer(
-                f"these parameters have no Kronecker factors: {listing}. Leave them out with skip=True, and the table that "
-                f"is returned names them; or name the others, parameters=[...] with kind={self.asked!r}; or take "
-                "kind='diag' or 'full' for them."
+                f"these parameters have no Kronecker factors: {listing}. Leave them out with skip=True, which names them in "
+                f"a table; or name the others, parameters=[...] with kind={self.asked!r}; or take kind='diag' or 'full'."
             )
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -294,9 +288,8 @@ class Sums:
         for name, own in sizes.items():
             what, size = max(own.items(), key=lambda pair: pair[1])
             if (held := size * grads[name].sum_dtype.itemsize) > self.limit:
-                self._refuse(
-                    {name: f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"}
-                )
+                wide = f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"
+                self._refuse({name: wide})
         return [name for name in sizes if name not in self.skipped]
 
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -34,10 +35,7 @@ class Own(NamedTuple):
 
 
 def reduced(sums: Iterable[Own], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The sums over all processes, {name: shape}, each like its parameter: whole, or a shard.
-
-    sums: taken one by one, while the earlier ones are sent
-    """
+    """The sums over all processes, {name: shape}, each like its parameter.  One is taken while earlier ones are sent."""
     found: dict[str, Tensor] = {}
     waiting: dict[object, list[Own]] = {}
     sent: list[tuple[list[Own], Tensor]] = []
@@ -91,11 +89,7 @@ def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
 
 def _by_rank(total: Tensor, ranks: int) -> Tensor:
     """One row for each process: an equal number of entries of the first axis, with zeros after the last."""
-    rows = total.reshape(len(total), -1)
-    size = -(-len(total) // ranks)
-    if size * ranks > len(rows):
-        rows = torch.cat([rows, rows.new_zeros(size * ranks - len(rows), rows.shape[1])])
-    return rows.reshape(ranks, -1)
+    return F.pad(total.reshape(len(total), -1), (0, 0, 0, -len(total) % ranks)).reshape(ranks, -1)
 
 
 def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

@@ -84,10 +84,7 @@ class Spread:
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
     ) -> tuple[T, Sequence[float]]:
-        """What this process finds, and counts of it over all processes.  If one process fails, all raise.
-
-        size: the number of counts
-        """
+        """What this process finds, and counts of it, ``size`` of them, over all processes.  If one fails, all raise."""
         if self.mesh is None:
             found = own()
             return found, counts(found)
@@ -96,8 +93,7 @@ class Spread:
     def settled(self, sums: Iterable[tuple[str, Tensor]], narrow: bool = True) -> dict[str, Tensor]:
         """The sums over all processes: {name: shape}, each like its parameter, whole or a shard.
 
-        sums: by name, over each process's own samples; taken one by one, while the earlier ones are sent
-        narrow: whether to return them in the parameters' dtypes
+        sums: by name; taken one by one, while the earlier ones are sent    narrow: return them in the parameters' dtypes
         """
         if (mesh := self.mesh) is None:
             return dict(sums)
@@ -177,8 +173,8 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         return DeviceMesh.from_group(group, device)
     if group is not None:
         raise TypeError(
-            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
-            "of this process only, or None for all processes on which the model runs." + ON_PROCESSES
+            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for this process "
+            "only, or None for all." + ON_PROCESSES
         )
     if sharded:
         first: Any = sharded[0]
@@ -188,9 +184,8 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         return None
     if wrapper._join_config.enable:
         raise NotReduced(
-            "sums over samples can't be computed within ddp.join(): some processes may have ended, and the others would "
-            "wait for them. Give all processes the same number of steps, with empty batches at the end; or use "
-            "process_group=False, for sums of this process's samples."
+            "sums over samples can't be computed within ddp.join(), where some processes may have ended. Give all the same "
+            "number of steps, with empty batches at the end; or use process_group=False, for this process's samples."
         )
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)

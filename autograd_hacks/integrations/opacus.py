@@ -169,7 +169,7 @@ class PrivacyEngine(_PrivacyEngine):
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(
                 f"PrivacyEngine.make_private was given clipping={clipping!r}; expected 'flat'. For others use "
-                "autograd_hacks.PrivateTraining, with clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}; or Opacus' "
+                "autograd_hacks.PrivateTraining, clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}; or Opacus' "
                 "engine." + ON_OPACUS
             )
         self._module = module
