@@ -34,8 +34,7 @@ def backprop_hess(
     Σₖ sₖₙ sₖₙᵀ is the Hessian of its loss.  `compute_hess` and the verbs of `PerSampleGrads` build the Gauss-Newton matrix
     from these rows.  ``.grad`` does not change, and the graph is kept.
 
-    output: (N, C), or (N, T, C) for T positions; logits for classification
-    hess_type: the loss of a sample
+    output: (N, C), or (N, T, C) for T positions; logits for classification    hess_type: the loss of a sample
 
     * ``'CrossEntropy'``: -log softmax(output)[y] for any label y, averaged over positions. It takes C passes, or T · C; each
       keeps the gradients at all layers' outputs in the record
@@ -70,10 +69,7 @@ def passes_for(
     check_kind("backprop_hess", ON_CURVATURE, torch.Generator | None, "a torch.Generator", generator=generator)
     given = f"backprop_hess was given an output of shape {tuple(output.shape)}"
     if output.ndim not in (2, 3):
-        raise ValueError(
-            f"{given}; expected (N, C), or (N, T, C) with T positions: output.flatten(2).mT for (N, C, H, W), and "
-            "output[:, None] for (N,)." + ON_CURVATURE
-        )
+        raise ValueError(f"{given}; expected (N, C), or (N, T, C): output.flatten(2).mT for (N, C, H, W)" + ON_CURVATURE)
     if hess_type == "CrossEntropy" and output.shape[-1] == 1:
         raise ValueError(
             f"{given} and hess_type='CrossEntropy', whose Hessian is zero for a single class. For a logit give "
@@ -98,10 +94,7 @@ def passes_for(
                 record.clear(why)
         raise
     if not losses.heard_by:
-        raise NothingRecorded(
-            f"{given}, from no hooked layer with trainable parameters. Give it the model's output, after add_hooks(model), "
-            "with hooks enabled."
-        )
+        raise NothingRecorded(f"{given}, from no hooked layer with trainable parameters; expected a hooked model's output.")
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
 

@@ -112,8 +112,7 @@ def ekfac_solve(
         if block.values.numel() != numbers:
             raise ValueError(
                 f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, but this "
-                f"model's parameters {numbers:,}: it is another model's. Run compute_hess(model, kind='ekfac') again"
-                + ON_CURVATURE
+                f"model's parameters {numbers:,}. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
             )
     for name, block in blocks.items():
         if any(other not in v for other in block.names):

@@ -279,8 +279,7 @@ class Sums:
             )
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: how many numbers it
-        has}}"""
+        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: its numbers}}"""
         if not self.skip:
             if every := {what: size for own in sizes.values() for what, size in own.items()}:
                 check_size(every, grads[next(iter(sizes))], self.limit)

@@ -80,10 +80,7 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
 
 
 def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Reads a finished forward, and checks it if that is due.  Processes that hold shards decide and gather together.
-
-    read: reads this process's forward, and returns whether it has to be checked
-    """
+    """Reads a finished forward, and checks it if ``read`` says so.  Processes that hold shards do so together."""
     record, what = recorder.record, "could not check its forward"
     mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
     if mesh is None:

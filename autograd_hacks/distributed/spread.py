@@ -66,8 +66,7 @@ class Spread:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """A context in which the sharded weights that rows need are gathered, once for everything inside.
-
-        Use it around code that may fail on one process, so that no other process waits."""
+        It is for code that may fail on one process, so that no other process waits."""
         model = None if self.model is None else self.model()
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]

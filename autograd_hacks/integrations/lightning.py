@@ -69,8 +69,7 @@ class PrivateCallback(pl.Callback):
     progress bar.  Checkpoints contain the training's state, which is as secret as the data.  ``last_step`` is the last
     step's `PrivateStep`.
 
-    private: the `PrivateTraining`
-    part: as in `GradsCallback`
+    private: the `PrivateTraining`    part: as in `GradsCallback`
 
     Raises NotImplementedError for manual optimization and several optimizers; ValueError for another loader, for a trainer
     with ``gradient_clip_val``, for losses that are not a vector, and if the optimizer steps parameters outside of the part.

@@ -163,8 +163,7 @@ class PrivacyEngine(_PrivacyEngine):
         """
         if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
-                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}; clipping never stores per-sample "
-                "gradients here. Leave out grad_sample_mode and criterion." + ON_OPACUS
+                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}; leave it and criterion out" + ON_OPACUS
             )
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(

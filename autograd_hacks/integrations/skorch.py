@@ -101,10 +101,8 @@ class PrivateCallback(Callback):
         ignored = getattr(net.criterion_, "ignore_index", None)
         y = batch[1] if training and isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if ignored is not None and isinstance(y, torch.Tensor) and bool((y == ignored).any()):
-            raise ValueError(
-                f"PrivateCallback: a batch has ignored targets ({ignored}), so a mean divides the other losses by a smaller "
-                "number. Leave such samples out of the data." + ON_PRIVATE
-            )
+            why = f"a batch has ignored targets ({ignored}), so a mean divides the other losses by a smaller number"
+            raise ValueError(f"PrivateCallback: {why}. Leave such samples out." + ON_PRIVATE)
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:
         self.last_step = self.private.step()

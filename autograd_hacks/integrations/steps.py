@@ -29,11 +29,9 @@ class Steps:
     divides and scales the losses of micro-batches, the mean (or sum) of the rows is the gradient that it would step by.
 
     max_norm: the norm to clip each sample's gradient to; ``.grad`` is then their mean (or sum). None for no clipping
-    noise_scale: estimate the gradient noise scale
-    per_parameter: also estimate the noise scale of each parameter
+    noise_scale: estimate the gradient noise scale    per_parameter: also estimate the noise scale of each parameter
     smoothing: the weight of the past in the running means of noise and signal, in [0, 1), as in `NoiseScales`
-    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'
-    batch_dim: as in `add_hooks`
+    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
     every: measure one step out of this many; the others run without hooks, at the cost of plain steps
     only: as in `add_hooks`. 'norms' measures only norm layers and biases, which is cheap and predicts the noise scale
 
@@ -95,8 +93,7 @@ class Steps:
                 raise ValueError(
                     f"max_norm={self.max_norm} was given for a {type(model).__name__}, but its optimizer also steps "
                     f"{len(others)} parameters outside of that model, of shapes {shapes}, without clipping. Hook the model "
-                    "that has all of them (a LightningModule: call self(x)), freeze them, or measure without max_norm."
-                    + ON_STEPS
+                    "that has all (a LightningModule: call self(x)), freeze them, or measure without max_norm." + ON_STEPS
                 )
 
     def detach(self) -> None:

@@ -80,8 +80,7 @@ class CompiledCallback(TrainerCallback):
     training.  The mean of its norms goes into the trainer's logs.
 
     verb: as in `autograd_hacks.compile`
-    loss_type: how the loss is reduced over samples, 'mean' by default
-    settings: as in `autograd_hacks.compile`
+    loss_type: how the loss is reduced over samples, 'mean' by default    settings: as in `autograd_hacks.compile`
 
     Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
     """

@@ -27,9 +27,7 @@ def add_step(history: History, multiplier: float, rate: float) -> None:
 def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant: Accountant = None) -> float:
     """ε of (ε, δ)-differential privacy after some steps of Poisson-sampled batches, for adding or removing one sample.
 
-    history: see `History`
-    delta: δ, in (0, 1)
-    accountant: see `Accountant`
+    history, accountant: see `History`, `Accountant`    delta: δ, in (0, 1)
     Raises TypeError if ``accountant()`` is not an accountant, ImportError if none is given and Opacus is not installed.
     """
     if not history:

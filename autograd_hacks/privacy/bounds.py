@@ -40,13 +40,11 @@ class QuantileClip:
     ``share`` is the noisy share of samples that were not clipped.  The next step's bound is ``bound``, None before the
     first step.  It is already noisy, so it may be published.  Save ``state_dict()`` in checkpoints.
 
-    quantile: the target share of samples that are not clipped
-    rate: the learning rate of the bound
+    quantile: the target share of samples that are not clipped    rate: the learning rate of the bound
     deviation: σ_b, the standard deviation of the noise in the count, about √(expected_batch_size) / 20. The count uses a
     part of the guarantee, so the gradients' noise is (z⁻² - (2 σ_b)⁻²)^(-1/2) times the bound for a step with noise
     multiplier z
-    least: the smallest bound
-    most: the largest bound
+    least: the smallest bound    most: the largest bound
 
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
@@ -128,10 +126,8 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
         raise ValueError(f"clip returned {kind_of(w)}; expected {len(norms)} weights, one for each norm" + ON_CLIPPING)
     single = [clip(norm) for norm in norms.split(1)] if len(norms) < 3 else [clip(part) for part in norms.tensor_split(2)]
     if single and not torch.allclose(torch.cat(single).to(w), w, rtol=1e-4, atol=0):
-        raise ValueError(
-            "clip: each weight must depend on its own norm only, but weights changed when other norms were left out, which "
-            "the noise would not cover" + ON_CLIPPING
-        )
+        why = "but weights changed when other norms were left out"
+        raise ValueError(f"clip: each weight must depend on its own norm only, {why}" + ON_CLIPPING)
     longest = float((w * norms).abs().max()) if len(norms) else 0.0
     if not longest <= bound * (1 + 1e-6):
         found = f"clip returned weights with which a sample's gradient has norm {longest:.6g}"

@@ -58,10 +58,7 @@ class Users:
         return largest if self.per_user is None else min(largest, self.per_user)
 
     def samples_of(self, drawn: Sequence[int], draws: Callable[[int], Tensor]) -> list[list[int]]:
-        """The samples of drawn users that are in a batch.
-
-        drawn: the users' numbers, in the order in which they first appear in the data    draws: returns random numbers
-        """
+        """The samples of drawn users, numbered as they first appear, that are in a batch.  draws: returns random numbers"""
         whole = [self._samples[user] for user in drawn]
         if self.per_user is None:
             return whole
@@ -80,24 +77,15 @@ class Users:
 
 
 class Mark(NamedTuple):
-    """Describes a micro-batch.  It travels with the samples through workers and prefetching.
+    """Describes a micro-batch.  It travels with the samples through workers and prefetching."""
 
-    step: the number of its step, from 0
-    is_last: whether it is the step's last micro-batch
-    samples: the number of samples without padding; they come first
-    size: the number of samples with padding
-    rate: the probability with which each sample, or user, was drawn
-    world: the number of processes that share the batch
-    users: the number of each sample's user, with padding as a user of its own behind the others; None if samples are drawn
-    """
-
-    step: int
-    is_last: bool
-    samples: int
-    size: int
-    rate: float
-    world: int
-    users: tuple[int, ...] | None = None
+    step: int  # the number of its step, from 0
+    is_last: bool  # whether it is the step's last micro-batch
+    samples: int  # without padding; they come first
+    size: int  # the number of samples with padding
+    rate: float  # the probability with which each sample, or user, was drawn
+    world: int  # the number of processes that share the batch
+    users: tuple[int, ...] | None = None  # of each sample, padding as one more behind them; None if samples are drawn
 
     @property
     def units(self) -> int:
@@ -121,10 +109,9 @@ class Mark(NamedTuple):
             )
 
     def cut(self, most: int) -> list[Mark]:
-        """Cuts it into ones of at most ``most`` samples.  All samples of a user stay in one of them.
+        """Cuts it into ones of at most ``most`` samples.  A user's samples stay in one of them, or a ValueError says so.
 
-        Raises ValueError if a user has more samples than that, NotImplementedError for users over several processes, which
-        would be cut into different numbers of micro-batches.
+        Raises NotImplementedError for users over processes, which would have different numbers of micro-batches.
         """
         if self.users is not None and self.world > 1 and self.size > most:
             raise NotImplementedError(
@@ -156,8 +143,7 @@ class Marked(NamedTuple):
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
-    All processes get the same number of micro-batches of the same size.  If needed they are padded with sample 0; there is
-    always at least one micro-batch.
+    All processes get the same number of them, at least one, and of the same size: they are padded with sample 0.
     """
 
     size: int  # the number of samples in the data, or of users
@@ -288,8 +274,5 @@ def check_data(data: object, options: dict[str, Any]) -> int:
         raise TypeError(f"{given}; expected a data set with __len__ and __getitem__" + ON_PRIVATE)
     ours = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
     if wrong := sorted(ours.intersection(options)):
-        raise TypeError(
-            f"loader was given {', '.join(wrong)}, but {OF_POISSON}. Leave it out, and use expected_batch_size, "
-            "micro_batch_size or parts" + ON_PRIVATE
-        )
+        raise TypeError(f"loader was given {', '.join(wrong)}, but {OF_POISSON}. Leave it out." + ON_PRIVATE)
     return len(data)

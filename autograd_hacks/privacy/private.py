@@ -39,8 +39,7 @@ class PrivateStep(Shown):
     weights: the factor of each gradient in the sum, N, or {pattern: N} if parameters are bounded separately; 0 for those
     that didn't enter the sum
     bound: the largest norm of one sample's (or group's) contribution to the sum
-    expected_batch_size: the divisor of the sum
-    deviation: the standard deviation of the noise in ``.grad``
+    expected_batch_size: the divisor of the sum    deviation: the standard deviation of the noise in ``.grad``
     unit: 'sample' or 'group', the unit that is protected
     """
 
@@ -133,8 +132,7 @@ def clip_and_noise_(
 
     max_norm: the bound, above 0; inf only without noise. Or {pattern: bound} for parts of the parameters that are bounded
     separately; the bound of the whole is then the square root of the sum of their squares
-    noise_multiplier: 0 or more
-    expected_batch_size: the divisor, above 0
+    noise_multiplier: 0 or more    expected_batch_size: the divisor, above 0
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
     noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
@@ -144,8 +142,7 @@ def clip_and_noise_(
     32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
     micro-batches except one
-    loss_type, process_group: as in `per_sample_grads`
-    budget: bytes to use beside the result
+    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
     clip: 'flat', as above. 'per_parameter' clips each of K parameters to max_norm / √K. 'automatic' is
     gₙ · max_norm / (‖gₙ‖ + 0.01), AUTO-S (Bu et al. 2023, arXiv:2206.07136). 'psac' is Xia et al. 2023
     (arXiv:2212.00328). A `QuantileClip` starts at max_norm and follows the norms. Or a function from N norms to N weights,

@@ -104,20 +104,18 @@ class NoisyGrads:
         """Raises RuntimeError unless the gradients that an optimizer finds are those of the last private step."""
         ours, kind = [p for p in _parameters(optimizer) if p in names and p.grad is not None], type(optimizer).__name__
         if unknown := [names[p] for p in ours if p not in self._due]:
-            raise RuntimeError(
-                f"optimizer.step() ({kind}) found a gradient without noise, of {_list(unknown)}; expected the gradient of a "
-                "private step. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE
-            )
+            found = f"optimizer.step() ({kind}) found a gradient without noise, of {_list(unknown)}"
+            raise RuntimeError(f"{found}. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE)
         if used := [names[p] for p in ours if p in self._done]:
             raise RuntimeError(
                 f"optimizer.step() ({kind}) would step {_list(used)} a second time by the gradient of private step "
-                f"{self._step}. Call it once after each private.step() that returns a PrivateStep, then zero_grad()"
+                f"{self._step}. Call it once after a private.step() that returns a PrivateStep, then zero_grad()"
                 + ON_PRIVATE
             )
         unscales = getattr(optimizer, "grad_scale", None) is not None
-        found = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
+        sums = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
         # Sums are compared on their device, so that only one number has to come from there.
-        same = [x.new_zeros((), dtype=torch.bool) if due is None else x == due for x, due in found]
+        same = [x.new_zeros((), dtype=torch.bool) if due is None else x == due for x, due in sums]
         if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
             return
         changed = [names[p] for p, x in zip(ours, same) if not x]
@@ -158,7 +156,7 @@ def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: b
         if state is not None and is_divided and state.num_steps > 1:
             raise ValueError(
                 f"step(): accelerator.backward divides the loss by gradient_accumulation_steps={state.num_steps}, so "
-                "samples are clipped at another norm. Leave it out: the loader's parts= or micro_batch_size= accumulates"
+                "samples are clipped at another norm. Leave it out: loader(parts=) or (micro_batch_size=) accumulates"
                 + ON_PRIVATE
             )
         if state is not None and is_last and not state.sync_gradients:

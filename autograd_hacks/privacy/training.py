@@ -173,8 +173,7 @@ class PrivateTraining:
         padded: pad every micro-batch to ``micro_batch_size``, so that all have one shape
         first: the step at which epoch 0 began, for trainers that call ``set_epoch``. By default the step at which epochs of
         this length began
-        ahead: how many micro-batches may be prefetched before their `step`
-        options: of ``DataLoader``
+        ahead: how many micro-batches may be prefetched before their `step`    options: of ``DataLoader``
         """
         size, unit = check_data(data, options), "samples"
         if padded and micro_batch_size is None:
@@ -209,10 +208,7 @@ class PrivateTraining:
 
     def _check_size(self, size: int | None, given: str) -> None:
         if self.size is not None and size not in (None, self.size):
-            raise ValueError(
-                f"{given}, but the training began with {self.size}; expected the same data, because the steps so far are "
-                "counted for it" + ON_PRIVATE
-            )
+            raise ValueError(f"{given}, but the training, whose steps were counted, has {self.size}" + ON_PRIVATE)
 
     def _first(self, length: int) -> int:
         if length != self._epochs[1]:
@@ -272,9 +268,8 @@ class PrivateTraining:
         if self.loss_type is None and not is_told:
             raise ValueError(
                 "step() doesn't know each sample's loss. Give N losses to private.backward(losses). If the loss is a plain "
-                "mean over samples, use PrivateTraining(loss_type='mean'): not for a mean over tokens, or with class "
-                "weights or ignored targets, which divides each sample's loss by a number that depends on the others."
-                + ON_PRIVATE
+                "mean over samples, use PrivateTraining(loss_type='mean'): not for one over tokens, or with class weights "
+                "or ignored targets, which divides each sample's loss by a number that depends on others." + ON_PRIVATE
             )
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
@@ -326,14 +321,13 @@ class PrivateTraining:
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
                 f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {held} batches of the "
-                "loader are waiting; expected one call for each, in order. If n are fetched at once: loader(data, ahead=n)"
+                "loader wait; expected one call for each, in order. If n are fetched at once: loader(data, ahead=n)"
                 + ON_PRIVATE
             )
         if mark.rate != self.rate:
             raise RuntimeError(
                 f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but expected_batch_size="
-                f"{self.expected_batch_size} means {self.rate:.6g}. Change it between calls of loader(data) only"
-                + ON_PRIVATE
+                f"{self.expected_batch_size} means {self.rate:.6g}. Change it before loader(data) only" + ON_PRIVATE
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
             raise RuntimeError(
@@ -374,10 +368,8 @@ class PrivateTraining:
     def _expect(self, batch_size: int) -> None:
         """Takes a trainer's batch size for the expected one, if none was given.  Raises ValueError if it counts users."""
         if self.expected_batch_size is None and self._users is not None:
-            raise ValueError(
-                "PrivateTraining was given groups without expected_batch_size; expected the mean number of users in a "
-                f"batch, because the trainer's batch size of {batch_size} counts samples" + ON_PRIVATE
-            )
+            why = f"because the trainer's batch size of {batch_size} counts samples"
+            raise ValueError(f"PrivateTraining was given groups; expected expected_batch_size, {why}" + ON_PRIVATE)
         if self.expected_batch_size is None:
             self.expected_batch_size = batch_size
 

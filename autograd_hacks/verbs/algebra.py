@@ -43,8 +43,7 @@ class Algebra(Matrix):
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
-        per_parameter: return {name: N} instead
-        budget: bytes to use beside the result
+        per_parameter: return {name: N} instead    budget: bytes to use beside the result
 
         Source: Goodfellow 2015 (arXiv:1510.01799); for layers with positions Li et al. 2022 (arXiv:2110.05679), section 4.
         """
@@ -68,8 +67,7 @@ class Algebra(Matrix):
         For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
 
         v: the direction, {name: shape} for every trainable parameter, whole or in shards
-        budget: bytes to use beside the result
-        per_parameter: return {name: N} instead
+        budget: bytes to use beside the result    per_parameter: return {name: N} instead
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
@@ -108,8 +106,7 @@ class Algebra(Matrix):
         For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
 
         other: the gradients of another batch of the same model; by default these gradients themselves
-        budget: bytes to use beside the result
-        per_parameter: return {name: (N, M)} instead
+        budget: bytes to use beside the result    per_parameter: return {name: (N, M)} instead
 
         Raises ValueError for the gradients of another model.
         """
@@ -166,8 +163,7 @@ class Algebra(Matrix):
 
         With weights of 1/N it is the diagonal of the empirical Fisher matrix.
 
-        w: N weights, all 1 by default
-        budget: bytes to use beside the result
+        w: N weights, all 1 by default    budget: bytes to use beside the result
 
         Raises as `weighted_sum` does.
         """
@@ -231,9 +227,7 @@ class Algebra(Matrix):
         R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``entries``, ``seed``,
         ``dim``, and each parameter's name and shape, so projections of any two batches can be compared.
 
-        dim: the number of coordinates
-        seed: the seed of R
-        budget: bytes to use beside the result
+        dim: the number of coordinates    seed: the seed of R    budget: bytes to use beside the result
         per_parameter: return {name: (N, dim)} instead, a projection of each parameter
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
         map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
@@ -260,8 +254,7 @@ class Algebra(Matrix):
         at most T, so ``rank`` ≥ T is exact.  ``over(..., out="folder")`` writes the factors, and `Store` takes inner
         products of them.
 
-        rank: the largest number of terms
-        budget: bytes to use beside the result
+        rank: the largest number of terms    budget: bytes to use beside the result
 
         Raises ValueError for a rank below 1, and for rows of output entries.
         Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).

@@ -21,8 +21,7 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
     missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(shapes)} trainable "
-            "parameters, by their names; zeros if they should not move." + ON_VERBS
+            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(shapes)}" + ON_VERBS
         )
     if extra:
         known = some(list(shapes))
@@ -30,10 +29,8 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
     for name, shape in shapes.items():
         x = v[name]
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
-            raise ValueError(
-                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
-                f"{tuple(shape)}." + ON_VERBS
-            )
+            expected = f"a floating-point tensor of shape {tuple(shape)}."
+            raise ValueError(f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected {expected}" + ON_VERBS)
 
 
 def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int]:
@@ -85,9 +82,9 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
             together = found[at]
             if any(x.dtype != together.dtype or not _alike(x, together) for x in apart):
                 raise ValueError(
-                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor, "
-                    "so sums would depend on how rows are split; expected an elementwise function without random numbers: "
-                    "torch.sign. For rows divided by their norms take grads.scaled(1 / grads.norms())." + ON_VERBS
+                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
+                    "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
+                    + ON_VERBS
                 )
         return found
 
@@ -109,21 +106,17 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
     if not isinstance(index, Tensor) or index.ndim != 1:
         raise TypeError(
-            f"select: the index is {kind_of(index)}; expected a slice, N booleans, or sample numbers: torch.tensor([n])."
-            + ON_VERBS
+            f"select: the index is {kind_of(index)}; expected a slice, N booleans, or a vector of numbers" + ON_VERBS
         )
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8:  # torch takes uint8 for a mask
         raise TypeError(f"select: the index is {kind_of(index)}; expected booleans or integers: index.long()." + ON_VERBS)
     if index.dtype == torch.bool and len(index) != samples:
         raise IndexError(
-            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample, group or selected sample."
-            + ON_VERBS
+            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample or group" + ON_VERBS
         )
     if index.dtype != torch.bool and len(index) and not -samples <= int(index.min()) <= int(index.max()) < samples:
-        raise IndexError(
-            f"select: the sample numbers go from {int(index.min())} to {int(index.max())}; expected [{-samples}, {samples})."
-            + ON_VERBS
-        )
+        given = f"the sample numbers go from {int(index.min())} to {int(index.max())}"
+        raise IndexError(f"select: {given}; expected [{-samples}, {samples})" + ON_VERBS)
     return torch.arange(samples, device="cpu")[index.cpu()]
 
 

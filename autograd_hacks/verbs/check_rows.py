@@ -104,10 +104,8 @@ def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
     given = partial(check_kind, "check_rows", ON_CHECKING)
     given(Callable, "a function of the model and the batch that returns N losses", loss=loss)
     if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
-        raise TypeError(
-            "check_rows was given a list for the batch, which is one argument, loss(model, batch). To have it unpacked give "
-            "a tuple: tuple(batch)" + ON_CHECKING
-        )
+        why = "a list for the batch, which is one argument; expected a tuple, which is unpacked: tuple(batch)"
+        raise TypeError(f"check_rows was given {why}" + ON_CHECKING)
     kinds = "a mapping from names of parameters to tensors, N norms, or an N × N Gram matrix"
     given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
@@ -168,10 +166,8 @@ def _comparison(
     for name, x in given.items():
         expected = (n, *own[places[name]])
         if x.shape != expected and not are_norms:
-            raise ValueError(
-                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, one for "
-                f"each loss, or norms of shape {(n,)} for all parameters" + ON_CHECKING
-            )
+            given = f"rows of shape {tuple(x.shape)} for {name!r}"
+            raise ValueError(f"check_rows was given {given}; expected {expected}, or only norms, {(n,)}" + ON_CHECKING)
     by_name = {name: (places[name], x) for name, x in given.items()}
     return Comparison(by_name, "norms" if are_norms else "rows", *basis)
 
@@ -192,10 +188,7 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
 
 
 def _look_again(comparison: Comparison, values: Tensor, again: Callable[[bool], AbstractContextManager[Losses]]) -> None:
-    """Allows for rounding in samples whose losses change only a little by it.
-
-    values: the losses    again: a forward with all weights rounded once more, in double precision or in their own
-    """
+    """Allows for rounding in samples whose losses, ``values``, change only a little by it.  again: `_losses`, rounded"""
     half = torch.finfo(comparison.dtype).eps ** 0.5
     for is_double in (True, False):
         try:
@@ -212,10 +205,7 @@ def _look_again(comparison: Comparison, values: Tensor, again: Callable[[bool], 
 
 @contextmanager
 def _losses(model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None) -> Iterator[Losses]:
-    """A context with the N losses of a copy of the model, and its trainable parameters.
-
-    is_double: whether rounded weights run in double precision or in their own; None for the weights as they are
-    """
+    """A context with the losses of a copy.  is_double: with rounded weights, in double precision or in their own"""
     is_method = isinstance(loss, MethodType)
     copy = Copy(model, (batch, None if is_method else loss))
     model, (own, function) = copy.model, copy.given

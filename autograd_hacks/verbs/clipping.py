@@ -45,8 +45,7 @@ def clip_grad1_norm_(
     sum.  One backward pass is enough, and nothing of size N × P is written.  The old ``.grad`` is replaced unless ``add`` is
     set, so run the backward pass of a penalty afterwards.
 
-    max_norm: the largest norm, above 0
-    loss_type: as in `compute_grad1`
+    max_norm: the largest norm, above 0    loss_type: as in `compute_grad1`
     scale: must be 1; use ``scaler`` instead
     error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
     budget: bytes to use beside the result

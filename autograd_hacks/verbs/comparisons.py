@@ -85,10 +85,7 @@ def counted(number: int, what: str) -> str:
 
 
 class _Line:
-    """One parameter's rows or norms, or those over all parameters: the given ones and the right ones, by sample.
-
-    given: N of them    index: the parameter's number; None over all
-    """
+    """The given and the right rows or norms of one parameter, or over all (index None), by sample."""
 
     def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
         self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
@@ -351,10 +348,7 @@ def _product(a: Gradients, b: Gradients) -> float:
 
 def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:
     """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
-
-    index: of the parameter; None for all
-    Source: Charikar, Chen, Farach-Colton 2002, count sketch.
-    """
+    Source: Charikar, Chen, Farach-Colton 2002, count sketch.  index: of the parameter; None for all"""
     total = torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
     for seed, g in enumerate(gradients):
         if g is None or index not in (None, seed):

@@ -69,10 +69,8 @@ def during_backward(
     samples of the same pass, for example held-out ones
     weights: N weights; sets ``.grad`` to Σₙ wₙ gₙ. After ``add_hooks(param_grad=False)`` it costs as much as ordinary
     gradients. Give held-out samples weight 0
-    project: the number of coordinates to project to
-    seed, kind, entries: as in ``PerSampleGrads.project``
-    loss_type, scale: as in `compute_grad1`
-    budget: bytes to use beside the results
+    project: the number of coordinates to project to    seed, kind, entries: as in ``PerSampleGrads.project``
+    loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
     quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch.
@@ -131,8 +129,7 @@ def during_backward(
 def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
-            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor"
-            + ON_DURING_BACKWARD
+            f"during_backward was given {what}={kind_of(w)}; expected N floating-point weights" + ON_DURING_BACKWARD
         )
 
 
@@ -238,9 +235,9 @@ class _Stream:
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
         """The form.  Raises ValueError unless there is one weight for each of its samples."""
         if len(w) != form.samples:
+            expected = f"({form.samples},), one for each sample of {name!r}"
             raise ValueError(
-                f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
-                f"has {form.samples} samples" + ON_DURING_BACKWARD
+                f"during_backward was given {what} of shape {tuple(w.shape)}; expected {expected}" + ON_DURING_BACKWARD
             )
         return form
 

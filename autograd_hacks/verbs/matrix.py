@@ -112,10 +112,7 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
 
 
 def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Callable[[str, Form], AnyMap]:
-    """The random map of each parameter.  Raises ValueError for settings that no map can have.
-
-    what: the verb and its name for ``dim``, for the message
-    """
+    """The random map of each parameter.  Raises ValueError for settings that none has.  what: the verb's name for ``dim``"""
     check_word(what.partition(":")[0], ON_VERBS, ("signs", "sjlt"), kind=kind)
     if kind == "signs" and entries != 1:
         raise ValueError(f"{what}={dim} with entries={entries}, which is for kind='sjlt'; expected only one" + ON_VERBS)
@@ -128,10 +125,7 @@ def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Call
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
-    """The matrix J of a whole model without the verbs.  See `PerSampleGrads` for the arguments.
-
-    spread: the processes that have other samples
-    """
+    """`PerSampleGrads` without the verbs.  spread: the processes that have other samples"""
 
     def __init__(
         self,
@@ -234,10 +228,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     @contextmanager
     def summing(self, here: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
-        """`reading` for sums over the samples of all processes.
+        """`reading` for sums over the samples of all processes.  If ``here()`` raises on one of them, all raise.
 
-        It yields the result of ``here()`` on this process and the sum of all counts.  If ``here()`` raises on one process,
-        all raise.
+        It yields the result of ``here()`` on this process and the sum of all counts.
         """
 
         def checked() -> T:

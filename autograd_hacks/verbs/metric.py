@@ -73,10 +73,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         return Table(f"Metric of {len(self)} parameters", rows)
 
     def _of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
-        """{name: map} for some parameters.
-
-        named: the model's parameters, with all their names
-        names: the names to return maps for
+        """{name: map} for some names, of the model's parameters with all their names.
 
         Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
         parameter of the metric is the model's.
@@ -215,10 +212,8 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         """mean: a parameter's mean eigenvalue    inverse: its map, from its curvature and the damping"""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
-            raise NothingRecorded(
-                f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run backprop_hess(output) and "
-                f"compute_hess(model, kind={attribute!r}), or compute_hess_over(model, loader, kind={attribute!r})."
-            )
+            run = f"compute_hess_over(model, loader, kind={attribute!r})"
+            raise NothingRecorded(f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run {run}.")
         shifts = dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
         return cls({p: inverse(p, block, shifts[p] if damping is None else damping) for p, block in found.items()})
 
@@ -229,8 +224,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         A vector's gradient becomes at most rank² numbers.  A side of at most ``rank`` entries is left as it is.
 
-        model: the model
-        rank: the number of columns of P and Q
+        model: the model    rank: the number of columns of P and Q
         seed: the seed of P and Q, random signs over √rank, which keep inner products in expectation:
         E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
         pca: use the first eigenvectors of ``kfac``'s factors B and A for P and Q instead
@@ -292,18 +286,14 @@ def _map_of(key: object, given: Given) -> LinearMap:
     what = key if isinstance(key, str) else "a parameter"
     for x in given if isinstance(given, tuple) else (given,):
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta or x.is_nested):
-            raise TypeError(
-                f"Metric was given a {'meta' if x.is_meta else 'nested' if x.is_nested else x.layout} tensor for {what}; "
-                "expected a dense tensor: to_dense()" + ON_METRICS
-            )
+            kind = "meta" if x.is_meta else "nested" if x.is_nested else x.layout
+            raise TypeError(f"Metric was given a {kind} tensor for {what}; expected a dense one: to_dense()" + ON_METRICS)
     if isinstance(given, Tensor):
         return Elementwise(given)
     if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
         return Sides(*given)
-    raise TypeError(
-        f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
-        "or None" + ON_METRICS
-    )
+    expected = "a tensor, a pair (L, R) of tensors or None, a LinearMap, or None"
+    raise TypeError(f"Metric was given {kind_of(given)} for {what}; expected {expected}" + ON_METRICS)
 
 
 # Random and principal directions.

@@ -65,10 +65,8 @@ class NoiseScales(Shown):
         """Adds a step's noise and signal, {parameter's name: both}."""
         wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
         if wrong:
-            raise ValueError(
-                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}). Skip "
-                "update() in steps that the optimizer skips." + ON_NOISE
-            )
+            own = f"the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]})"
+            raise ValueError(f"NoiseScales: {own}. Skip update() in steps that the optimizer skips." + ON_NOISE)
         keep = self.smoothing
         for name, own in found.items():
             before = self._means.get(name, (0.0, 0.0, 0.0))

@@ -176,10 +176,8 @@ def _check(
     if verb in _BETWEEN and against is None:
         raise ValueError(_WITHIN + ON_DATA_SETS)
     if isinstance(against, Iterator):
-        raise ValueError(
-            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader"
-            + ON_DATA_SETS
-        )
+        given = f"against={kind_of(against)}, which can be iterated only once"
+        raise ValueError(f"over was given {given}; expected a list or a DataLoader" + ON_DATA_SETS)
 
 
 def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], total: bool) -> None:

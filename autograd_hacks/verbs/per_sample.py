@@ -87,10 +87,8 @@ def grads_of(
     entries: tuple[int, ...] = ()
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
-            raise NothingRecorded(
-                f"rows of tokens need a single batch, but {len(record.segments)} were accumulated. Read after each of them."
-                + ON_SEGMENTS
-            )
+            count = len(record.segments)
+            raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
     made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
@@ -216,10 +214,7 @@ def _samples(forms: Iterable[Form | None]) -> int:
 
 
 def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
-    """Sets a parameter's ``grad1``, in the memory of the last step's rows if nothing else refers to that.
-
-    like: the parameter, or the whole one that it is a shard of
-    """
+    """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
     key, attributes, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
@@ -286,8 +281,7 @@ def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
     """Raises NotImplementedError if processes share the batch.  what, instead: what needs all samples, and what to do"""
     if grads.spread.mesh is not None:
         raise NotImplementedError(
-            f"{what}: the model shares its batches with other processes, and this sum would cover one process only. "
-            f"{instead}" + ON_PROCESSES
+            f"{what}: the sum would cover one process, but others share the batch. {instead}" + ON_PROCESSES
         )
 
 

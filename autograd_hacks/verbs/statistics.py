@@ -89,18 +89,14 @@ class Statistics(Algebra):
     def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
         """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
 
-        per_parameter: return {name: NoiseScale} instead
-        budget: bytes to use beside the result
+        per_parameter: return {name: NoiseScale} instead    budget: bytes to use beside the result
 
         Raises as `variance` does, and NothingRecorded for the rows of `backprop_hess`.
         Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
         batches of 1 and N samples.
         """
         if self.hess_type is not None and not self.entries:
-            raise NothingRecorded(
-                "noise_scale: these rows come from backprop_hess or a Jacobian; they are not gradients of losses. Run "
-                "loss.backward() instead."
-            )
+            raise NothingRecorded("noise_scale: these rows, of backprop_hess or a Jacobian, are not gradients of losses.")
         with self._counted("noise_scale") as samples:
             norms = {name: form.norms(budget) for name, form in self.items()}
             squares = self.spread.summed({name: x.double().square().sum() for name, x in norms.items()})
@@ -126,9 +122,7 @@ class Statistics(Algebra):
             )
         with self.summing(lambda: None, self.samples) as (_, count):
             if count < 2:
-                raise ValueError(
-                    f"{what}: a variance needs two samples or more, but there are gradients of {count:.0f}" + ON_NOISE
-                )
+                raise ValueError(f"{what}: a variance needs two samples or more, but there are {count:.0f}" + ON_NOISE)
             yield int(count)
 
     def _means(self, samples: int, budget: int) -> dict[str, Tensor]:

@@ -135,8 +135,7 @@ class Store(Shown):
         ``{name: (Q, *shape)}``, or the result of `PerSampleGrads.low_rank`
         k: how many rows to find for each query
         metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
-        model: a model to `check` first
-        budget: bytes to use beside the result
+        model: a model to `check` first    budget: bytes to use beside the result
 
         Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows, and for
         an unknown metric; TypeError for queries of another dtype, or that are not tensors.
@@ -171,8 +170,7 @@ class Store(Shown):
 
         Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
-        threshold: above 0, at most 1
-        limit: the largest number of pairs
+        threshold: above 0, at most 1    limit: the largest number of pairs
         budget: bytes to use beside the result
 
         Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
