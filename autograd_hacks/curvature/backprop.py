@@ -127,9 +127,7 @@ _SOFTMAX = Root(
 )
 # ℓ = Σ_c BCE(sigmoid(z_c), y_c) has H = diag(p (1 - p)) for any labels, and the gradient p - y.
 _SIGMOID = Root(
-    torch.sigmoid,
-    lambda p, e: e * (p * (1 - p)).sqrt(),
-    lambda p, generator: p - torch.bernoulli(p, generator=generator),
+    torch.sigmoid, lambda p, e: e * (p * (1 - p)).sqrt(), lambda p, generator: p - torch.bernoulli(p, generator=generator)
 )
 ROOTS = {
     "CrossEntropy": _SOFTMAX,

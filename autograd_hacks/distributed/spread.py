@@ -103,17 +103,13 @@ class Spread:
         """The sums over all processes, whole on each process."""
         return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
-    def groups(self) -> list[ProcessGroup]:
-        """The process groups that together have all samples; none for this process alone."""
-        return [] if self.mesh is None else self.mesh.get_all_groups()
-
     def from_all(self, mine: T) -> list[T]:
         """The value of each process, in the processes' order.  All must call it at once."""
         return [mine] if self.mesh is None else from_all(mine, self.mesh)
 
     def firsts(self, x: Tensor) -> Tensor:
-        """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
-        for group in self.groups():
+        """The tensor of the first process, on all processes.  All must call it at once."""
+        for group in [] if self.mesh is None else self.mesh.get_all_groups():
             dist.broadcast(x, dist.get_global_rank(group, 0), group)
         return x
 

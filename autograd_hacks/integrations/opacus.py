@@ -66,7 +66,6 @@ class DPOptimizer(_DPOptimizer):
         """Adds the sum of the clipped gradients to ``p.summed_grad``."""
         grads = self._grads()
         norms = grads.norms()
-        assert isinstance(norms, torch.Tensor)
         finite = norms.isfinite()
         grads, norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])
         sums = grads.weighted_sum(clip_weights(norms + 1e-6, self.max_grad_norm))
@@ -181,15 +180,9 @@ class PrivacyEngine(_PrivacyEngine):
         return SimpleNamespace(forbid_grad_accumulation=lambda: None)  # `DPOptimizer` forbids it
 
     def _prepare_optimizer(
-        self,
-        *,
-        optimizer: torch.optim.Optimizer,
-        distributed: bool = False,
-        clipping: str = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
-        **options: Any,
+        self, *, optimizer: torch.optim.Optimizer, distributed: bool = False, noise_generator: Any = None, **options: Any
     ) -> DPOptimizer:
+        options = {name: x for name, x in options.items() if name not in ("clipping", "grad_sample_mode")}  # checked before
         if distributed:
             raise NotImplementedError(f"PrivacyEngine does not support distributed models. {_INSTEAD}" + ON_PROCESSES)
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer

@@ -88,7 +88,7 @@ class PrivateCallback(Callback):
         criterion, told = net.criterion_, self.private.loss_type
         wrong = ""
         if net.iterator_train != self.loader:
-            wrong = f"a net with another iterator_train; expected callback.loader, because {OF_POISSON}"
+            wrong = f"a net without iterator_train=callback.loader, but {OF_POISSON}"
         elif getattr(criterion, "reduction", None) != told or getattr(criterion, "weight", None) is not None:
             wrong = f"{criterion} and loss_type={told!r}; expected a criterion of that reduction without class weights"
         elif any(isinstance(callback, GradientNormClipping) for _, callback in net.callbacks_):

@@ -92,8 +92,9 @@ class Steps:
                 shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
                 raise ValueError(
                     f"max_norm={self.max_norm} was given for a {type(model).__name__}, but its optimizer also steps "
-                    f"{len(others)} parameters outside of that model, of shapes {shapes}, without clipping. Hook the model "
-                    "that has all (a LightningModule: call self(x)), freeze them, or measure without max_norm." + ON_STEPS
+                    f"{len(others)} parameters outside of that model, of shapes {shapes}, which would not be clipped. Hook "
+                    "the model that has all (a LightningModule: call self(x)), freeze them, or measure without max_norm."
+                    + ON_STEPS
                 )
 
     def detach(self) -> None:
@@ -162,7 +163,6 @@ class Steps:
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
         """Noise and signal, and the ratio of their means over steps."""
         scales = parts.noise_scale(per_parameter=True)
-        assert isinstance(scales, dict)
         each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
         self._scales._take(each)
         measures = {"noise": sum(noise for noise, _ in each.values()), "signal": sum(signal for _, signal in each.values())}

@@ -232,7 +232,15 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     ) -> Any:
         self._first_step = self.private.steps
         if resume_from_checkpoint is not None:
-            self._load_private(Path(resume_from_checkpoint) / STATE)
+            path = Path(resume_from_checkpoint) / STATE
+            if not path.is_file():
+                raise ValueError(
+                    f"there is no {path}, and without the earlier steps epsilon would be too small. Resume from a "
+                    "checkpoint of PrivateTrainer, which saves it." + ON_PRIVATE
+                )
+            state = json.loads(path.read_text())
+            self._first_step = state["first_step"]
+            self.private.load_state_dict(state)
         given, clips = self.args, self.args.max_grad_norm
         if clips:
             told = f"autograd_hacks: PrivateTrainer ignores max_grad_norm={clips}, {WOULD_CLIP}"
@@ -255,16 +263,6 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             state = {**self.private.state_dict(), "first_step": self._first_step}
             (folder / STATE).write_text(json.dumps(state))
-
-    def _load_private(self, path: Path) -> None:
-        if not path.is_file():
-            raise ValueError(
-                f"there is no {path}, and without the earlier steps epsilon would be too small. Resume from a checkpoint of "
-                "PrivateTrainer, which saves it." + ON_PRIVATE
-            )
-        state = json.loads(path.read_text())
-        self._first_step = state["first_step"]
-        self.private.load_state_dict(state)
 
 
 class PrivateTrainer(PrivateMixin, Trainer):

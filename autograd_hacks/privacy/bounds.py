@@ -25,10 +25,8 @@ Weigh = Callable[[Tensor, float], Tensor]
 RULES: dict[str, Weigh] = {
     "flat": clip_weights,
     "per_parameter": clip_weights,
-    # C / (‖g‖ + γ), AUTO-S: Bu et al. 2023, arXiv:2206.07136.
     "automatic": lambda norms, bound: bound / (norms + 0.01),
-    # C / (‖g‖ + r / (‖g‖ + r)), with smaller weights for small gradients than AUTO-S: Xia et al. 2023, arXiv:2212.00328.
-    "psac": lambda norms, bound: bound / (norms + 0.1 / (norms + 0.1)),
+    "psac": lambda norms, bound: bound / (norms + 0.1 / (norms + 0.1)),  # smaller weights for small gradients
 }
 """{a value of ``clip``: the function for its weights}"""
 

@@ -68,11 +68,6 @@ def _normal(count: int) -> Tensor:
     return box_muller(bits.view(2, half) >> 11 & (2**53 - 1)).flatten()[:count]
 
 
-def inverse_square_root(bands: int) -> list[float]:
-    """The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...  BISR: Kalinin et al. 2025, arXiv:2505.12128."""
-    return list(accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0))
-
-
 class BandedNoise:
     """Noise that is correlated from step to step, so that most of it cancels in the sum of steps.
 
@@ -109,7 +104,9 @@ class BandedNoise:
     ) -> None:
         separation = steps if separation is None else separation
         self.steps, self.generator = steps, generator
-        self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
+        # The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...
+        roots = accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0)
+        self.coefficients = list(roots if coefficients is None else coefficients)
         column = _inverse(self.coefficients, steps)
         if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
             inverse = [round(c, 3) for c in column[:4]]

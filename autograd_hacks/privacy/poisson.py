@@ -19,7 +19,7 @@ from autograd_hacks.verbs.arguments import kind_of
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
-N_LOSSES = "expected N losses, one for each sample (reduction='none'): in a mean, one sample's loss may depend on the others"
+N_LOSSES = "expected N losses, one for each sample (reduction='none'): in a mean, one sample's loss depends on the others"
 _TOGETHER = (
     "which must be in one micro-batch, because they are clipped together. Allow larger micro-batches, or give "
     "PrivateTraining(per_user=)"
@@ -51,12 +51,6 @@ class Users:
     def __len__(self) -> int:
         return len(self._samples)
 
-    @property
-    def most(self) -> int:
-        """The largest number of samples of one user in a batch."""
-        largest = max(len(own) for own in self._samples)
-        return largest if self.per_user is None else min(largest, self.per_user)
-
     def samples_of(self, drawn: Sequence[int], draws: Callable[[int], Tensor]) -> list[list[int]]:
         """The samples of drawn users, numbered as they first appear, that are in a batch.  draws: returns random numbers"""
         whole = [self._samples[user] for user in drawn]
@@ -71,8 +65,9 @@ class Users:
         if size != self.count:
             given = f"PrivateTraining was given groups of {self.count} samples, and data of {size}"
             raise ValueError(f"{given}; expected each sample's user, in the order of the data" + ON_PRIVATE)
-        if micro_batch_size is not None and self.most > micro_batch_size:
-            given = f"loader was given micro_batch_size={micro_batch_size}, but a user has {self.most} samples"
+        most = min(max(len(own) for own in self._samples), size if self.per_user is None else self.per_user)  # of a user
+        if micro_batch_size is not None and most > micro_batch_size:
+            given = f"loader was given micro_batch_size={micro_batch_size}, but a user has {most} samples"
             raise ValueError(f"{given}, {_TOGETHER}" + ON_PRIVATE)
 
 

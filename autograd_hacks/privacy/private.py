@@ -164,7 +164,7 @@ def clip_and_noise_(
     check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
     parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add)
-    if isinstance(clip, QuantileClip) and spread.groups():
+    if isinstance(clip, QuantileClip) and spread.mesh is not None:
         raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
     written: dict[str, Tensor] = {}
@@ -285,7 +285,7 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
 
 def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
     """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
-    is_shared, on = bool(spread.groups()), next((p.device for p in model.parameters()), torch.device("cpu"))
+    is_shared, on = spread.mesh is not None, next((p.device for p in model.parameters()), torch.device("cpu"))
     if noise is None:
         noise = Stream.secret()
     elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's

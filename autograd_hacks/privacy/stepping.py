@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.trees import stepped_outside
+from autograd_hacks.verbs.arguments import some
 
 PART = 2**16
 """How many numbers of a gradient are read at once: more of them would not fit into a processor's cache."""
@@ -104,11 +104,11 @@ class NoisyGrads:
         """Raises RuntimeError unless the gradients that an optimizer finds are those of the last private step."""
         ours, kind = [p for p in _parameters(optimizer) if p in names and p.grad is not None], type(optimizer).__name__
         if unknown := [names[p] for p in ours if p not in self._due]:
-            found = f"optimizer.step() ({kind}) found a gradient without noise, of {_list(unknown)}"
+            found = f"optimizer.step() ({kind}) found a gradient without noise, of {some(unknown)}"
             raise RuntimeError(f"{found}. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE)
         if used := [names[p] for p in ours if p in self._done]:
             raise RuntimeError(
-                f"optimizer.step() ({kind}) would step {_list(used)} a second time by the gradient of private step "
+                f"optimizer.step() ({kind}) would step {some(used)} a second time by the gradient of private step "
                 f"{self._step}. Call it once after a private.step() that returns a PrivateStep, then zero_grad()"
                 + ON_PRIVATE
             )
@@ -121,7 +121,7 @@ class NoisyGrads:
         changed = [names[p] for p, x in zip(ours, same) if not x]
         raise RuntimeError(
             f"optimizer.step() ({kind}) found a gradient that is not the one of private step {self._step}, of "
-            f"{_list(changed)}: it was changed after its noise was added. Turn off what clips or divides .grad: "
+            f"{some(changed)}: it was changed after its noise was added. Turn off what clips or divides .grad: "
             "clip_grad_norm_ and clip_grad_value_ (torch's and accelerate's), max_grad_norm, gradient_clip_val, "
             "GradientNormClipping, a division by the number of micro-batches. If there is a GradScaler, give it to "
             "private.backward and private.step, and step by scaler.step(optimizer)" + ON_PRIVATE
@@ -168,11 +168,6 @@ def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: b
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _list(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first!r}" + (f" and {len(others)} other parameters" if others else "")
 
 
 def _sum(g: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, Pri
 from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
 from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.support.draws import Noise
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import check_state
@@ -347,13 +346,11 @@ class PrivateTraining:
             )
 
     def _clipped(self, model: nn.Module, mark: Mark, scale: float | Tensor) -> PrivateStep:
-        expected: Any = self.expected_batch_size  # the loader needs it
-        clip: Any = self.clip
-        bound: Any = self.max_norm
+        expected, bound, clip = cast(Any, (self.expected_batch_size, self.max_norm, self.clip))  # the loader needs the first
         multiplier = self.multiplier if mark.is_last else 0.0
-        if isinstance(self.clip, QuantileClip):  # its count covers a whole step
-            bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
-        noise: Noise = self._secure or Stream.of(self._seed, "noise", mark.step)
+        if isinstance(clip, QuantileClip):  # its count covers a whole step
+            bound, clip, multiplier = clip.bound or bound, "flat", clip.multiplier(multiplier)
+        noise = self._secure or Stream.of(self._seed, "noise", mark.step)
         return clip_and_noise_(
             model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
             mask=mark.mask(), scale=scale,

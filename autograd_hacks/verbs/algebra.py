@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
+from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import without_factor
@@ -71,7 +72,8 @@ class Algebra(Matrix):
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
-        along = {name: x.to(self[name].like.device).conj().resolve_conj() for name, x in self._direction(v).items()}
+        arguments.check_direction(v, self)
+        along = {name: whole_of(x).to(self[name].like.device).conj().resolve_conj() for name, x in v.items()}
         return self._read(lambda name, form: form.dot(along[name], budget), per_parameter)
 
     @checked(ON_VERBS)
@@ -202,14 +204,7 @@ class Algebra(Matrix):
     ) -> Tensor: ...
     @overload
     def project(
-        self,
-        dim: int,
-        seed: int = 0,
-        budget: int = BUDGET,
-        *,
-        per_parameter: bool,
-        kind: Kind = "signs",
-        entries: int = 1,
+        self, dim: int, seed: int = 0, budget: int = BUDGET, *, per_parameter: bool, kind: Kind = "signs", entries: int = 1
     ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
     def project(

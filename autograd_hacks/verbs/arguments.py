@@ -15,19 +15,19 @@ LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
 
 
-def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}."""
+def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form]) -> None:
+    """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}.  like: these, or their forms"""
     check_kind("dot", ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
-    missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
+    missing, extra = [name for name in like if name not in v], [name for name in v if name not in like]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(shapes)}" + ON_VERBS
+            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
         )
     if extra:
-        known = some(list(shapes))
+        known = some(list(like))
         raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {known}." + ON_VERBS)
-    for name, shape in shapes.items():
-        x = v[name]
+    for name, own in like.items():
+        x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
             expected = f"a floating-point tensor of shape {tuple(shape)}."
             raise ValueError(f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected {expected}" + ON_VERBS)

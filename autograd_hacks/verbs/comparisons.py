@@ -300,7 +300,8 @@ class Gram(Comparison):
                 if len(block) < height:
                     block.append(gradients)
                     self.note(m, gradients)
-                products = self._right.new_tensor([_product(own, gradients) for own in block])
+                pairs = [[(x, y) for x, y in zip(own, gradients) if x is not None and y is not None] for own in block]
+                products = self._right.new_tensor([sum(float((x.conj() * y).sum().real) for x, y in own) for own in pairs])
                 self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
         self._conclude()
 
@@ -340,10 +341,6 @@ def exact(x: Tensor) -> Tensor:
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
     x = x.cpu() if x.device.type == "mps" else x  # MPS has no float64
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _product(a: Gradients, b: Gradients) -> float:
-    return sum(float((x.conj() * y).sum().real) for x, y in zip(a, b) if x is not None and y is not None)
 
 
 def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:

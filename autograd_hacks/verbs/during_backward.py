@@ -96,7 +96,7 @@ def during_backward(
         theirs = dot.detach()[among]
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
-        check_direction(dot, {name: p.shape for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
+        check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: stream.along(name, form, dot[name], weights, budget)
     if weights is not None:
         check_weights("weights", weights)

@@ -69,7 +69,7 @@ class PerSampleGrads(Statistics):
         """
         other = self if other is None else other
         if not isinstance(other, PerSampleGrads):
-            arguments.check_direction(other, self._shapes())
+            arguments.check_direction(other, self)
             wide = {name: whole_of(x).to(torch.promote_types(x.dtype, torch.float32)) for name, x in other.items()}
             length = matrix.nonzero(matrix.joint_norms([row_norms(x.reshape(1, -1)).cpu() for x in wide.values()], 1))
             along = self.dot({name: x / length.to(x.device) for name, x in wide.items()}, budget)

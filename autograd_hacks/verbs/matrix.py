@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
@@ -27,7 +27,7 @@ from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.ranges import check_word
 from autograd_hacks.support.trees import overwritten_in, versions_of
-from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among
+from autograd_hacks.verbs.arguments import kind_of, name_among
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
@@ -250,15 +250,6 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
                     f"a tensor that the per-sample gradients of {name!r} need, {wrong} since they were taken. Read before "
                     "that, or give the layer a copy: x.clone()."
                 )
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the parameters."""
-        return {name: form.shape for name, form in self.items()}
-
-    def _direction(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A direction without shards, {name: shape}."""
-        check_direction(v, self._shapes())
-        return {name: whole_of(x) for name, x in v.items()}
 
     def _added(self, verb: Verb, *shape: int) -> Tensor:
         """A verb's results summed over parameters, (N, *shape)."""

@@ -328,7 +328,16 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
             f"Metric.low_rank(pca=True): {name} has separate factors for {len(sides[1])} blocks (groups or experts). Use "
             "random directions, pca=False; or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
         )
-    left, right = (None if len(x) <= rank else _first_eigenvectors(x, rank) for x in sides)
+
+    def first(x: Tensor) -> Tensor | None:
+        """The eigenvectors of the largest eigenvalues, in columns.  x: (F, F), or F for a diagonal matrix"""
+        if len(x) <= rank:
+            return None
+        if x.ndim == 1:
+            return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
+        return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
+
+    left, right = map(first, sides)
     return Sides(None if left is None else left.mT, right)
 
 
@@ -345,13 +354,6 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
         share = f"the weight of shape {tuple(p.shape)} and its bias {_JOINT}"
         raise ValueError(f"{share}. Use another kfac_bias in compute_hess." + ON_METRICS)
     return found
-
-
-def _first_eigenvectors(x: Tensor, rank: int) -> Tensor:
-    """The eigenvectors of the largest eigenvalues, in columns.  x: (F, F), or F for a diagonal matrix"""
-    if x.ndim == 1:
-        return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
-    return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
 
 
 def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ class NoiseScales(Shown):
         """
         check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
-        assert isinstance(scales, dict)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
         if self.elementwise:
             self._take_each(grads, budget)
@@ -67,23 +66,22 @@ class NoiseScales(Shown):
         if wrong:
             own = f"the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]})"
             raise ValueError(f"NoiseScales: {own}. Skip update() in steps that the optimizer skips." + ON_NOISE)
-        keep = self.smoothing
         for name, own in found.items():
-            before = self._means.get(name, (0.0, 0.0, 0.0))
-            noise, signal, weight = (keep * old + (1 - keep) * new for old, new in zip(before, (*own, 1.0)))
-            self._means[name] = noise, signal, weight
+            self._means[name] = self._added(self._means.get(name, (0.0, 0.0, 0.0)), (*own, 1.0))
+
+    def _added(self, before: Any, now: Any) -> Any:
+        """Running means with a step's numbers added to them."""
+        return tuple(self.smoothing * old + (1 - self.smoothing) * new for old, new in zip(before, now))
 
     @torch.no_grad()
     def _take_each(self, grads: PerSampleGrads, budget: int) -> None:
-        keep = self.smoothing
         with grads._counted("NoiseScales.update") as samples:
             about = grads._means(samples, budget)
             noises = grads._variances(grads, about, samples, budget)
         for name, own in noises.items():
             noise = own.double()
             new = noise, about[name].abs().double().square() - noise / samples
-            before = self._each.get(name, (0.0, 0.0))
-            self._each[name] = (keep * before[0] + (1 - keep) * new[0], keep * before[1] + (1 - keep) * new[1])
+            self._each[name] = self._added(self._each.get(name, (0.0, 0.0)), new)
 
     @overload
     def noise_scale(self, per: Literal["model"] = "model") -> NoiseScale: ...

@@ -46,8 +46,6 @@ class Statistics(Algebra):
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.
 
-        budget: bytes to use beside the result
-
         Raises ValueError for fewer than two samples, and for rows of `per_sample_jacobian`.
         """
         with self._counted("variance") as samples:
@@ -60,8 +58,6 @@ class Statistics(Algebra):
         It is the ratio for one sample; the mean of N samples has N times as much.  It is 0 where all samples have gradient
         zero, and infinite where all have the same gradient.
 
-        budget: bytes to use beside the result
-
         Raises as `variance` does.
         Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
         """
@@ -69,8 +65,10 @@ class Statistics(Algebra):
             about = self._means(samples, budget)
             squares = {name: mean.abs().square() for name, mean in about.items()}
             noise = self._variances(self, about, samples, budget)
-            for name in self._out_of_range({name: squares[name] + noise[name] for name in self}):
-                form = self[name]
+            sizes = [whole_of((squares[name] + noise[name]).double().sum()).cpu() for name in self]
+            for (name, form), total in zip(self.items(), torch.stack(sizes).tolist() if sizes else []):
+                if form.shape.numel() * smallest(form.sum_dtype) <= total < inf:
+                    continue  # squares neither overflow nor underflow, on any process, because sums are the same
                 size = self.spread.summed({name: form.norms(budget).double().sum()})[name].item()
                 if not 0 < size < inf:
                     continue
@@ -103,7 +101,11 @@ class Statistics(Algebra):
             about = self._means(samples, budget)
             lengths = {name: whole_of(mean.abs().double().square().sum()) for name, mean in about.items()}
             noise = {name: (squares[name] - samples * lengths[name]) / (samples - 1) for name in self}
-            for name in self._without_digits(noise, squares, samples):
+            shares = [(noise[name] / squares[name]).cpu() for name in self]  # NaN where all are zero
+            digits = [1e4 * torch.finfo(form.sum_dtype).eps / (samples - 1) for form in self.values()]
+            for name, share, least in zip(self, torch.stack(shares).tolist(), digits):
+                if not share <= least:
+                    continue  # the difference of sums has digits left, on any process, because sums are the same
                 own = self._variances({name: self[name]}, {name: about[name]}, samples, budget)[name]
                 noise[name] = whole_of(own.double().sum())
         each = {name: NoiseScale(noise[name], lengths[name] - noise[name] / samples) for name in self}
@@ -135,17 +137,3 @@ class Statistics(Algebra):
         whole = {name: whole_of(x) for name, x in about.items()}
         totals = self.spread.settled(second_moments(forms, None, whole, budget).items())
         return {name: total / (samples - 1) for name, total in totals.items()}
-
-    # The following names are the same on all processes, because sums are.
-
-    def _out_of_range(self, sums: Mapping[str, Tensor]) -> list[str]:
-        """The names whose squares overflow or underflow."""
-        sizes = torch.stack([whole_of(x.double().sum()).cpu() for x in sums.values()]).tolist() if sums else []
-        least = [form.shape.numel() * smallest(form.sum_dtype) for form in self.values()]
-        return [name for name, size, low in zip(self, sizes, least) if not low <= size < inf]
-
-    def _without_digits(self, noise: Mapping[str, Tensor], squares: Mapping[str, Tensor], samples: int) -> list[str]:
-        """The names whose difference of sums has lost its digits."""
-        shares = [(noise[name] / squares[name]).cpu() for name in self]  # NaN where all are zero
-        digits = [1e4 * torch.finfo(form.sum_dtype).eps / (samples - 1) for form in self.values()]
-        return [name for name, share, least in zip(self, torch.stack(shares).tolist(), digits) if share <= least]
