@@ -304,7 +304,8 @@ READS: list[Row] = [
     ]),
     (ValueError, HOOKS, "because the model was hooked with only",
      lambda s: s.within(add_hooks(s.model, only="*.bias"), lambda: s.during(weights=torch.ones(5)))),
-    (TypeError, NOISE, "update was given grads=dict; expected per_sample_grads", lambda s: NoiseScales(0.9).update(s.grads.dense())),
+    (TypeError, NOISE, "update was given grads=dict; expected per_sample_grads",
+     lambda s: NoiseScales(0.9).update(s.grads.dense())),
     *[(error, VERBS, words, lambda s, verb=verb, w=w: getattr(s.grads, verb)(w))
       for verb in ("weighted_sum", "second_moment")
       for w, error, words in [

@@ -183,6 +183,10 @@ def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
     return not bool(((found - rows).abs() > tolerance).any())
 
 
+Memory = Callable[[tuple[int, ...], Tensor], Tensor]
+"""Returns memory of a shape and like a tensor."""
+
+
 class Factors(NamedTuple):
     """N T A and N B, sums over positions and over samples, which may be added up over batches."""
 
@@ -192,12 +196,7 @@ class Factors(NamedTuple):
 
 
 def factors_of(
-    form: Form,
-    lay: Lay,
-    kfac_approx: str,
-    batches: Sequence[int],
-    joint: bool = False,
-    memory: Callable[[tuple[int, ...], Tensor], Tensor] | None = None,
+    form: Form, lay: Lay, kfac_approx: str, batches: Sequence[int], joint: bool = False, memory: Memory | None = None
 ) -> Factors:
     """The sums for a parameter that is made of matrices as ``lay`` says.
 

@@ -46,16 +46,14 @@ class GradsCallback(Steps, TrainerCallback):
 
     _logged = 0
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.max_norm is not None and args.max_grad_norm and args.max_grad_norm < self.max_norm:
             raise ValueError(
                 f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}. The "
                 "trainer clips first, and that would be lost. Use TrainingArguments(max_grad_norm=0)." + ON_STEPS
             )
         self._logged = len(self.history)
-        self.attach(model, *([] if optimizer is None else [optimizer]))
+        self.attach(given["model"], *[own for own in [given.get("optimizer")] if own is not None])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.read(getattr(optimizer, "scaler", None))

@@ -199,11 +199,7 @@ def clip_and_noise_(
 
 
 def _bounds(
-    model: nn.Module,
-    max_norm: float | Mapping[str, float],
-    noise_multiplier: float,
-    clip: str | QuantileClip | Callable[[Tensor], Tensor],
-    add: bool,
+    model: nn.Module, max_norm: float | Mapping[str, float], noise_multiplier: float, clip: Any, add: bool
 ) -> tuple[list[Part], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
     check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)

@@ -348,8 +348,8 @@ class PrivateTraining:
     def _clipped(self, model: nn.Module, mark: Mark, scale: float | Tensor) -> PrivateStep:
         expected, bound, clip = cast(Any, (self.expected_batch_size, self.max_norm, self.clip))  # the loader needs the first
         multiplier = self.multiplier if mark.is_last else 0.0
-        if isinstance(clip, QuantileClip):  # its count covers a whole step
-            bound, clip, multiplier = clip.bound or bound, "flat", clip.multiplier(multiplier)
+        if isinstance(self.clip, QuantileClip):  # its count covers a whole step
+            bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise = self._secure or Stream.of(self._seed, "noise", mark.step)
         return clip_and_noise_(
             model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,

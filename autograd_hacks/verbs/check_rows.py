@@ -166,8 +166,8 @@ def _comparison(
     for name, x in given.items():
         expected = (n, *own[places[name]])
         if x.shape != expected and not are_norms:
-            given = f"rows of shape {tuple(x.shape)} for {name!r}"
-            raise ValueError(f"check_rows was given {given}; expected {expected}, or only norms, {(n,)}" + ON_CHECKING)
+            wrong = f"rows of shape {tuple(x.shape)} for {name!r}"
+            raise ValueError(f"check_rows was given {wrong}; expected {expected}, or only norms, {(n,)}" + ON_CHECKING)
     by_name = {name: (places[name], x) for name, x in given.items()}
     return Comparison(by_name, "norms" if are_norms else "rows", *basis)
 

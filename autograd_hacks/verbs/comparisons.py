@@ -131,32 +131,26 @@ class _Line:
         return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
 
 
+@dataclass(eq=False)
 class Comparison:
-    """Compares given numbers with those of plain backward passes.
+    """Compares given numbers with those of plain backward passes."""
 
-    given: {name: (index of the parameter, (N, *shape))}, rows; (index, (N,)), norms; or for norms over all parameters
-    {WHOLE: (None, (N,))}    what: the word for the numbers    parameters: {name: shape} of all trainable ones, each once
-    tolerance: the relative error of right numbers    dtype: the one whose digits they have
-    """
-
+    # {name: (index of the parameter, N rows or norms)}; {WHOLE: (None, (N,))} for norms over all parameters
+    given: Mapping[str, tuple[int | None, Tensor]]
+    what: str  # the word for the numbers
+    parameters: Mapping[str, torch.Size]  # all trainable ones, each once
+    samples: int
+    tolerance: float  # the relative error of right numbers
+    dtype: torch.dtype  # the one whose digits they have
     power = ""
 
-    def __init__(
-        self,
-        given: Mapping[str, tuple[int | None, Tensor]],
-        what: str,
-        parameters: Mapping[str, torch.Size],
-        samples: int,
-        tolerance: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self.what, self.parameters, self.samples, self.tolerance, self.dtype = what, parameters, samples, tolerance, dtype
-        self.reached = [False] * len(parameters)
-        self.lengths: list[list[float]] = [[]] * samples  # of each sample's gradients, by parameter
-        self.length = [0.0] * samples  # of whole gradients
-        shapes = list(parameters.values())
-        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in given.items()]
-        self.is_whole = WHOLE in given  # then small parameters may be missing from the numbers unnoticed
+    def __post_init__(self) -> None:
+        self.reached = [False] * len(self.parameters)
+        self.lengths: list[list[float]] = [[]] * self.samples  # of each sample's gradients, by parameter
+        self.length = [0.0] * self.samples  # of whole gradients
+        shapes = list(self.parameters.values())
+        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in self.given.items()]
+        self.is_whole = WHOLE in self.given  # then small parameters may be missing from the numbers unnoticed
 
     def look(self, n: int, gradients: Gradients) -> None:
         """Compares sample n."""

@@ -129,7 +129,7 @@ def during_backward(
 def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
-            f"during_backward was given {what}={kind_of(w)}; expected N floating-point weights" + ON_DURING_BACKWARD
+            f"during_backward was given {what}={kind_of(w)}; expected N weights, floating-point" + ON_DURING_BACKWARD
         )
 
 
@@ -235,7 +235,7 @@ class _Stream:
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
         """The form.  Raises ValueError unless there is one weight for each of its samples."""
         if len(w) != form.samples:
-            expected = f"({form.samples},), one for each sample of {name!r}"
+            expected = f"({form.samples},), because {name!r} has {form.samples} samples"
             raise ValueError(
                 f"during_backward was given {what} of shape {tuple(w.shape)}; expected {expected}" + ON_DURING_BACKWARD
             )

@@ -163,13 +163,11 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
 def check_output(what: str, output: object, page: str) -> None:
     """Raises unless ``output`` is a real tensor with entries and a graph.  page: ends the message"""
     if not isinstance(output, Tensor) or not output.is_floating_point():
-        is_complex = isinstance(output, Tensor) and output.is_complex()
-        real = " View a complex output as real numbers: torch.view_as_real(output)." if is_complex else ""
-        part = "" if isinstance(output, Tensor) else " From an object with several, give one: output.logits."
-        raise TypeError(
-            f"{what} was given {'' if isinstance(output, Tensor) else 'a '}{kind_of(output)}; expected a floating-point "
-            f"tensor, an output of the model.{real}{part}" + page
-        )
+        mend = " From an object with several, give one: output.logits."
+        if isinstance(output, Tensor):
+            mend = " View it as real numbers: torch.view_as_real(output)." if output.is_complex() else ""
+        expected = f"a floating-point tensor, an output of the model.{mend}"
+        raise TypeError(f"{what} was given output={kind_of(output)}; expected {expected}" + page)
     if 0 in output.shape[1:]:
         raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, which has no entries" + page)
     if not output.requires_grad:

@@ -29,6 +29,7 @@ SHARE = 0.1
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
 _JOINT = "share one block (kfac_bias='joint'), but a metric needs one for each parameter"
 K = TypeVar("K", bound=Hashable)
+Inverse = Callable[[nn.Parameter, Any, Tensor | float], LinearMap]
 
 
 def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
@@ -202,14 +203,9 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
     @classmethod
     def _from(
-        cls,
-        model: nn.Module,
-        attribute: str,
-        damping: float | None,
-        mean: Callable[[nn.Parameter, Any], Tensor],
-        inverse: Callable[[nn.Parameter, Any, Tensor | float], LinearMap],
+        cls, model: nn.Module, attribute: str, damping: float | None, mean: Callable[..., Tensor], inverse: Inverse
     ) -> Metric:
-        """mean: a parameter's mean eigenvalue    inverse: its map, from its curvature and the damping"""
+        """mean: a parameter's mean eigenvalue, from its curvature    inverse: its map, also from the damping"""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
             run = f"compute_hess_over(model, loader, kind={attribute!r})"

@@ -1,7 +1,7 @@
 """The last backward pass's per-sample gradients: as lazy matrices, as ``param.grad1``, and as a new ``.grad``."""
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -39,6 +39,8 @@ from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.grads import PerSampleGrads
+
+Reader = Callable[[nn.Module, Recorder], PerSampleGrads]
 
 
 @checked(ON_REDUCTION)
@@ -92,9 +94,8 @@ def grads_of(
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
     made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
-    made._by_token = partial(
-        _read_tokens, weakref.ref(recorder), [*map(weakref.ref, record.segments)], spread, loss_type, scale, names
-    )
+    again = partial(grads_of, spread=spread, loss_type=loss_type, scale=scale, only=names)
+    made._by_token = partial(_read_tokens, again, weakref.ref(recorder), [*map(weakref.ref, record.segments)])
     return made
 
 
@@ -104,15 +105,9 @@ def _uses(record: Record) -> Iterator[Use]:
 
 
 def _read_tokens(
-    of: weakref.ref[Recorder],
-    segments: Sequence[weakref.ref[Segment]],
-    spread: Spread,
-    loss_type: str | None,
-    scale: float | Tensor,
-    names: Sequence[str],
-    model: nn.Module,
+    again: Reader, of: weakref.ref[Recorder], segments: Sequence[weakref.ref[Segment]], model: nn.Module
 ) -> PerSampleGrads:
-    """The rows of positions, from the same record as the rows of samples."""
+    """The rows of positions, from the same record as the rows of samples.  again: reads it"""
     recorder = of()
     known = [own() for own in segments]  # None once the record is freed
     if recorder is None or len(known) != 1 or recorder.record.segments != known:
@@ -122,7 +117,7 @@ def _read_tokens(
         )
     uses = list(dict.fromkeys(_uses(recorder.record)))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
-        return grads_of(model, recorder, spread, loss_type, scale, names)
+        return again(model, recorder)
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
     if shape is None:
         raise BatchSizeError(
@@ -140,7 +135,7 @@ def _read_tokens(
     try:
         for use in uses:
             use.documents = documents
-        return grads_of(model, recorder, spread, loss_type, scale, names)
+        return again(model, recorder)
     finally:
         for use, own in zip(uses, before):
             use.documents = own

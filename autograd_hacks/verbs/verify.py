@@ -44,6 +44,7 @@ from autograd_hacks.verbs.arguments import kind_of
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
 
 
 @checked(ON_WRONG)
@@ -198,12 +199,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
 
 
 def _with_autograd(
-    model: nn.Module,
-    recorder: Recorder,
-    arguments: Arguments,
-    singles: int,
-    loss: Callable[[Any], Tensor] | None,
-    independent: bool,
+    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, loss: Loss | None, independent: bool
 ) -> list[tuple[str, ...]]:
     """Compares weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
@@ -305,7 +301,7 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
                 )
 
 
-def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:
+def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None:
     """Raises SamplesMixed if the losses of some samples change with the outputs of others."""
     draws, places = torch.Generator().manual_seed(0), iter(layouts)
     here = [(x.detach(), next(places, None)) for x in tensors_of(output)]

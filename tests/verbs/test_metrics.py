@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused() -> None:
         grads.preconditioned({"4.weight": torch.ones(1)})
     with pytest.raises(NothingRecorded, match="no parameter of the model has kfac"):
         Metric.from_kfac(model)
-    with pytest.raises(ValueError, match="as here: apply preconditioned.metric. to both"):
+    with pytest.raises(ValueError, match=r"as here: apply preconditioned\(metric\) to both"):
         grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))
     with pytest.raises(ValueError, match="low_rank was given rank=0; expected a whole number"):
         Metric.low_rank(model, 0)
