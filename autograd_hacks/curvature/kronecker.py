@@ -306,8 +306,6 @@ def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | No
         return None
     names = [name for name in reached if len(weights) == 1 and model.get_parameter(name) is weights[0]]
     if not names:
-        raise UnsupportedLayer(
-            f"kfac_bias='shared': the weight that {bias} shares a factor with is frozen, not reached, or one of several. "
-            "Use kfac_bias='exact'."
-        )
+        why = "shares a factor with is frozen, not reached, or one of several. Use kfac_bias='exact'."
+        raise UnsupportedLayer(f"kfac_bias='shared': the weight that {bias} {why}")
     return names[0]

@@ -167,10 +167,8 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device)
     if group is not None:
-        raise TypeError(
-            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for this process "
-            "only, or None for all." + ON_PROCESSES
-        )
+        expected = "a torch.distributed.ProcessGroup or a DeviceMesh, False for this process only, or None for all"
+        raise TypeError(f"process_group is {group!r}; expected {expected}" + ON_PROCESSES)
     if sharded:
         first: Any = sharded[0]
         return first.device_mesh

@@ -109,10 +109,8 @@ class AutogradHacksGGN(_Backend, GGNInterface):
             kfac = vars(p).pop("kfac") or KFAC((p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])))
             if kfac[0].ndim != 2:
                 name = next(name for name, own in self._model.named_parameters() if own is p)
-                raise UnsupportedLayer(
-                    f"laplace-torch's Kron needs two matrices for each weight, but {name} has factors of shapes "
-                    f"{tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}. Use 'diag', or other parameters."
-                )
+                has = f"{name} has factors of shapes {tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}"
+                raise UnsupportedLayer(f"laplace-torch's Kron needs two matrices for each weight, but {has}. Use 'diag'.")
             a, b = kfac[0] * (samples / N), kfac[1] * samples
             factors.append([b] if p.ndim < 2 else [a, b] if kfac.is_turned else [b, a])
         return loss, Kron(factors)

@@ -16,18 +16,10 @@ from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 with needed("torchjd"):
-    from torchjd.aggregation import (
-        Aggregator,
-        ConstantWeighting,
-        GramianWeightedAggregator,
-        MeanWeighting,
-        RandomWeighting,
-        SumWeighting,
-        WeightedAggregator,
-        Weighting,
-    )
+    from torchjd import aggregation as jd
+    from torchjd.aggregation import Aggregator, WeightedAggregator, Weighting
 
-BY_NUMBER = ConstantWeighting, MeanWeighting, RandomWeighting, SumWeighting
+BY_NUMBER = jd.ConstantWeighting, jd.MeanWeighting, jd.RandomWeighting, jd.SumWeighting
 """Weightings that depend only on the number of rows."""
 
 
@@ -83,7 +75,7 @@ def jacobian_descent(
 
 
 def _weighting_of(aggregator: object) -> Weighting[Any]:
-    if isinstance(aggregator, GramianWeightedAggregator):
+    if isinstance(aggregator, jd.GramianWeightedAggregator):
         return aggregator.gramian_weighting
     weighting = aggregator.weighting if isinstance(aggregator, WeightedAggregator) else aggregator
     needs_rows = isinstance(aggregator, WeightedAggregator) and not isinstance(weighting, BY_NUMBER)

@@ -338,6 +338,5 @@ def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
     shape = tuple(x.shape) if hasattr(x, "shape") else (len(x),) if hasattr(x, "__len__") else "unknown"
     raise ValueError(
         f"the collator returned {key!r} ({type(x).__name__}, shape {shape}) for {whole} samples, which can't be split; "
-        "expected the samples on axis 0 or in a list. Change data_collator; or set a per_device_train_batch_size that no "
-        "batch exceeds, and PrivateTraining(expected_batch_size=)." + ON_PRIVATE
+        "expected them on axis 0 or in a list, or a per_device_train_batch_size that no batch exceeds" + ON_PRIVATE
     )

@@ -11,16 +11,10 @@ from autograd_hacks.errors import ON_PRIVATE, needed
 from autograd_hacks.support.ranges import checked
 
 History: TypeAlias = "list[tuple[float, float, int]]"
-"""(noise multiplier, sampling rate, steps), in the order of the steps."""
+"""(noise multiplier, sampling rate, steps), in the order of the steps.  Equal steps in a row share one entry."""
 Accountant: TypeAlias = "Callable[[], Any] | None"
 """A class of accountants: ``opacus.accountants.RDPAccountant``, which is the default, or ``PRVAccountant``,
 ``dp_accounting.rdp.RdpAccountant`` or ``dp_accounting.pld.PLDAccountant``."""
-
-
-def add_step(history: History, multiplier: float, rate: float) -> None:
-    """Adds a step to the history.  Equal steps in a row share one entry."""
-    before = history.pop()[2] if history and history[-1][:2] == (multiplier, rate) else 0
-    history.append((multiplier, rate, before + 1))
 
 
 @checked(ON_PRIVATE)

@@ -125,10 +125,8 @@ class BandedNoise:
         """The noise of a parameter's next step.  deviation: of independent noise with the same guarantee"""
         count = self._count.get(name, 0)
         if count >= self.steps:
-            raise RuntimeError(
-                f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all; another step would spend more "
-                "than was accounted for. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING
-            )
+            why = f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all"
+            raise RuntimeError(f"{why}. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING)
         if self._deviation not in (None, deviation):
             raise ValueError(
                 f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before; expected the same in "

@@ -273,10 +273,8 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         return
     names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
     if (counts > 1).any():
-        raise ValueError(
-            f"clip_and_noise_: the samples of groups {names[counts > 1].tolist()[:10]} are on several processes, and each "
-            "process would clip its own part. Send all samples of a group to one process." + ON_CLIPPING
-        )
+        apart = f"the samples of groups {names[counts > 1].tolist()[:10]} are on several processes"
+        raise ValueError(f"clip_and_noise_: {apart}. Send all samples of a group to one process." + ON_CLIPPING)
 
 
 def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:

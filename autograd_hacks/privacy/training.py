@@ -16,7 +16,7 @@ from autograd_hacks.capture.hooks import Hooked, add_hooks, clear_backprops, rec
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.accounting import Accountant, History, add_step, noise_for, spent
+from autograd_hacks.privacy.accounting import Accountant, History, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise, seed_of
 from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
@@ -290,7 +290,9 @@ class PrivateTraining:
                 p.grad = None
             return None
         whole, self._parts = together(self._parts), []
-        add_step(self.history, self.multiplier, mark.rate)
+        kind = self.multiplier, mark.rate
+        before = self.history.pop()[2] if self.history and self.history[-1][:2] == kind else 0
+        self.history.append((*kind, before + 1))
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or Stream.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)

@@ -82,7 +82,6 @@ class Algebra(Matrix):
 
         w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``; or {name or pattern: weights} for
         the sums of those parameters only
-        budget: bytes to use beside the result
 
         Raises ValueError for weights of the wrong shape, for a pattern that matches nothing, and for a parameter that
         several patterns match; TypeError if ``w`` is not a floating-point tensor.
@@ -182,7 +181,6 @@ class Algebra(Matrix):
         f: an elementwise function: ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
         count. It gets a matrix of any size, a part of the rows, and returns a tensor of the same shape. About 1,024 entries
         of each part are also passed to it beside other entries, to check that each result depends on its own entry only
-        budget: bytes to use beside the result
 
         For half-precision parameters the sums are in single precision, also over processes.
         Raises TypeError if ``f`` is not a function, ValueError if it isn't elementwise or overwrites its argument.

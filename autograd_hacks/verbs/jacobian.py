@@ -100,10 +100,8 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
-        raise NothingRecorded(
-            f"{what}: an earlier backward pass freed the graph of this output. Run that pass with retain_graph=True; or run "
-            f"{what} first, with retain_graph=True."
-        ) from None
+        mend = f"Run that pass, or {what} before it, with retain_graph=True."
+        raise NothingRecorded(f"{what}: an earlier backward pass freed the graph of this output. {mend}") from None
 
 
 def leaves_of(root: Tensor) -> list[Tensor]:
@@ -171,7 +169,5 @@ def check_output(what: str, output: object, page: str) -> None:
     if 0 in output.shape[1:]:
         raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, which has no entries" + page)
     if not output.requires_grad:
-        raise NothingRecorded(
-            f"{what} was given an output without a graph: it is detached, or was computed under torch.no_grad. Give it an "
-            "output of the model that was computed with gradients enabled."
-        )
+        why = "it is detached, or was computed under torch.no_grad. Give it one that was computed with gradients."
+        raise NothingRecorded(f"{what} was given an output without a graph: {why}")

@@ -20,7 +20,7 @@ from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.arguments import kind_of, parts_by, some
-from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
+from autograd_hacks.verbs.optimizers import SCALINGS, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
@@ -117,8 +117,10 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         docs/examples/less.py, which has Γ by the paper's formula.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
-        scaling = next((of for names, of in SCALINGS.items() if is_one_of(inner, names)), None)
-        if scaling is None:
+        kind = type(inner)
+        scaling = next((of for names, of in SCALINGS.items() if kind.__name__ in names), None)
+        # A subclass of torch's or transformers' classes may divide by something else.
+        if scaling is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             known = ", ".join(name for names in SCALINGS for name in names)
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
@@ -134,8 +136,8 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 if p.is_complex() and scaling is not of_sgd:
                     raise TypeError(
                         f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
-                        f"{tuple(p.shape)}, whose real and imaginary parts it scales separately, which is no complex-linear "
-                        "map. Leave it out by only=..., or store its parts as real parameters." + ON_METRICS
+                        f"{tuple(p.shape)}, whose two parts it scales separately. Store them as real parameters."
+                        + ON_METRICS
                     )
                 with torch.no_grad():
                     maps[p] = scaling({name: whole_of(x) for name, x in state.items()}, group)

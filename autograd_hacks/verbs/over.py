@@ -170,8 +170,7 @@ def _check(
         raise ValueError("over was given out= for rows and total=True; expected only one of them" + ON_DATA_SETS)
     if total and (against is not None or verb in _ROWS):
         raise ValueError(
-            "over was given total=True, but this verb returns rows, which belong to different samples in each batch. Leave "
-            "total out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
+            "over was given total=True, but this verb returns rows; expected one that returns sums" + ON_DATA_SETS
         )
     if verb in _BETWEEN and against is None:
         raise ValueError(_WITHIN + ON_DATA_SETS)
@@ -186,8 +185,7 @@ def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], tota
     if now != first:
         raise ValueError(
             f"over: verb returned {'sums' if total else 'rows'} of shape {now.get(_ALONE, now)} for one batch, and of "
-            f"{first.get(_ALONE, first)} for the first; expected the same for all. A row must not depend on the other "
-            "samples of its batch. For inner products with samples of another data set use against=" + ON_DATA_SETS
+            f"{first.get(_ALONE, first)} for the first; expected rows of their own samples only, or against=" + ON_DATA_SETS
         )
 
 
@@ -244,10 +242,7 @@ class _Step:
             if number == len(self._seen):
                 self._seen.append(seen)
             elif self._seen[number] != seen:
-                raise ValueError(
-                    "over: against returned other batches, or another order, when it was iterated again. It must not "
-                    "shuffle or sample: DataLoader(data, shuffle=False)" + ON_DATA_SETS
-                )
+                raise ValueError("over: against returned other batches or another order; it must not shuffle" + ON_DATA_SETS)
             grads = self._grads(batch)
             products, others = ([form for form in grads.values() if _stays(form) is stays] for stays in (True, False))
             size = sum(x.nbytes for form in products for leaf in form.leaves() for x in leaf.held)
@@ -362,10 +357,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
             live += not places.isdisjoint(trained)
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
-        raise ValueError(
-            f"over: {live} of the checkpoints are the model's current weights. model.state_dict() holds no copies, so "
-            "training overwrote them. Save copies: copy.deepcopy(model.state_dict())" + ON_DATA_SETS
-        )
+        why = f"{live} of the checkpoints are the model's current weights; expected copies"
+        raise ValueError(f"over: {why}: copy.deepcopy(model.state_dict())" + ON_DATA_SETS)
     return states
 
 
