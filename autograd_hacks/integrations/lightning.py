@@ -18,10 +18,8 @@ with needed("lightning"):
 def _check_optimizers(who: str, trainer: pl.Trainer, pl_module: pl.LightningModule, page: str) -> None:
     """Raises NotImplementedError unless the trainer steps one optimizer."""
     if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
-        raise NotImplementedError(
-            f"{who} was given {len(trainer.optimizers)} optimizers, automatic_optimization="
-            f"{pl_module.automatic_optimization}; expected one optimizer, stepped by the trainer" + page
-        )
+        given = f"{len(trainer.optimizers)} optimizers, automatic_optimization={pl_module.automatic_optimization}"
+        raise NotImplementedError(f"{who} was given {given}; expected one optimizer, stepped by the trainer" + page)
 
 
 class GradsCallback(Steps, pl.Callback):

@@ -53,10 +53,8 @@ class Steps:
     ) -> None:
         check_loss_type(loss_type)
         if max_norm is not None and (every > 1 or only is not None):
-            raise ValueError(
-                f"max_norm={max_norm} was given with every={every} and only={only!r}, but steps and parameters that aren't "
-                "measured can't be clipped. Leave these out to clip, or max_norm out to measure." + ON_STEPS
-            )
+            given = f"max_norm={max_norm} was given with every={every} and only={only!r}"
+            raise ValueError(f"{given}, but what isn't measured can't be clipped. Leave these out to clip." + ON_STEPS)
         self.every, self.only, self._count = every, only, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.loss_type, self.batch_dim, self._scales = loss_type, batch_dim, NoiseScales(smoothing)

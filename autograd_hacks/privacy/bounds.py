@@ -103,10 +103,8 @@ def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[s
         given = [name for part in parts for name in part.names]
         missing, twice = sorted(set(names).difference(given)), sorted({name for name in given if given.count(name) > 1})
         if missing or twice:
-            raise ValueError(
-                f"max_norm has no bound for {missing[:5]} and two bounds for {twice[:5]}; expected exactly one bound for "
-                "each trainable parameter: without a bound there is no privacy guarantee" + ON_CLIPPING
-            )
+            found = f"max_norm has no bound for {missing[:5]} and two bounds for {twice[:5]}"
+            raise ValueError(f"{found}; expected exactly one bound for each trainable parameter" + ON_CLIPPING)
         return parts
     if clip == "per_parameter":
         return [Part(name, [name], float(max_norm) / len(names) ** 0.5) for name in names]

@@ -128,10 +128,8 @@ class BandedNoise:
             why = f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all"
             raise RuntimeError(f"{why}. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING)
         if self._deviation not in (None, deviation):
-            raise ValueError(
-                f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before; expected the same in "
-                "each step, because otherwise the noise of earlier steps does not cancel" + ON_CLIPPING
-            )
+            given = f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before"
+            raise ValueError(f"{given}; expected the same in each step, so that noise cancels" + ON_CLIPPING)
         (z,) = drawn(self.generator, [(name, torch.empty(shape, device="cpu"))], deviation * self.sensitivity)
         past = [z, *self._past.get(name, [])][: len(self.coefficients)]
         self._deviation, self._count[name], self._past[name] = deviation, count + 1, past

@@ -185,10 +185,9 @@ class PrivateTraining:
             given = f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}"
             raise ValueError(f"{given}; expected a number above 0 and at most {size}" + ON_PRIVATE)
         if self.delta >= 1 / size:
-            raise ValueError(
-                f"PrivateTraining was given delta={self.delta} for {size} {unit}; expected less than 1 / {size}: otherwise "
-                f"publishing one of the {unit} whole would count as private" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given delta={self.delta} for {size} {unit}"
+            why = f"otherwise publishing one of the {unit} whole would count as private"
+            raise ValueError(f"{given}; expected less than 1 / {size}: {why}" + ON_PRIVATE)
         self.size, self._ahead, rank, world = size, ahead, 0, 1
         if has_processes():
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -331,10 +330,8 @@ class PrivateTraining:
                 f"{self.expected_batch_size} means {self.rate:.6g}. Change it before loader(data) only" + ON_PRIVATE
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
-            raise RuntimeError(
-                f"step(): the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend "
-                "more. Plan for more steps from the start: PrivateTraining(..., epsilon=, steps=)" + ON_PRIVATE
-            )
+            done = f"the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend more"
+            raise RuntimeError(f"step(): {done}. Plan for more from the start: steps=" + ON_PRIVATE)
         return mark
 
     def _check_spread(self, model: nn.Module, mark: Mark) -> None:

@@ -40,10 +40,8 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
-        raise ValueError(
-            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
-            "Raise groups, or leave it out to get one row for each distinct id." + ON_VERBS
-        )
+        given = f"ids go from {int(ids.min())} to {int(ids.max())}"
+        raise ValueError(f"group: {given}; expected [0, {groups}), because groups={groups}. Raise it." + ON_VERBS)
     if groups is not None:
         return ids, groups
     names, numbers = ids.unique(return_inverse=True)

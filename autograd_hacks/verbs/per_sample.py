@@ -127,10 +127,8 @@ def _read_tokens(
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
-            raise UnsupportedLayer(
-                f"tokens: {use.place}, was read for whole samples during the backward pass. Before the forward ask for "
-                "positions, add_hooks(model, segments='tokens'), or leave it out by only=..." + ON_SEGMENTS
-            )
+            mend = "Before the forward, add_hooks(model, segments='tokens'), or leave it out by only=..."
+            raise UnsupportedLayer(f"tokens: {use.place}, was read for whole samples. {mend}" + ON_SEGMENTS)
     before = [use.documents for use in uses]
     try:
         for use in uses:

@@ -222,10 +222,10 @@ def _with_autograd(
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
         if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
-            raise ProbeFailed(
-                "verify(model, independent=True): no argument has samples that can be replaced by others of the batch. Give "
-                "it a batch of tensors in which samples differ."
+            why = (
+                "no argument has samples that can be replaced by others of the batch. Give tensors in which samples differ."
             )
+            raise ProbeFailed(f"verify(model, independent=True): {why}")
         places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
@@ -288,10 +288,8 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
     for kept in kept_samples(documents.count, draws) if documents.count > 1 else ():
         others = documents.replaced(recorder.segments, *arguments, kept)
         if others is None:
-            raise ProbeFailed(
-                "verify could not check that documents are independent: no other argument has values for each position, "
-                "(B, T, ...), that can be replaced. Use documents with other tokens."
-            )
+            why = "no other argument has values for each position, (B, T, ...), that can be replaced. Use other tokens."
+            raise ProbeFailed(f"verify could not check that documents are independent: {why}")
         for slot, (x, y) in enumerate(zip(outputs, run(others))):
             weights = documents.over(x, kept)
             if weights is not None and bool((differs(x, y, rounding_of(x)) & (weights > 0)).any()):
@@ -314,10 +312,8 @@ def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None
             others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
             again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
             if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
-                raise SamplesMixed(
-                    "verify: samples mix in the loss: when the model's outputs for some samples were replaced, the losses "
-                    "of others changed. Compute each sample's loss from its own outputs only."
-                )
+                why = "when the model's outputs for some samples were replaced, the losses of others changed"
+                raise SamplesMixed(f"verify: samples mix in the loss: {why}. Use each sample's own outputs only.")
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
