@@ -256,7 +256,7 @@ READS: list[Row] = [
          lambda s: s.grads.select(torch.ones(4, dtype=torch.bool))),
     ]),
     *of(ValueError, NOISE, [
-        *[("a variance needs two samples or more, but there are gradients of 1",
+        *[("a variance needs two samples or more, but there are 1",
            lambda s, verb=verb: getattr(s.grads.select(slice(1)), verb)())
           for verb in ("noise_scale", "snr", "variance")],
         ("smoothing", lambda s: NoiseScales(1.0)),

@@ -298,7 +298,7 @@ def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
 
 
 def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | None:
-    """The weight whose B a bias shares, None for what is no matrix's bias; UnsupportedLayer if it has none to share."""
+    """The weight whose B a bias shares; None if it is not a matrix's bias; UnsupportedLayer if it has none to share."""
     parameter = model.get_parameter(bias)
     owners = [layer._parameters.get("weight") for layer in model.modules() if layer._parameters.get("bias") is parameter]
     weights = [weight for weight in owners if weight is not None and are_of_a_map(weight, parameter)]

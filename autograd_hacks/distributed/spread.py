@@ -177,8 +177,9 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         return None
     if wrapper._join_config.enable:
         raise NotReduced(
-            "sums over samples can't be computed within ddp.join(), where some processes may have ended. Give all the same "
-            "number of steps, with empty batches at the end; or use process_group=False, for this process's samples."
+            "sums over samples can't be computed within ddp.join(), where some processes may have ended. Give all processes "
+            "the same number of steps, with empty batches at the end; or use process_group=False, for this process's "
+            "samples."
         )
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)

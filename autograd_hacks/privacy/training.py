@@ -206,7 +206,7 @@ class PrivateTraining:
 
     def _check_size(self, size: int | None, given: str) -> None:
         if self.size is not None and size not in (None, self.size):
-            raise ValueError(f"{given}, but the training, whose steps were counted, has {self.size}" + ON_PRIVATE)
+            raise ValueError(f"{given}, but the training began with {self.size}; expected the same data" + ON_PRIVATE)
 
     def _first(self, length: int) -> int:
         if length != self._epochs[1]:

@@ -176,9 +176,11 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     """The index of a parameter among the trainable ones.  name: any of its names"""
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
-        without = (f"without the prefix {prefix!r}" for prefix in _PREFIXES if name.removeprefix(prefix) in every)
-        with_it = (f"with the prefix {prefix!r}" for prefix in _PREFIXES if prefix + name in every)
-        mend = next((f". Give names {way} of a wrapper" for way in (*without, *with_it)), "")
+        ways = [
+            f"without the prefix {p!r} of a wrapper: removeprefix({p!r})" for p in _PREFIXES if name.removeprefix(p) in every
+        ]
+        ways += [f"with the prefix {p!r} of a wrapper, or the model in it" for p in _PREFIXES if p + name in every]
+        mend = f". Give names {ways[0]}" if ways else ""
         raise ValueError(
             f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}{mend}" + ON_CHECKING
         )

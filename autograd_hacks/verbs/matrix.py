@@ -115,7 +115,7 @@ def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Call
     """The random map of each parameter.  Raises ValueError for settings that none has.  what: the verb's name for ``dim``"""
     check_word(what.partition(":")[0], ON_VERBS, ("signs", "sjlt"), kind=kind)
     if kind == "signs" and entries != 1:
-        raise ValueError(f"{what}={dim} with entries={entries}, which is for kind='sjlt'; expected only one" + ON_VERBS)
+        raise ValueError(f"{what}={dim} with entries={entries}; entries is for kind='sjlt': leave it out" + ON_VERBS)
     if dim % entries:
         near = dim + -dim % entries
         raise ValueError(f"{what}={dim} with entries={entries}; expected a multiple of entries: {near}" + ON_VERBS)

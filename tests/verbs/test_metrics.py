@@ -429,7 +429,7 @@ def test_complex_parameters_have_no_scaling() -> None:
 def test_tensors_without_all_their_numbers_are_no_metric() -> None:
     for x in (torch.ones(3, 2).to_sparse(), torch.ones(3, 2, device="meta")):
         for given in (x, (x, None)):
-            with pytest.raises(TypeError, match="expected a dense tensor"):
+            with pytest.raises(TypeError, match="expected a dense one: to_dense"):
                 Metric({"*": given})
 
 
