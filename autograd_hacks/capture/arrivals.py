@@ -1,17 +1,17 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -40,6 +40,14 @@ def reach_of(node: Node) -> str:
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return CAPTURED
         raise
+
+
+def ways_to(edges: Mapping[str, Edge]) -> dict[str, str]:
+    """`reach_of` the nodes that the running pass reaches, by the parameters' names in a use."""
+    try:
+        return {local: EXECUTED for local, edge in edges.items() if will_execute(edge.node)}
+    except RuntimeError:
+        return {local: way for local, edge in edges.items() if (way := reach_of(edge.node))}
 
 
 class AtOutput(GraphAlive):
@@ -88,6 +96,36 @@ class AtOutput(GraphAlive):
             self.inputs = frozenset()
 
 
+class Link(NamedTuple):
+    """What a node makes for parameters, or for nodes that pass it on to one parameter alone.
+
+    node: its number in the trace
+    made: the places of these inputs, and who receives their gradients: a parameter, by name, or a node, by number
+    is_first: whether its own gradient is a use's, and not another link's
+    output: the number of the output at which it receives gradient from another link
+    """
+
+    node: int
+    made: tuple[tuple[int, str | int], ...]
+    is_first: bool
+    output: int
+
+
+class Passed:
+    """A hook that runs after a node, and notes what the node has made until that arrives.  See `Pass.made`."""
+
+    __slots__ = ("backward", "link")
+
+    def __init__(self, backward: Any, link: Link) -> None:
+        self.backward, self.link = backward, link
+
+    def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        running, link = self.backward.running, self.link
+        if running is not None and (link.is_first or running.made.pop(link.node, None) is given[link.output]):
+            for place, receiver in link.made:
+                running.made[receiver] = None if receiver in running.made else made[place]
+
+
 class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
@@ -103,12 +141,12 @@ class AtNode:
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
     node.register_prehook(hook)
-    notes: Any = node.metadata  # torch's types declare it as a method; no garbage collector looks into it
-    notes.setdefault(put_on, []).append(weakref.ref(hook))
+    notes: Any = node.metadata  # torch's types declare it as a method
+    notes[put_on] = (*notes[put_on], hook) if put_on in notes else (hook,)
 
 
-def on_node(node: Any) -> list[AtOutput | AtNode]:
-    return [hook for at in node.metadata.get(put_on, ()) if (hook := at()) is not None]
+def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
+    return node.metadata.get(put_on, ())
 
 
 def attach(

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, AtOutput, reach_of
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, AtOutput, ways_to
 from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Segment
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
@@ -142,10 +142,14 @@ class Backward:
 
         node.register_prehook(note)
 
+    def has_new_hooks(self) -> bool:
+        """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
+        return self.hooks_before not in (0, RemovableHandle.next_id)
+
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self.hooks_before not in (0, RemovableHandle.next_id):
+            if self.has_new_hooks():
                 self.watch_more(self.hooks_before)
                 self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)
@@ -157,7 +161,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished = True
+        ended.finished, ended.made = True, {}
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -188,8 +192,8 @@ class Backward:
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)
-        if use.told is not None:
-            use.told.kind.derives = makes_graph or bool(use.told.kind.derives)
+        if use.told is not None and (makes_graph or use.told.kind.derives is None):
+            use.told.kind.derives = makes_graph
         if makes_graph and node is not None:
             self.created(use, node, hook)
         received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
@@ -222,10 +226,11 @@ class Backward:
 
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
-        inner, ways = self.inner, dict[str, str]()
-        for local, edge in use.edges.items():
-            if way := reach_of(edge.node) if inner is None else inner.ways.get(edge.name):
-                ways[local] = way
+        inner, edges = self.inner, use.edges
+        if inner is None:
+            ways = ways_to(edges)
+        else:
+            ways = {local: way for local, edge in edges.items() if (way := inner.ways.get(edge.name))}
         if not ways or all(grad is None for grad in grads):
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
@@ -249,7 +254,7 @@ class Backward:
             received = current.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
         for number, grad in enumerate(grads, slot):
             if grad is not None:
-                grad = grad.detach() if live is None and not makes_graph else grad
+                grad = grad.detach() if live is None and not makes_graph and grad.requires_grad else grad
                 # A graph made by an inner pass may bring a part of the gradient around that pass, into the same use.
                 received.at[number] = grad = grad if (before := received.at[number]) is None else before + grad
                 received.versions[number] = version_of(grad)
@@ -259,7 +264,7 @@ class Backward:
         for local in ways:
             if local not in received.reached:
                 received.reached += (local,)
-                current.calls_of.setdefault(use.edges[local].name, []).append(use)
+                current.calls_of.setdefault(edges[local].name, []).append(use)
         self.answered = True
         return received
 
@@ -329,7 +334,8 @@ class Backward:
             return
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        if running is not None and uses and grad is not None and name not in running.beside:
+        is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
+        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
         if record.on_arrival is not None and not (is_around and self.inner is None):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, on_node
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
@@ -49,6 +50,13 @@ def since(first: int) -> list[tuple[dict[int, Any], int]]:
     return found
 
 
+def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
+    """Puts the library's hooks on nodes behind the user's, so that they see the gradient that the node gets."""
+    for hooks_of, _ in hooks:
+        for key in [key for key, hook in hooks_of.items() if isinstance(hook, AtOutput | AtNode)]:
+            hooks_of[key] = hooks_of.pop(key)
+
+
 _OF_CALLS = {"_forward_hooks", "_global_forward_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks"}
 
 
@@ -68,16 +76,47 @@ def _is_own(hook: Any) -> bool:
 
 def watch(
     backward: weakref.ref[Backward],
-    hooks: Iterable[tuple[dict[int, Any], int]],
+    hooks: Sequence[tuple[dict[int, Any], int]],
     labels: Callable[[], Labels] | None,
     samples: int,
 ) -> None:
     """Watches hooks.  labels: gives those of the forward in which they were registered; None if they are unknown"""
     found: Labels | None = None
+    put_last(hooks)
     for hooks_of, key in hooks:
         if key in hooks_of and not isinstance(hooks_of[key], _Watched):
             found = labels() if found is None and labels is not None else found
             hooks_of[key] = _Watched(backward, hooks_of[key], found, samples)
+
+
+def watch_late(
+    backward: weakref.ref[Backward],
+    hooks: Sequence[tuple[dict[int, Any], int]],
+    labels: Callable[[], Labels] | None,
+    samples: int,
+) -> None:
+    """Watches hooks as a pass arrives at its first use, at whose node torch calls them as they were."""
+    node: Any = current_node()
+    hooked = [hook for hook in on_node(node) if any(hook in hooks_of.values() for hooks_of, _ in hooks)]
+    watch(backward, hooks, labels, samples)
+    for hook in hooked:
+        use, first = (hook.use, 0) if isinstance(hook, AtNode) else (hook.call, hook.number - hook.slot)
+        node.register_hook(partial(_compare, backward, use, first))
+
+
+def _compare(backward: weakref.ref[Backward], use: Any, first: int, made: object, given: Sequence[Tensor | None]) -> None:
+    """Called after a node.  Notes that what it was given isn't what was noted for a use.
+
+    first: the number of its output that is the use's first"""
+    running = None if (own := backward()) is None else own.running
+    received = None if running is None else running.received.get(use)
+    for number, grad in enumerate([] if received is None else received.at):
+        now = None if grad is None else given[first + number]
+        if running is not None and grad is not None and now is not None and not torch.equal(now.reshape(grad.shape), grad):
+            running.refused = (
+                f"samples mix, or may: a hook changes gradient at {current_node().name()} after the rows' gradient was "
+                "taken there. Register it on the tensor (x.register_hook), or in the forward."
+            )
 
 
 class _Watched:

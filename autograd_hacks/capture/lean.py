@@ -31,7 +31,8 @@ from autograd_hacks.support.trees import map_tensors
 class Behind:
     """The graph of a forward, behind the function that replaces it."""
 
-    def __init__(self, backward: Backward, kind: Kind, ran: Ran, off: OffGraph) -> None:
+    def __init__(self, backward: Backward, kind: Kind, ran: Ran, off: OffGraph, is_hooked: bool) -> None:
+        self.is_hooked = is_hooked  # whether the user has put hooks on its nodes, which must run
         self.backward, self.kind, self.outputs = (
             backward,
             kind,
@@ -92,9 +93,11 @@ def may_stand_behind(kind: Kind, ran: Ran) -> bool:
     return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
-def without_grad(backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any) -> Any:
-    """A forward's output, behind a function whose backward computes no parameter gradients."""
-    behind = Behind(backward, kind, ran, off)
+def without_grad(backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any, is_hooked: bool) -> Any:
+    """A forward's output, behind a function whose backward computes no parameter gradients.
+
+    is_hooked: whether the user has registered hooks on gradients in the forward"""
+    behind = Behind(backward, kind, ran, off, is_hooked)
     parameters = [leaf.variable for leaf in behind.parameters.values()]
     views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
     taken = {id(x): next(views) for x in behind.outputs}
@@ -129,7 +132,8 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     lowest = behind.lowest if ways else []
     # The gradients that are still to be compared with rows.
     record = backward.record
-    names = {name for name in ways if record.comparing or is_around}
+    is_hooked = behind.is_hooked or backward.has_new_hooks()
+    names = {name for name in ways if record.comparing or is_around or is_hooked}
     for node in lowest if record.gathered else ():
         is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
         if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass

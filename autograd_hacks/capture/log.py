@@ -21,7 +21,15 @@ from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of, versions_of
+from autograd_hacks.support.trees import (
+    map_tensors,
+    plain,
+    tensors_in,
+    tensors_of,
+    version_of,
+    versions_among,
+    versions_of,
+)
 
 _NONE: dict[str, Any] = {}
 _NO_NODES = frozenset[Node]()
@@ -77,6 +85,7 @@ class Layer:
     rule: Rule
     owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
     read: tuple[tuple[str, Tensor], ...]  # those that aren't None, and its buffers
+    tensors: tuple[Tensor, ...]  # the same without names
     buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
     is_plain: bool  # whether its calls may be noted in few words
@@ -106,7 +115,7 @@ class Forward:
         self.noted: list[Noted] = []
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
-        self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+        self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
         # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
         self._edges_now: dict[int, Edge] = {}
 
@@ -135,7 +144,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._edges_now = [], {}
+        self.noted, self._edges_now, self._random_states = [], {}, {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -146,7 +155,7 @@ class Forward:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
-        drew = self._random_states.pop(layer, None) if len(self._random_states) else None
+        drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
         task = self._locate(layer)
@@ -206,9 +215,10 @@ class Forward:
         x = args[0] if len(args) == 1 else None
         if type(x) is not Tensor or type(output) is not Tensor or x.is_nested or x.layout is not torch.strided:
             return False
-        source = output if output._base is None else output._base
-        node = source.grad_fn if output.grad_fn is not None else None
-        if node is None or (source is not output and not keeps_its_node(output)):
+        node, base = output.grad_fn, output._base
+        if base is not None and node is not None:
+            node = base.grad_fn if keeps_its_node(output) else None
+        if node is None:
             return False
         call = LayerCall.__new__(LayerCall)
         call.__dict__.update(
@@ -218,14 +228,13 @@ class Forward:
             args=(x.detach(),),
             kwargs=_NONE,
             training=known.layer.training,
-            overwritten=[version_of(x), *[version_of(p) for _, p in known.read]],
+            overwritten=versions_among(x, *known.tensors),
             precision=autocast_dtype(output.device),
             forward=self.record.forwards,
             samples=self.samples,
             told=self.record.told,
         )
-        made_of = x.grad_fn
-        inputs = _NO_NODES if made_of is None else frozenset((made_of,))
+        inputs = frozenset((x.grad_fn,)) if x.requires_grad and x.grad_fn is not None else _NO_NODES
         hook = AtOutput(call, None, self.backward.receive, 0, output, (args, _NONE), inputs)
         call.graph = weakref.ref(hook)
         if not is_first:
@@ -246,7 +255,8 @@ class Forward:
             self.backward.watch(p)
         buffers = tuple(layer._buffers.values())
         read += [(local, x) for local, x in layer._buffers.items() if x is not None]
-        return Layer(layer, rule, owned, tuple(read), buffers, wanted, not rule.recomputes and rule.count is None)
+        tensors = tuple([x for _, x in read])
+        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, not rule.recomputes and rule.count is None)
 
     def _edge(self, p: Tensor, name: str) -> Edge:
         edge = self._edges_now.get(id(p))

@@ -94,11 +94,17 @@ class Ran:
         """All leaves: parameters and others."""
         return self.graph.leaves
 
+    def is_fixed(self, address: int) -> bool:
+        """Whether a memory address is a parameter's or a buffer's."""
+        return address in self._of_buffers or address in self._of_parameters
+
     @cached_property
-    def fixed(self) -> set[int]:
-        """The memory addresses of parameters and buffers."""
-        held = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-        return set(map(memory_of, held))
+    def _of_buffers(self) -> set[int]:
+        return {memory_of(x) for m in self.modules if m._buffers for x in m._buffers.values() if x is not None}
+
+    @cached_property
+    def _of_parameters(self) -> set[int]:
+        return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
 
     @cached_property
     def nodes(self) -> Collection[Node]:

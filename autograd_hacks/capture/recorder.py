@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import Labels, count, since, watch
+from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
 from autograd_hacks.capture.kinds import Kinds, Known, Told
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.log import Forward, place_by_sizes
@@ -180,13 +180,14 @@ class Recorder:
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         returned_count = len(outputs)
+        modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(self.tree.modules(), outputs, self._began)
-        modules = self._modules(path, model)
-        trained = partial(self.record.trained, parameters_of(model) if path else self.tree.parameters(), path)
+            outputs += _kept_by(modules, outputs, self._began)
+        trained = partial(self.record.trained, parameters, path)
         ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
+        put_last(self._users_hooks)
         with plainly_saved():
             returned = self._end(path, model, ran, output)
         self.batch = self.marks = None  # they hold the arguments
@@ -201,7 +202,7 @@ class Recorder:
         """Watches the user's hooks on gradients, and those that come until a pass begins; see `gradient_hooks.watch`."""
         of = weakref.ref(self.backward)
         watch(of, self._users_hooks, labels, samples)
-        self.backward.watch_more = lambda first: watch(of, since(first), labels, samples)
+        self.backward.watch_more = lambda first: watch_late(of, since(first), labels, samples)
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
@@ -226,7 +227,8 @@ class Recorder:
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(told.kind, ran)
-        returned = without_grad(self.backward, told.kind, ran, off, output) if is_lean else None
+        is_hooked = bool(self._users_hooks)
+        returned = without_grad(self.backward, told.kind, ran, off, output, is_hooked) if is_lean else None
         layouts = _layouts(model, told, ran)
         for x, layout in zip(
             [x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts[: ran.count]
@@ -298,7 +300,7 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 _SIMPLE = {int, float, bool, str, type(None)}
-"""Types of items that hold no tensor."""
+"""Types that hold no tensor."""
 
 
 def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
@@ -308,7 +310,8 @@ def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int
     found = dict[int, Tensor]()
     for module in modules:
         attributes = vars(module)
-        for name in sorted(attributes.keys() - _OF_MODULE):
+        own_names = attributes.keys() - _OF_MODULE
+        for name in sorted([name for name in own_names if type(attributes[name]) not in _SIMPLE]):
             value = attributes[name]
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
             if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes

@@ -40,9 +40,10 @@ class Announcement:
     heard_by: list[Record] = field(default_factory=list)
 
 
-def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph captures what is done to a tensor."""
-    return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def _may_be_read(x: Tensor) -> bool:
+    """Whether a tensor has numbers that the host may ask for, now or later: not while a CUDA graph captures."""
+    is_captured = x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return not (x.is_meta or is_captured)
 
 
 @dataclass(eq=False)
@@ -59,8 +60,10 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    # By parameter, the gradients that arrived there, until rows are compared: small ones, and others along directions.
-    small: dict[str, list[Tensor]] = field(default_factory=dict)
+    # By receiver (see `Link`), the gradient that the only known node has made for it, while it is on its way.  If this very
+    # tensor arrives, nothing else has added to it.
+    made: dict[str | int, Tensor | None] = field(default_factory=dict)
+    # Of other gradients that arrived at parameters, what they are along directions, until rows are compared with it.
     along: dict[str, list[Tensor]] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
     # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
@@ -73,15 +76,12 @@ class Pass:
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
     def note_along(self, name: str, grad: Tensor) -> None:
-        """Notes a gradient that arrived at a parameter: as a few numbers, or itself if it is small."""
+        """Notes a gradient that arrived at a parameter, as a few numbers."""
         if type(grad) is not Tensor or grad.requires_grad:
             if is_part(grad):
                 return
             grad = part_of(plain(grad))
-        if grad.is_meta or grad.is_nested or _is_captured(grad):
-            return
-        if grad.layout is torch.strided and grad.numel() <= SMALL:
-            self.small.setdefault(name, []).append(grad.clone())  # others may add to it
+        if grad.is_nested or not (grad.is_cpu or _may_be_read(grad)):
             return
         at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():

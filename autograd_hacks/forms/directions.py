@@ -43,15 +43,6 @@ def directions(name: str, number: int, shape: torch.Size, dtype: torch.dtype, de
     return u, v
 
 
-@lru_cache(maxsize=64)
-def stacked(
-    names: tuple[str, ...], numbers: tuple[int, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Directions:
-    """The directions of P parameters of one shape: u (P, K, O) and v (P, K, I)."""
-    found = [directions(name, number, shape, dtype, device) for name, number in zip(names, numbers)]
-    return torch.stack([u for u, _ in found]), torch.stack([v for _, v in found])
-
-
 def _piece(size: int, seed: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     own = min(size, _MOST)  # larger ones repeat
     most = 1 << (own + _SPARE).bit_length()

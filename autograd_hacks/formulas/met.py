@@ -114,7 +114,7 @@ def of_layer(
         def operand(name: str) -> Any:
             return known[name] if name in known else getattr(layer, name)
 
-        met = Met(operand, call.grad, _FIRST, len(x), 0, x.shape)
+        met = Met(operand, call.grad, _FIRST, x.shape[0], 0, x.shape)
         for name, place in places.items():
             if (value := layer._parameters.get(name)) is not None:
                 value = call.state[name][0] if name in call.state else value  # as it was at the call

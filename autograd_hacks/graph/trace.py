@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from autograd_hacks.graph.axes import Shapes
 from autograd_hacks.graph.laws import _BY_TYPE, Kind, kind_of
 from autograd_hacks.support.graph import Leaf
 
@@ -41,55 +40,44 @@ class Trace:
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        kinds: list[Kind] = []
         fixed: list[int] = []  # leaves that are parameters, of this model or of one that it hides
-        numbers: list[Any] = []
-        shapes: list[Shapes] = []
-        edges: list[Sequence[tuple[int, int] | None]] = []
+        found: list[tuple[Kind, Any, Any, tuple[tuple[int, int] | None, ...]]] = []
         key: list[Hashable] = [tuple((place[node], number) for node, number in roots)]
         find, known = place.get, _BY_TYPE.get
-        for node in nodes:
+        for node in nodes:  # the list grows
             kind = type(node)
             if kind is Leaf:
                 x = node.variable
-                own, read = LEAF, None
-                to: tuple[tuple[int, int] | None, ...] = ()
-                sizes: Any = (tuple(x.shape),)
                 if id(x) in parameters or isinstance(x, Parameter):
-                    fixed.append(len(kinds))
+                    fixed.append(len(found))
                     key.append(id(x))
-            else:
-                made = node._input_metadata
-                if made[0].is_nested_tensor:
-                    raise Nested
-                sizes = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
-                if ends and node in ends:
-                    own, read, to = END, None, ()
-                else:
-                    own = known(kind) or kind_of(node)
-                    get = own.get
-                    read = None if get is None else get(node)
-                    ahead: list[tuple[int, int] | None] = []
-                    for edge in node.next_functions:
-                        other, number = edge
-                        if other is None:
-                            ahead.append(None)
-                            continue
-                        k = find(other)
-                        if k is None:
-                            k = place[other] = len(nodes)
-                            nodes.append(other)
-                        ahead.append((k, number))
-                    to = tuple(ahead)
-            kinds.append(own)
-            numbers.append(read)
-            shapes.append(sizes)
-            edges.append(to)
+                found.append((LEAF, None, (tuple(x.shape),), ()))
+                continue
+            made = node._input_metadata
+            if made[0].is_nested_tensor:
+                raise Nested
+            sizes: Any = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
+            if ends and node in ends:
+                found.append((END, None, sizes, ()))
+                continue
+            own = known(kind) or kind_of(node)
+            ahead: list[tuple[int, int] | None] = []
+            for other, number in node.next_functions:
+                if other is None:
+                    ahead.append(None)
+                    continue
+                k = find(other)
+                if k is None:
+                    k = place[other] = len(nodes)
+                    nodes.append(other)
+                ahead.append((k, number))
+            found.append((own, None if own.get is None else own.get(node), sizes, tuple(ahead)))
+        kinds, numbers, shapes, edges = zip(*found) if found else ((), (), (), ())
         self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends, self.fixed = parameters, ends, fixed
-        self.key: Hashable = (tuple(key), tuple(fixed), tuple(kinds), tuple(numbers), tuple(shapes), tuple(edges))
+        self.key: Hashable = (tuple(key), tuple(fixed), tuple(found))
 
     def leaf(self, k: int) -> Tensor:
         x: Tensor = self.nodes[k].variable

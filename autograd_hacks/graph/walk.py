@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,14 +73,10 @@ class Asked(NamedTuple):
 
 @dataclass
 class Memory:
-    """The addresses of a model's parameters and buffers, and of its arguments in this forward."""
+    """Whether an address is that of a parameter or buffer of the model, and the addresses of its arguments."""
 
-    fixed: Callable[[], Collection[int]]
+    is_fixed: Callable[[int], bool]
     given: Collection[int] = ()
-
-    @cached_property
-    def known(self) -> Collection[int]:
-        return self.fixed()
 
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
         """What a node's own operands are, besides the values that other nodes made."""
@@ -90,7 +85,7 @@ class Memory:
         if any(own in self.given for own in places):
             return BATCH
         is_bare = sum(edge is None for edge in edges) > len(operands)
-        return OPEN if is_bare or any(own not in self.known for own in places) else OWN
+        return OPEN if is_bare or not all(map(self.is_fixed, places)) else OWN
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
@@ -115,6 +110,7 @@ class Walk:
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
+    was_read: whether a forward was read by it
     """
 
     labels: list[list[Label]]
@@ -129,6 +125,7 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
+    was_read: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:

@@ -1,19 +1,19 @@
 """Checks that the rows add up to the gradient that arrived at the parameter.  If not, some gradient was not recorded."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.records import SMALL, Pass, Record
+from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, Outer, magnitudes
-from autograd_hacks.forms.directions import PAIRS, along, directions, stacked
+from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
+from autograd_hacks.forms.directions import PAIRS, directions
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
@@ -62,9 +62,9 @@ class Certificate:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        # What is compared, by kinds and shapes.  Small parameters of one kind are compared together.
-        self._small = dict[tuple[object, ...], list[tuple[str, str, int, Sequence[Told], Tensor]]]()
+        # What is compared, by shapes.
         self._found = dict[tuple[object, ...], list[tuple[_Compared, Tensor, Tensor, Tensor]]]()
+        self._roundings = dict[tuple[str, torch.dtype, torch.device], float]()  # by kind of product, `rounding_of_products`
 
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
@@ -74,84 +74,77 @@ class Certificate:
         """
         if known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
-        small, sums = recorded.small.get(known, []), recorded.along.get(known, [])
-        use, grads, form = told[0]
-        if not form.samples or not form.shape.numel() or not (small or sums):
+        form, sums = told[0][2], recorded.along[known]
+        if not form.samples or not form.shape.numel() or (unit := self._unit_of(told, sums[0])) is None:
             return
-        if len(told) == len(small) == 1 and not sums and _is_small(use, form, small[0]):
-            kind, g = type(use.layer) if isinstance(use, LayerCall) else getattr(use, "node", ""), grads.first
-            alike = (
-                kind,
-                type(form),
-                g.dtype,
-                g.shape,
-                small[0].dtype,
-                small[0].device,
-                form.shape,
-                *[x.shape for x in form.held],
-            )
-            self._small.setdefault(alike, []).append((name, known, recorded.task, told, small[0]))
-            return
-        like = small[0] if small else sums[0]
-        if (unit := tolerance_of(told, like)) is None:
-            return
-        at = directions(known, recorded.task % 4, form.shape, form.like.dtype, like.device)
+        at = directions(known, recorded.task % 4, form.shape, form.like.dtype, sums[0].device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
-        sums = [*sums, *[along(x, at) for x in small]]
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
         self._found.setdefault(key, []).append((_compared(name, unit, told), own, total, at[1]))
 
-    def _groups(self) -> Iterator[tuple[list[_Compared], Tensor, Tensor, Tensor]]:
-        """P parameters with the terms of their rows along directions, P K *, what arrived, P K I, and v, P K I."""
-        (small, self._small), (found, self._found) = (self._small, {}), (self._found, {})
-        for group in small.values():
-            names, numbers, grads = [own[1] for own in group], [own[2] % 4 for own in group], [own[4] for own in group]
-            if (unit := tolerance_of(group[0][3], grads[0])) is not None:
-                u, v = stacked(tuple(names), tuple(numbers), grads[0].shape, grads[0].dtype, grads[0].device)
-                terms = _terms_of_all([own[3][0][2] for own in group], u, v)
-                totals = torch.bmm(u, torch.stack(grads).view(len(grads), u.shape[2], v.shape[2]))
-                yield [_compared(own[0], unit, own[3]) for own in group], terms, totals, v
-        for group_of in found.values():
-            compared, *tensors = zip(*group_of)
-            terms, totals, v = (torch.stack(own) for own in tensors)
-            yield list(compared), terms, totals, v
+    def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
+        """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
+        used = {
+            dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)
+        }
+        unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
+        if unit < 1e-6:
+            added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
+            kinds = {_products_of(use) for use, _, _ in told}
+            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *(self._rounded(kind, like) for kind in kinds))
+        leaves = [leaf for _, _, form in told for leaf in form.leaves()]
+        if any(isinstance(leaf, Dense) for leaf in leaves):
+            return None
+        # torch adds up a convolution's samples in half precision: 32 were off by 0.7 %.
+        samples = max([leaf.samples for leaf in leaves if isinstance(leaf, Convolution)], default=1)
+        return COARSE * unit * max(1.0, samples**0.5 / 2)
+
+    def _rounded(self, kind: str, like: Tensor) -> float:
+        key = kind, like.dtype, like.device
+        if key not in self._roundings:  # to ask for torch's settings takes 10 µs
+            self._roundings[key] = rounding_of_products(kind, like)
+        return self._roundings[key]
 
     def check(self) -> None:
         """Raises if rows don't add up."""
-        compared, parts = list[_Compared](), list[list[Tensor]]()
-        for group, terms, totals, v in self._groups():
-            moved, norm = totals * v, torch.linalg.vector_norm
-            whole = norm(totals, dim=(1, 2))[:, None].expand(-1, PAIRS)
-            apart = moved.sum(2).to(terms.dtype) - terms.sum(2)
-            parts.append([apart.abs(), norm(terms, dim=2), whole, norm(moved, dim=2)])
-            compared += group
+        compared, apart, lengths = list[_Compared](), list[Tensor](), list[Tensor]()
+        found, self._found = self._found, {}
+        for group in found.values():
+            own, *tensors = zip(*group)
+            terms, totals, v = map(torch.stack, tensors)
+            # What arrived and the terms, with one sign, add up to zero.
+            both = torch.cat([torch.mul(totals, v).to(terms.dtype), terms.neg()], 2)
+            apart.append(both.sum(2))
+            lengths.append(torch.linalg.vector_norm(both, dim=(1, 2)))
+            compared += own
         if compared:
-            device = parts[0][0].device
-            apart, length, whole, moved = (torch.cat([x.to(device) for x in own]) for own in zip(*parts))
-            length += torch.maximum(whole / PAIRS**0.5, moved)  # about the gradient's
+            device = apart[0].device
+            differences = torch.cat([x.to(device) for x in apart]).abs()
+            length = torch.cat([x.to(device) for x in lengths]) * (2 / PAIRS) ** 0.5  # as long as both
             if any(own.received is not None for own in compared):
                 given = [0.0 if own.received is None else own.received for own in compared]
-                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])[:, None]
+                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])
+            most = differences.amax(1)
             # Of infinite gradients nothing is known.
-            for n, most in enumerate((apart / length).nan_to_num(0.0).amax(1).tolist()):
-                own = compared[n]
-                if most > own.unit and not self._is_rounding(own, [*zip(apart[n].tolist(), length[n].tolist())]):
-                    raise unexplained(own.name, self._record)
+            for n, relative in enumerate((most / length).nan_to_num(0.0).tolist()):
+                at = compared[n]
+                if relative > at.unit and not self._is_rounding(at, float(most[n]), float(length[n])):
+                    raise unexplained(at.name, self._record)
         for recorded in self._record.passes:
             if recorded.finished:  # what was compared is needed no more
-                recorded.small, recorded.along = {}, {}
+                recorded.along = {}
 
-    def _is_rounding(self, own: _Compared, found: Sequence[tuple[float, float]]) -> bool:
-        """Whether differences are no more than what torch loses in sums over positions.
+    def _is_rounding(self, own: _Compared, apart: float, length: float) -> bool:
+        """Whether a difference is no more than what torch loses in sums over positions.
 
-        found: along each direction, the difference and the length with which it was compared"""
+        apart: the largest one along a direction    length: with which it was compared"""
         if own.received is not None:
             return False
         # The first one, the length of one use's gradient, is less and takes far less time.
         received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
-        return any(all(not apart > own.unit * (length + 2 * more) for apart, length in found) for more in received)
+        return any(not apart > own.unit * (length + 2 * more) for more in received)
 
 
 def _compared(name: str, unit: float, told: Sequence[Told]) -> _Compared:
@@ -162,44 +155,11 @@ def _received(told: Sequence[Told]) -> Tensor | float:
     return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
 
 
-def _is_small(use: Use, form: Any, grad: Tensor) -> bool:
-    """Whether a parameter may be compared together with others of its shape."""
-    if use.precision is not None or grad.ndim not in (1, 2) or grad.dtype != form.like.dtype or grad.element_size() < 4:
-        return False
-    if grad.ndim == 1:
-        return type(form) is Dense and form.values.numel() <= SMALL
-    is_outer = type(form) is Outer and (form.fan_out, form.fan_in) == grad.shape
-    return is_outer and form.left.numel() <= SMALL and form.right.numel() <= SMALL
-
-
-def _terms_of_all(forms: Sequence[Any], u: Tensor, v: Tensor) -> Tensor:
-    """`Form.terms` of the forms of P vectors or matrices, all of one size, (P, K, N T).  u: P K O    v: P K I"""
-    if isinstance(forms[0], Outer):
-        left, right = (torch.stack([form.pair[n] for form in forms]).flatten(1, 2) for n in (0, 1))
-        return torch.bmm(u, left.mT) * torch.bmm(v, right.mT)
-    return torch.bmm(u * v, torch.stack([form.values for form in forms]).mT)
-
-
 def _as_used(use: Use, form: Form) -> Form:
     """The form with its factors rounded as autocast rounded them for the product."""
     if use.precision is None or use.precision == form.like.dtype or not isinstance(form, Factored):
         return form
     return form.to(use.precision).to(form.like.dtype)
-
-
-def tolerance_of(told: Sequence[Told], like: Tensor) -> float | None:
-    """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing useful is known."""
-    used = {dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)}
-    unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
-    if unit < 1e-6:
-        added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
-        return max(UNITS * unit * (1 + (added / MANY) ** 0.5), rounded_by((use for use, _, _ in told), like))
-    leaves = [leaf for _, _, form in told for leaf in form.leaves()]
-    if any(isinstance(leaf, Dense) for leaf in leaves):
-        return None
-    # torch adds up a convolution's samples in half precision: 32 were off by 0.7 %.
-    samples = max([leaf.samples for leaf in leaves if isinstance(leaf, Convolution)], default=1)
-    return COARSE * unit * max(1.0, samples**0.5 / 2)
 
 
 def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
+from autograd_hacks.capture.arrivals import Passed
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS
@@ -141,6 +142,11 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
         best, found = _in_full(recorder, known, ran, best, off)
     else:
         best.reader.follow(found, off)
+    nodes, walk = best.reader.trace.nodes, best.reader.walk
+    # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
+    for link in found.links if walk.was_read and recorder.backward.wants_grad else ():
+        nodes[link.node].register_hook(Passed(recorder.backward, link))
+    walk.was_read = True
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
     told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at

@@ -72,9 +72,10 @@ def _read(
         certificate = Certificate(record)
         for gate in gates:
             gate.read_all()
-            with torch.no_grad():
-                for name, known in names.items():
-                    gate.certify(certificate, name, known)
+            if any(recorded.along for recorded in gate.segment.passes):
+                with torch.no_grad():
+                    for name, known in names.items():
+                        gate.certify(certificate, name, known)
         with torch.no_grad():
             certificate.check()
         return dict(_forms_of(gates, trainable, names, scaling))
@@ -129,7 +130,7 @@ class Gate:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
         for recorded, read in zip(self.segment.passes, self._read):
             told = read.pop(known, ())
-            if told and (known in recorded.small or known in recorded.along):
+            if told and known in recorded.along:
                 certificate.add(name, known, recorded, told)
 
     def form(self, name: str) -> Form | None:

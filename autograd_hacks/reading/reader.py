@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose, packed_into
-from autograd_hacks.formulas.table import rule_for
+from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
+from autograd_hacks.reading.links import links_of
 from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
@@ -48,6 +50,7 @@ class Read:
     covered: the parameters for which some layer's rule gives rows
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
+    links: between uses and parameters that get gradient from one use alone
     lowest: see `OffGraph`; None as long as nobody has looked for them
     """
 
@@ -59,6 +62,7 @@ class Read:
     covered: frozenset[str] = frozenset()
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
+    links: Sequence[Link] = ()
     lowest: list[int] | None = None
 
     def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
@@ -83,7 +87,7 @@ class Reader:
         )
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
-        self.memory = memory = Memory(lambda: ran.fixed, {memory_of(x) for x, _ in batch})
+        self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         kinds = zip(self.trace.kinds, self.trace.nodes)
         asks = [node for k, node in kinds if k.entry is None and k.law is None and k is not LEAF and is_users(node)]
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
@@ -189,6 +193,17 @@ class Reader:
                 found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
+        for noted in self.ran.noted:
+            if is_given(noted.call.layer):  # the user's rule may be wrong, so its rows are compared
+                for node in self.ran.inside(noted):
+                    covered.pop(self.number.get(node, -1), None)
+        read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
+
+        def is_read(k: int, place: int, at: int, leaf: int) -> bool:
+            return (k, place, at) in read or leaf in covered.get(k, ())
+
+        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
+        found.links = links_of(trace, self.walk.own, by_leaf, is_read, covered)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""

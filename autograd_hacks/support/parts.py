@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -24,8 +25,8 @@ def is_part(x: Tensor) -> bool:
 
 
 def may_have_parts() -> bool:
-    """Whether DTensors are possible at all."""
-    return "torch.distributed.tensor" in sys.modules
+    """Whether DTensors are possible at all: they lie on a mesh of processes."""
+    return "torch.distributed.tensor" in sys.modules and dist.is_available() and dist.is_initialized()
 
 
 def has_parts(model: nn.Module) -> bool:

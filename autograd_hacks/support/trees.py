@@ -231,11 +231,15 @@ class Tree:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`parameters_of` the model, which must not be changed."""
-        owned = [(name, id(p)) for module in self.modules() for name, p in module._parameters.items()]
+        return self.all()[1]
+
+    def all(self) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
+        modules = self.modules()
+        owned = [(name, id(p)) for module in modules for name, p in module._parameters.items()]
         model = self._model()
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
-        return self._parameters
+        return modules, self._parameters
 
 
 def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Parameter], seen: set[int]) -> None:
@@ -305,6 +309,14 @@ def overwritten_in(versions: Iterable[tuple[Tensor | None, int]]) -> str:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor has been overwritten; 0 for inference tensors, which don't count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_among(*tensors: Tensor) -> list[int]:
+    """`version_of` tensors, which usually aren't inference tensors."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 class ByTensor(Generic[T]):

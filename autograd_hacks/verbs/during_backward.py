@@ -208,7 +208,6 @@ class _Stream:
                 self._gate.certify(self._certificate, self.names[name], name)
                 if looks_free(form.like):  # else the host would have to wait
                     self._certificate.check()
-                    current.small.pop(name, None)
                 self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:

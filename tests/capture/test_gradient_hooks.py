@@ -70,10 +70,16 @@ def node_of(h: Tensor) -> Any:
     return h.grad_fn
 
 
+def layer_of(h: Tensor) -> Any:
+    """The node of the layer before the hidden one, which has a hook of the library's own."""
+    return h.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 WAYS: dict[str, Callable[[Hooked, Tensor], Any]] = {
     "of a tensor": lambda model, h: h.register_hook(model.hook),
     "before a node": lambda model, h: node_of(h).register_prehook(of_tuple(model)),
     "after a node": lambda model, h: node_of(h).register_hook(of_tuple(model)),
+    "before a layer's node": lambda model, h: layer_of(h).register_prehook(of_tuple(model)),
     "in a checkpoint": lambda model, h: h.register_hook(model.hook),
 }
 
@@ -125,6 +131,47 @@ def test_a_hook_that_works_sample_by_sample_is_followed(how: str, what: str, par
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(4):
             check(model, torch.randn(5, 3).double(), "sum")
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("begins", [0, 3])
+def test_a_hook_that_changes_what_a_layer_makes_for_its_weight_is_refused(begins: int, param_grad: bool) -> None:
+    model = Hooked("nowhere")
+
+    def twice(layer: nn.Module, args: object, out: Tensor) -> None:
+        if model.change is not None and out.grad_fn is not None:
+            out.grad_fn.register_hook(lambda made, given: tuple(None if g is None else 2 * g for g in made))
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        model.first.register_forward_hook(twice)
+        for n in range(6):
+            if n < begins:
+                check(model, torch.randn(5, 3).double())
+                continue
+            model.change = KEEP["scale"]
+            squares(model(torch.randn(5, 3).double())).mean().backward()
+            with pytest.raises(SamplesMixed, match="twice"):
+                autograd_hacks.compute_grad1(model)
+            model.change = None
+
+
+def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
+    """Its layer's gradient was taken before it ran."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for n in range(5):
+            x = torch.randn(5, 3).double()
+            if n < 3:
+                check(model, x)
+                continue
+            out = model(x)
+            out.grad_fn.register_prehook(lambda grads, looks=n == 3: None if looks else (2 * grads[0],))
+            squares(out).mean().backward()
+            if n == 3:
+                autograd_hacks.compute_grad1(model)
+                continue
+            with pytest.raises(SamplesMixed, match=r"after the rows' gradient was taken there\. Register it on the tensor"):
+                autograd_hacks.compute_grad1(model)
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -43,7 +43,7 @@ def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Seq
     own = [] if model is None else [*model.parameters(), *model.buffers()]
     held = own if model is not None else []
     trace = Trace([_edge(x) for x in outputs], {id(x) for x in held})
-    return trace, Memory(lambda: addresses(held), addresses(given))
+    return trace, Memory(addresses(held).__contains__, addresses(given))
 
 
 def _edge(x: Tensor) -> tuple[Node, int]:

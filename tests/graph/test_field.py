@@ -102,7 +102,7 @@ def test_a_walk_stops_at_what_an_earlier_forward_returned() -> None:
         h = cell(inputs(N, D), h)
         assert h.grad_fn is not None
         trace = Trace([(h.grad_fn, 0)], ids(cell), ends)
-        memory = Memory(lambda: addresses(cell.parameters()))
+        memory = Memory(addresses(cell.parameters()).__contains__)
         walk = memo.walk(trace, {0: At(0)}, N, memory)
         assert not walk.mixes
         at_ends = [walk.labels[k][0] for k, node in enumerate(trace.nodes) if node in ends]
@@ -122,7 +122,7 @@ def test_two_models_share_a_layer() -> None:
     out = other(h)
     assert out.grad_fn is not None
     trace = Trace([(out.grad_fn, 0)], ids(other), {h.grad_fn})
-    walk = walked(trace, {0: At(0)}, N, Memory(lambda: addresses(other.parameters()), addresses([h])))
+    walk = walked(trace, {0: At(0)}, N, Memory(addresses(other.parameters()).__contains__, addresses([h])))
     leaves = [trace.leaf(edge[0]) for use in walk.uses for edge in [_leaf_of(trace, use)]]
     assert sum(x is shared.weight for x in leaves) == 1
     assert len(walk.uses) == 4

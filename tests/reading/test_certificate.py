@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from oracle import squares
 from steps import check, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import UnseenGradient
 
 
@@ -101,6 +103,54 @@ def test_a_penalty_is_told_in_the_step_in_which_it_begins(kind: str, param_grad:
                 with pytest.raises(UnseenGradient, match=name.replace(".", r"\.")):
                     step(model, x, penalty, verb)
             assert number < 4 or at != 0
+
+
+class Kept(nn.Module):
+    """Its weight is made of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw, self.last = nn.Parameter(torch.randn(4, 3)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = F.softplus(self.raw)
+        weight = half.exp()
+        self.extra = [lambda: (half, weight)]  # where nothing looks for tensors
+        return self.last(torch.tanh(x @ weight.t()))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_penalty_on_what_a_weight_was_made_of(place: int) -> None:
+    model = Kept().double()
+    with autograd_hacks.add_hooks(model):
+        for n in range(6):
+            model.zero_grad()
+            loss = squares(model(data(model))).mean()
+            (loss + 0.1 * model.extra[0]()[place].square().sum() if n in (0, 4) else loss).backward()
+            if n in (0, 4):
+                with pytest.raises(UnseenGradient, match="raw: the rows don't add up"):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                autograd_hacks.compute_grad1(model)
+
+
+def test_a_penalty_on_a_cast_that_autocast_keeps() -> None:
+    model, eye = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.eye(3)
+    with autograd_hacks.add_hooks(model):
+        for n in range(6):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squares(model(torch.randn(5, 3)).float()).mean()
+                if n == 4:
+                    loss = loss + F.linear(eye, model[0].weight).float().square().sum()
+            loss.backward()
+            if n == 4:
+                with pytest.raises(UnseenGradient, match=r"0\.weight"):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                autograd_hacks.compute_grad1(model)
+                arrived = [own.along for own in recorder_of(model).record.passes]
+                assert n < 2 or not any(arrived), "what one use brings is compared again"
 
 
 @pytest.mark.parametrize("begins", [0, 3])

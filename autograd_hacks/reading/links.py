@@ -1,0 +1,54 @@
+"""Which nodes bring a parameter all of its gradient, so that what arrives must be what they have made.
+
+A parameter that the forward uses once gets its gradient from one node, or through nodes that pass it on to it alone (casts
+of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
+
+from autograd_hacks.capture.arrivals import Link
+from autograd_hacks.graph.trace import Trace
+
+INSIDE = "TBackward0"
+"""What ``F.linear`` makes of its weight, where nobody else can add to it."""
+
+
+def links_of(
+    trace: Trace, own: Sequence[bool], names: Mapping[int, str], is_read: Callable[[int, int, int, int], bool],
+    inside: Collection[int],
+) -> list[Link]:  # fmt: skip
+    """Links from uses to the parameters that get all of their gradient by them.
+
+    own: whether each node's outputs are made of parameters alone
+    names: of the parameters, by their leaves
+    is_read: of a node, the place and the node of what it takes there, and a leaf: whether rows of the leaf are read there
+    inside: the nodes inside layers' calls
+    """
+    takers: dict[int, list[tuple[int, int, int]]] = {}
+    for k, ahead in enumerate(trace.edges):
+        for place, edge in enumerate(ahead):
+            if edge is not None:
+                takers.setdefault(edge[0], []).append((k, place, edge[1]))
+    for k, number in trace.roots:  # the loss brings gradient there
+        takers.setdefault(k, []).append((-1, 0, number))
+
+    def path_to(leaf: int) -> list[Link]:
+        path, at, receiver, is_begun = list[Link](), leaf, cast("str | int", names[leaf]), False
+        while len(met := takers.get(at, [])) == 1:
+            k, place, number = met[0]
+            if path:  # a node that passes on what it gets
+                path[-1] = path[-1]._replace(output=number)
+            if k < 0:
+                break
+            if not own[k]:
+                whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
+                return whole if is_read(k, place, at, leaf) else []
+            is_begun = trace.kinds[k].name == INSIDE and k in inside
+            path.append(Link(k, ((place, receiver),), is_begun, 0))
+            at, receiver = k, k
+        return []
+
+    made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
+    for link in (link for leaf in names for link in path_to(leaf)):
+        made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
+    return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
