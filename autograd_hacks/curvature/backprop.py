@@ -113,12 +113,12 @@ def _labels(p: Tensor, generator: torch.Generator | None) -> Tensor:
     return F.one_hot(labels, p.shape[-1]).to(p.dtype)
 
 
-def _normal(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator)
-
-
 # ℓ = ½ ‖z - y‖² has H = 1.
-_IDENTITY = Root(lambda z: z, lambda z, e: e.expand(z.shape), _normal)
+_IDENTITY = Root(
+    lambda z: z,
+    lambda z, e: e.expand(z.shape),
+    lambda z, generator: torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator),
+)
 # ℓ = -log softmax(z)[y] has H = diag(p) - p pᵀ = Σ_c p_c (e_c - p)(e_c - p)ᵀ for any label y, and the gradient p - e_y.
 _SOFTMAX = Root(
     lambda z: z.softmax(-1),

@@ -82,14 +82,11 @@ def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
     if placements[-1].is_replicate():
         flat = torch.cat([own.total.reshape(-1) for own in bucket])
     else:
-        flat = torch.cat([_by_rank(own.total, mesh.size(mesh.ndim - 1)) for own in bucket], dim=1)
+        # A row for each process: an equal number of entries of the first axis, with zeros after the last.
+        totals, ranks = [own.total.reshape(len(own.total), -1) for own in bucket], mesh.size(mesh.ndim - 1)
+        flat = torch.cat([F.pad(x, (0, 0, 0, -len(x) % ranks)).reshape(ranks, -1) for x in totals], dim=1)
     partial = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
     return partial.redistribute(placements=placements, async_op=True).to_local()
-
-
-def _by_rank(total: Tensor, ranks: int) -> Tensor:
-    """One row for each process: an equal number of entries of the first axis, with zeros after the last."""
-    return F.pad(total.reshape(len(total), -1), (0, 0, 0, -len(total) % ranks)).reshape(ranks, -1)
 
 
 def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

@@ -107,7 +107,9 @@ class BandedNoise:
         # The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...
         roots = accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0)
         self.coefficients = list(roots if coefficients is None else coefficients)
-        column = _inverse(self.coefficients, steps)
+        column = [1.0]  # the first one of C, from the coefficients, which are that of C⁻¹
+        for k in range(1, steps):
+            column.append(-sum(r * column[k - j] for j, r in enumerate(self.coefficients) if 1 <= j <= k))
         if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
             inverse = [round(c, 3) for c in column[:4]]
             raise ValueError(
@@ -143,11 +145,3 @@ class BandedNoise:
         check_state("BandedNoise", state, self.state_dict(), ON_CLIPPING)
         self._past = {name: list(kept) for name, kept in state["past"].items()}
         self._count, self._deviation = dict(state["count"]), state["deviation"]
-
-
-def _inverse(coefficients: Sequence[float], steps: int) -> list[float]:
-    """The first column of C from the first column of C⁻¹."""
-    column = [1.0]
-    for k in range(1, steps):
-        column.append(-sum(r * column[k - j] for j, r in enumerate(coefficients) if 1 <= j <= k))
-    return column

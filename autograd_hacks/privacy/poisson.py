@@ -8,7 +8,6 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -86,14 +85,6 @@ class Mark(NamedTuple):
     def units(self) -> int:
         """The number of samples without padding, or of their users."""
         return self.samples if self.users is None else len(set(self.users[: self.samples]))
-
-    def groups(self) -> Tensor | None:
-        """The number of each sample's user, with padding."""
-        return None if self.users is None else torch.tensor(self.users, dtype=torch.long, device="cpu")
-
-    def mask(self) -> Tensor:
-        """Booleans, False for padding."""
-        return torch.arange(self.size, device="cpu") < self.samples
 
     def check(self, losses: int) -> None:
         """Raises ValueError unless each sample has a loss.  losses: 0 if nothing was recorded, which isn't refused here"""

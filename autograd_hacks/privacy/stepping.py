@@ -137,16 +137,6 @@ def check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, 
         )
 
 
-def scale_of(told: float | Tensor | None, scaler: torch.amp.GradScaler | None) -> float | Tensor:
-    """The factor of the losses.  Raises ValueError if there is a scaler and nobody told whether it has scaled them."""
-    if told is None and scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "step() was given a scaler after a backward pass of your own. Call private.backward(losses, scaler), or "
-            "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if that loss was not scaled" + ON_PRIVATE
-        )
-    return 1.0 if told is None else told
-
-
 def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: bool, is_divided: bool) -> None:
     """Raises an error if accelerate accumulates gradients otherwise than the private step does.
 

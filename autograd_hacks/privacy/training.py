@@ -21,7 +21,7 @@ from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise, seed_of
 from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
-from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
+from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
@@ -273,14 +273,20 @@ class PrivateTraining:
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
         check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
-        factor = scale_of(self._scale if scale is None else scale, scaler)
+        scale = self._scale if scale is None else scale
+        if scale is None and scaler is not None and scaler.is_enabled():
+            raise ValueError(
+                "step() was given a scaler after a backward pass of your own. Call private.backward(losses, scaler), or "
+                "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if that loss was not scaled"
+                + ON_PRIVATE
+            )
         if mark.world > 1 or has_processes():
             self._check_spread(self._model, mark)
         self._noisy.forget()
         for p, own in self._sums:
             p.grad = own
         self._sums = []
-        self._parts.append(self._clipped(self._model, mark, factor)._first(mark.units))
+        self._parts.append(self._clipped(self._model, mark, 1.0 if scale is None else scale)._first(mark.units))
         self._scale = None
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
@@ -350,9 +356,10 @@ class PrivateTraining:
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise = self._secure or Stream.of(self._seed, "noise", mark.step)
+        groups = None if mark.users is None else torch.tensor(mark.users, dtype=torch.long, device="cpu")
         return clip_and_noise_(
-            model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
-            mask=mark.mask(), scale=scale,
+            model, bound, multiplier, expected, groups, noise, bool(self._parts), self.loss_type, clip=clip,
+            mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,
         )  # fmt: skip
 
     def _split(self, most: int) -> list[int]:
