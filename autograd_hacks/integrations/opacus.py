@@ -161,7 +161,8 @@ class PrivacyEngine(_PrivacyEngine):
         """
         if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
-                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}; leave it and criterion out" + ON_OPACUS
+                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}, which is not needed here: clipping never "
+                "stores per-sample gradients. Leave it and criterion out." + ON_OPACUS
             )
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(

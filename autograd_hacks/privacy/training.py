@@ -371,8 +371,10 @@ class PrivateTraining:
     def _expect(self, batch_size: int) -> None:
         """Takes a trainer's batch size for the expected one, if none was given.  Raises ValueError if it counts users."""
         if self.expected_batch_size is None and self._users is not None:
-            why = f"because the trainer's batch size of {batch_size} counts samples"
-            raise ValueError(f"PrivateTraining was given groups; expected expected_batch_size, {why}" + ON_PRIVATE)
+            raise ValueError(
+                "PrivateTraining was given groups without expected_batch_size; expected the mean number of users in a "
+                f"batch, because the trainer's batch size of {batch_size} counts samples" + ON_PRIVATE
+            )
         if self.expected_batch_size is None:
             self.expected_batch_size = batch_size
 
