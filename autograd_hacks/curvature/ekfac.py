@@ -121,7 +121,8 @@ def ekfac_solve(
     for name, x in v.items():
         shape, of_rows = parameters[name].shape, isinstance(v, PerSampleGrads)
         own = getattr(x, "shape", torch.Size())
-        if own != shape if of_rows else not isinstance(x, Tensor) or own[len(own) - len(shape) :] != shape:
+        fits = own == shape if of_rows else isinstance(x, Tensor) and own[len(own) - len(shape) :] == shape
+        if not fits:
             given = f"rows of shape {tuple(own)}" if of_rows else kind_of(x)
             expected = f"shape {tuple(shape)}" + ("" if of_rows else ", or (..., that)")
             raise ValueError(f"ekfac_solve was given {given} for {name!r}; expected {expected}" + ON_CURVATURE)

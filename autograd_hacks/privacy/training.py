@@ -228,7 +228,7 @@ class PrivateTraining:
             return float(self.noise_multiplier)
         if self.planned is None:
             given = f"PrivateTraining was given epsilon={self._target} without steps"
-            raise ValueError(f"{given}; expected steps=, how many steps may spend it" + ON_PRIVATE)
+            raise ValueError(f"{given}; expected how many steps may spend it" + ON_PRIVATE)
         target, rate = self._target, self.rate
         asked = [target, self.delta, rate, self.planned]
         if self._noise is None or self._noise[0] != asked:
