@@ -284,7 +284,7 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
         training(delta=1)
     other = training()
     other.loader(TensorDataset(*(part[:20] for part in data().tensors)))
-    with pytest.raises(ValueError, match="this one has 20"):
+    with pytest.raises(ValueError, match="the training began with 20"):
         other.load_state_dict(private.state_dict())
     with pytest.raises(ValueError, match=r"of another kind of clip than .*QuantileClip"):
         training(clip=QuantileClip()).load_state_dict(private.state_dict())
