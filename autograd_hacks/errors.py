@@ -11,23 +11,10 @@ from typing import ClassVar
 import torch.nn as nn
 
 __all__ = [
-    "PerSampleGradientError",
-    "NothingRecorded",
-    "UnsupportedLayer",
-    "UnsupportedOperation",
-    "BatchSizeError",
-    "SamplesMixed",
-    "StaleRecord",
-    "UnseenGradient",
-    "ProbeFailed",
-    "VerificationFailed",
-    "HigherOrderError",
-    "BlockTooLarge",
-    "ParamGradSkipped",
-    "NotReduced",
-    "ProcessesDisagree",
-    "ShardedParameters",
-]
+    "PerSampleGradientError", "NothingRecorded", "UnsupportedLayer", "UnsupportedOperation", "BatchSizeError",
+    "SamplesMixed", "StaleRecord", "UnseenGradient", "ProbeFailed", "VerificationFailed", "HigherOrderError",
+    "BlockTooLarge", "ParamGradSkipped", "NotReduced", "ProcessesDisagree", "ShardedParameters",
+]  # fmt: skip
 _POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+(?:, or https?://[^\s;]+)?")
 BASE = ""
 """The address of the pages on the web, without a slash at its end; empty until there is one.  setup.cfg's project_urls has

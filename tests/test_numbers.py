@@ -225,7 +225,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 OTHERS: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
-    (lambda model: autograd_hacks.Store(3), TypeError, "given int; expected the path"),  # type: ignore[arg-type]
+    (lambda model: autograd_hacks.Store(3), TypeError, "given path=int; expected the path"),  # type: ignore[arg-type]
     (lambda model: autograd_hacks.PrivateTraining(1.0, 1.0, 4).attach(None), TypeError, "attach was given NoneType"),
     (lambda model: Steps().attach(None), TypeError, "attach was given NoneType"),
     (
@@ -237,11 +237,11 @@ OTHERS: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
     (lambda model: autograd_hacks.BandedNoise(3).load_state_dict({}), ValueError, "no entry; expected .*'past'"),
     (lambda model: autograd_hacks.NoiseScales().load_state_dict(3), ValueError, "int; expected .*'means'"),
     (lambda model: autograd_hacks.over(model, 3, loss, PerSampleGrads.norms), TypeError, "loader=3; expected batches"),
-    (lambda model: autograd_hacks.over(model, [X], loss, "norms"), TypeError, "verb='norms'; expected a function"),
+    (lambda model: autograd_hacks.over(model, [X], loss, "norms"), TypeError, "verb=str; expected a function"),
     (
         lambda model: autograd_hacks.over(model, [X], "loss", PerSampleGrads.norms),
         TypeError,
-        "loss='loss'; expected a function",
+        "loss=str; expected a function",
     ),
     (lambda model: autograd_hacks.compute_hess_over(model, 3), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.accumulate(None), TypeError, r"expected the torch\.nn\.Module"),

@@ -218,7 +218,7 @@ READS: list[Row] = [
         (r"\(\)", lambda s: s.grads.weighted_sum(torch.tensor(1.0))),
         (r"^dot: the direction has no entry for '0\.bias'; expected one for each of the 4",
          lambda s: s.grads.dot({k: x for k, x in s.v.items() if k != "0.bias"})),
-        ("^dot: the direction has an entry for 'more', which is not a trainable parameter",
+        ("^dot: the direction has an entry for 'more'; expected only",
          lambda s: s.grads.dot(s.v | {"more": torch.zeros(1)})),
         (r"entry for '2\.weight' is .*\(4, 2\); expected.*\(2, 4\)",
          lambda s: s.grads.dot(s.v | {"2.weight": torch.zeros(4, 2)})),
@@ -235,9 +235,9 @@ READS: list[Row] = [
              (lambda g: g.tolist(), "returned list")]],
     ]),
     *of(TypeError, VERBS, [
-        ("dictionary", lambda s: s.grads.dot(torch.zeros(3))),
+        ("dot was given v=a torch", lambda s: s.grads.dot(torch.zeros(3))),
         ("", lambda s: s.grads.dot([s.x])),
-        ("expected the PerSampleGrads", lambda s: s.grads.gram(s.grads.dense())),
+        ("gram was given other=dict; expected per_sample_grads", lambda s: s.grads.gram(s.grads.dense())),
         ("N integers", lambda s: s.grads.group(torch.ones(5))),
         ("expected", lambda s: s.grads.group(torch.zeros(5, dtype=torch.long), 2.5)),
         *[("expected booleans or integers", lambda s, w=w: s.grads.select(w))
@@ -245,9 +245,9 @@ READS: list[Row] = [
         ("expected", lambda s: s.grads.select(0)),
         ("expected", lambda s: s.grads.select(torch.tensor([[0, 1]]))),
         ("expected", lambda s: s.grads.project(1.5)),
-        ("str is not a function; expected an elementwise function", lambda s: s.grads.reduce("sign")),
+        ("reduce was given f=str; expected an elementwise function", lambda s: s.grads.reduce("sign")),
     ]),
-    (ValueError, "What can be had", "a number per parameter", lambda s: s.grads.from_vector(torch.zeros(3))),
+    (ValueError, "What can be had", "from_vector was given shape", lambda s: s.grads.from_vector(torch.zeros(3))),
     *of(IndexError, VERBS, [
         *[(rf"go from {min(numbers)} to {max(numbers)}; expected \[-5, 5\)",
            lambda s, numbers=numbers: s.grads.select(torch.tensor(numbers)))
@@ -256,7 +256,7 @@ READS: list[Row] = [
          lambda s: s.grads.select(torch.ones(4, dtype=torch.bool))),
     ]),
     *of(ValueError, NOISE, [
-        *[("a variance needs two samples or more, but there are gradients of 1",
+        *[("a variance needs two samples or more, but there are 1",
            lambda s, verb=verb: getattr(s.grads.select(slice(1)), verb)())
           for verb in ("noise_scale", "snr", "variance")],
         ("smoothing", lambda s: NoiseScales(1.0)),
@@ -304,7 +304,8 @@ READS: list[Row] = [
     ]),
     (ValueError, HOOKS, "because the model was hooked with only",
      lambda s: s.within(add_hooks(s.model, only="*.bias"), lambda: s.during(weights=torch.ones(5)))),
-    (TypeError, NOISE, "given dict", lambda s: NoiseScales(0.9).update(s.grads.dense())),
+    (TypeError, NOISE, "update was given grads=dict; expected per_sample_grads",
+     lambda s: NoiseScales(0.9).update(s.grads.dense())),
     *[(error, VERBS, words, lambda s, verb=verb, w=w: getattr(s.grads, verb)(w))
       for verb in ("weighted_sum", "second_moment")
       for w, error, words in [

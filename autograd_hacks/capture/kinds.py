@@ -131,7 +131,7 @@ class Kinds:
         if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             return Known(self.static, 0)
         key = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
-        kind = self.seen[key] = self.seen.pop(key, None) or Kind()  # to hash a tree of arguments takes 7 µs
+        kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
         if len(self.seen) > MOST:
             del self.seen[next(iter(self.seen))]
         if kind.hypothesis is not None:

@@ -1,5 +1,3 @@
 """Per-sample gradients in compiled code: one graph of forward and backward, labelled, split, and compiled."""
 
-# These register themselves with capture.
-from autograd_hacks.compiled import face as face
-from autograd_hacks.compiled import of_tape as of_tape
+from autograd_hacks.compiled import analysis as analysis  # it registers itself with capture

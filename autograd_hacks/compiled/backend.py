@@ -12,25 +12,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor, fx
 
+from autograd_hacks.compiled import torch_names as compiler
 from autograd_hacks.compiled.labelled import labelled
 from autograd_hacks.compiled.labels import Joint, after, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
-from autograd_hacks.compiled.torch_names import (
-    aot_autograd,
-    boxed,
-    compile_fx_inner,
-    decompositions,
-    describe_more,
-    ends_of,
-    lowered,
-    make_fx,
-    min_cut_rematerialization_partition,
-    recurrent_layers_unrolled,
-    source_of,
-    with_random_numbers_of_inductor,
-    without_idle_views,
-)
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
 
 Axes = Mapping[int, int]
@@ -85,12 +71,17 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
-        one = _Compilation(self, list(examples), [source_of(node) for node in module.graph.find_nodes(op="placeholder")])
-        made = aot_autograd(
-            fw_compiler=one.forward, bw_compiler=one.backward, partition_fn=one.partition, decompositions=decompositions()
+        one = _Compilation(
+            self, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")]
+        )
+        made = compiler.aot_autograd(
+            fw_compiler=one.forward,
+            bw_compiler=one.backward,
+            partition_fn=one.partition,
+            decompositions=compiler.decompositions(),
         )
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
-        with recurrent_layers_unrolled() if is_recurrent else nullcontext():
+        with compiler.recurrent_layers_unrolled() if is_recurrent else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
         if not self.is_private:
             return compiled
@@ -123,7 +114,7 @@ class _Compilation:
 
     def _joint(self, graph: fx.Graph, first: int) -> Joint:
         """The joint graph, of which the output number ``first`` is the first gradient."""
-        ends, samples, gradients = ends_of(graph), self._samples(), dict[str, fx.Node]()
+        ends, samples, gradients = compiler.ends_of(graph), self._samples(), dict[str, fx.Node]()
         for kind in ends.others.values():
             raise UnsupportedOperation(
                 f"the graph has an unsupported input, {kind}, from an operation that checks values, such as "
@@ -198,7 +189,7 @@ class _Compilation:
                 found: list[Any] = [None] * len(flat)
                 plain = {name for name in gradients if name not in made.gradients}
                 is_summed = plain or any(flat[n] in apart.forms for n in ordinary)
-                sums = apart.weighted(torch.ones(apart.samples, device=_device(flat[0]))) if is_summed else {}
+                sums = apart.weighted(torch.ones(apart.samples, device=flat[0].meta["val"].device)) if is_summed else {}
                 for n in ordinary:
                     found[n] = sums[flat[n]] if flat[n] in apart.forms else apart.values[flat[n]]
                 for name, n in numbers.items():
@@ -208,29 +199,31 @@ class _Compilation:
         placeholders = module.graph.find_nodes(op="placeholder")
         fakes = [node.meta["val"] for node in placeholders]
         is_symbolic = any(isinstance(s, torch.SymInt) for x in fakes if isinstance(x, Tensor) for s in x.shape)
-        traced = make_fx(
+        traced = compiler.make_fx(
             torch.func.functionalize(run),  # forms write in place, which partitions don't support
             tracing_mode="symbolic" if is_symbolic else "fake",
             _allow_non_fake_inputs=True,
-            decomposition_table=lowered() if self.backend.compiles else {},
+            decomposition_table=compiler.lowered() if self.backend.compiles else {},
         )(*fakes)
         for own, before in zip(traced.graph.find_nodes(op="placeholder"), placeholders):
             own.target = own.name = before.target
             own.meta["desc"] = before.meta["desc"]
-        without_idle_views(traced.graph)
+        compiler.without_idle_views(traced.graph)
         if self.backend.compiles:
-            traced = with_random_numbers_of_inductor(traced)
+            traced = compiler.with_random_numbers_of_inductor(traced)
         traced.graph.eliminate_dead_code()
         traced.recompile()
         self.results = list(made_of[-1].results)
         last = traced.graph.output_node()
         last.args = (tuple(last.args[0]),)  # type: ignore[arg-type]
-        describe_more(traced.graph, kinds)
+        compiler.describe_more(traced.graph, kinds)
         for node in traced.graph.nodes:
             node.meta.pop("partitioner_tag", None)
         if labels is not None:
             self.certificate = Certificate(joint, labels)
-        forward, backward = min_cut_rematerialization_partition(traced, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        forward, backward = compiler.min_cut_rematerialization_partition(
+            traced, inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
         self.full = backward
         return forward, self._without_results(backward)
 
@@ -255,7 +248,7 @@ class _Compilation:
                 self.certificate.note_forward(args)
             return compiled(args)
 
-        return boxed(call)
+        return compiler.boxed(call)
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         full = graph if self.full is None else self.full
@@ -275,11 +268,11 @@ class _Compilation:
                 found[self.places[name]] = gradient
             return found
 
-        return boxed(call)
+        return compiler.boxed(call)
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Callable[[list[Any]], Any]:
         if self.backend.compiles:
-            compiled: Callable[[list[Any]], Any] = compile_fx_inner(graph, inputs, is_backward=is_backward)
+            compiled: Callable[[list[Any]], Any] = compiler.compile_fx_inner(graph, inputs, is_backward=is_backward)
             return compiled
 
         for node in graph.graph.nodes:  # whose tensors may have other strides than those that were traced
@@ -293,8 +286,3 @@ class _Compilation:
             return graph.forward(*given)
 
         return run
-
-
-def _device(node: fx.Node) -> torch.device:
-    device: torch.device = node.meta["val"].device
-    return device

@@ -1,4 +1,4 @@
-"""`compile`, and the analysis of a model.  They import torch's compiler only when they are called."""
+"""`compile`.  It imports torch's compiler only when it is called."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_COMPILING
-from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.support.draws import Noise, check_noise
 from autograd_hacks.support.ranges import check_bound, checked
@@ -71,12 +70,8 @@ def compile(
     samples
     loss_type: 'sum' or 'mean', how the losses are reduced
     param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
-    max_norm: as in `clip_and_noise_`
-    noise_multiplier: as in `clip_and_noise_`
-    expected_batch_size: as in `clip_and_noise_`
-    noise: as in `clip_and_noise_`
-    dim: as in `PerSampleGrads.project`
-    seed: as in `PerSampleGrads.project`
+    max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
+    dim, seed: as in `PerSampleGrads.project`
     budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``
@@ -111,15 +106,3 @@ def compile(
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
     return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic, options)
-
-
-def analysed(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:
-    """Why the analysis can't show that samples are independent, see `analysis.why_unshown`; "" if it shows that."""
-    try:
-        from autograd_hacks.compiled.analysis import why_unshown
-    except ImportError as error:  # this torch lacks what the compiler's face needs
-        return str(error)
-    return why_unshown(model, batch, axis, samples)
-
-
-ABOVE.why_unshown = analysed

@@ -38,10 +38,13 @@ from autograd_hacks.graph.moves import MOVES
 
 ADJOINTS = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), "view"), "slice": "slice_backward", "select": "select_backward",
-    "diagonal": "diagonal_backward", "unbind": "stack", "flip": "flip", "roll": "roll",
+    "diagonal": "diagonal_backward", "unbind": "stack", "stack": "unbind", "flip": "flip", "roll": "roll", "cat": "split",
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), "cat"),
+    "constant_pad_nd": "constant_pad_nd", "slice_scatter": "slice", "select_scatter": "select",
 }  # fmt: skip
-"""{an operation that moves entries of one tensor: its derivative's name}"""
+"""{an operation that moves entries: its derivative's name}"""
+BESIDE = {"cat", "constant_pad_nd", "slice_scatter", "select_scatter"}
+"""Those that may put samples beside others."""
 SUMS = {"sum", "mm", "bmm", "convolution_backward"}
 """Operations that add up along an axis of which their law says that it is lost."""
 ATTENTION = "_scaled_dot_product"
@@ -63,18 +66,36 @@ def rule_of(node: fx.Node) -> Any:
     return None if entry is None or entry.rule is AXES["dot"].rule or "_per_channel_" in name else _by_law
 
 
-def _moved(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
-    made, given = results_of(node), by_name(node)
-    move, outs = MOVES[ADJOINTS[name_of(node)]], [[size(s) for s in y.shape] for y in made]
-    if len(outs) == 1 and move is MOVES["view"] and prod(outs[0]) != prod(shape(x)):
+def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
+    name, given, made = name_of(node), by_name(node), results_of(node)
+    move, outs = MOVES[ADJOINTS[name]], [[size(s) for s in y.shape] for y in made]
+    tensors: list[Any] = tensors_of(node)
+    if name == "cat":  # where an empty vector may stand beside anything
+        tensors = [x for x in tensors if shape(x) != [0]]
+    ins, found = [shape(x) for x in tensors], list[Any]()
+    if move is MOVES["view"] and prod(outs[0]) != prod(ins[0]):
         return labels.unsupported(node, "reads numbers of another kind from memory")
     numbers = {name: number(given[name]) for name in move.reads}
-    found: Any = move.law(labels[x], 0, [shape(x)], outs, labels.samples, **numbers)
-    if not all(at is None or isinstance(at, At) for at in found):
+    if "pad" in numbers:  # the derivative takes off what is put on
+        numbers["pad"] = [-k for k in numbers["pad"]]
+    for k, x in enumerate(tensors):
+        if (at := labels[x]) is not None:  # the tensor into which a scatter writes keeps its entries' places
+            found.append(
+                [at] if name.endswith("_scatter") and k == 0 else move.law(at, k, ins, outs, labels.samples, **numbers)
+            )
+    if not all(at is None or isinstance(at, At) for own in found for at in own):
         if move is MOVES["view"]:
             return labels.unsupported(node, "a view cuts the axis of samples")
-        return labels.mixed(node, "takes some of the samples, or turns their order")
-    return list(found) if isinstance(node.meta["val"], tuple | list) else found[0]
+        return labels.mixed(node, "takes or writes some of the samples, or turns their order")
+    merged = [labels.same(node, own) for own in zip(*found)]
+    at, sources = merged[0], tensors[-1:]
+    if name in BESIDE and at is not None and axis(given.get("dim", at.dim), len(outs[0])) == at.dim:
+        # Sizes that fit this batch, such as as many rows of padding as samples, needn't fit another.
+        if name == "cat":
+            sources = [x for x in tensors if labels[x] is not None]
+        if sum(s[at.dim] for s in map(shape, sources) if len(s) == len(outs[0])) != outs[0][at.dim]:
+            return labels.mixed(node, "puts samples beside what is of none, along their axis")
+    return merged if isinstance(node.meta["val"], tuple | list) else merged[0]
 
 
 def _by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
@@ -100,7 +121,8 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     name, given, ins = name_of(node), by_name(node), tensors_of(node)
     if name.startswith(ATTENTION) and o > 1:  # seeds, which depend on sizes alone
         return None
-    others: list[Any] = [x for x in ins if x is not None and not _is_float(x)]
+    kinds = {x: x.meta["val"].dtype for x in ins if x is not None}
+    others: list[Any] = [x for x in ins if x is not None and not (kinds[x].is_floating_point or kinds[x].is_complex)]
     if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
@@ -127,10 +149,6 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     if any(labels[x] is not None and (labels[x] != found or not name.startswith(INTEGERS)) for x in others):
         return labels.mixed(node, "numbers of samples say what is read of others")
     return found
-
-
-def _is_float(x: fx.Node) -> bool:
-    return bool(x.meta["val"].is_floating_point() or x.meta["val"].is_complex())
 
 
 def _summed(
@@ -184,14 +202,6 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any) -> Found:
 # Parts of an axis.
 
 
-@rule("constant_pad_nd")
-def _(labels: Labels, node: fx.Node, x: fx.Node, pad: Sequence[int], value: float = 0) -> Found:
-    for n in range(len(pad) // 2):
-        if pad[2 * n] or pad[2 * n + 1]:
-            labels.along(node, x, -1 - n)
-    return labels[x]
-
-
 @rule("unfold", "index_fill")
 def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *others: Any) -> Found:
     if any(labels[y] is not None for y in others):
@@ -203,36 +213,6 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, *others: Any) -> Foun
 def _(labels: Labels, node: fx.Node, x: fx.Node, times: Sequence[int]) -> Found:
     at, dim = labels[x], labels[x].dim + len(times) - len(shape(x))
     return At(dim, at.outer * number(times[dim]), at.inner)
-
-
-@rule("slice_scatter", "select_scatter")
-def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Found:
-    own, d, is_slice = labels[src], dim % len(shape(x)), len(shape(src)) == len(shape(x))
-    if own is not None and not is_slice:
-        own = own.moved(own.dim + (d <= own.dim))
-    at = labels.same(node, [labels[x], own])
-    if at is not None and d == at.dim and not (is_slice and shape(src)[d] == shape(x)[d]):
-        labels.mixed(node, "writes to some of the samples")
-    return at
-
-
-@rule("cat")
-def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Found:
-    given, dim = [labels[x] for x in tensors], dim % len(shape(node))
-    first = next(at for at in given if at is not None)
-    if dim != first.dim:
-        return labels.same(node, given)
-    unit = labels.samples * first.inner  # whole batches one after the other, as from torch.stack
-    are_alike = all(at is not None and (at.dim, at.inner) == (dim, first.inner) for at in given)
-    if not are_alike or any(shape(x)[dim] % unit for x in tensors):
-        return labels.mixed(node, "puts tensors behind each other along the axis of samples")
-    return At(dim, shape(node)[dim] // unit, first.inner)
-
-
-@rule("stack")
-def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Found:
-    at = labels.same(node, [labels[x] for x in tensors])
-    return None if at is None else at.moved(at.dim + (dim % len(shape(node)) <= at.dim))
 
 
 # Derivatives that have none of their own, so no node of autograd has their law.

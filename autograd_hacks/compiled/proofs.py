@@ -66,7 +66,7 @@ class Certificate:
         whole = [torch.linalg.vector_norm(sums[node].double()) for node in self.joint.gradients.values()]
         scale = float(torch.linalg.vector_norm(torch.stack([x.cpu() for x in whole])))
         for name, gradient in self.joint.gradients.items():
-            form, expected = apart.form_of(gradient), sums[gradient]
+            form, expected = apart.forms.get(gradient), sums[gradient]
             if form is None:
                 is_right = not bool(expected.any())
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from time import perf_counter
@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
-from autograd_hacks.compiled.given import Given, given, rows_of
-from autograd_hacks.compiled.taken_apart import TakenApart, bytes_of
+from autograd_hacks.compiled.labels import size
+from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
 from autograd_hacks.errors import (
     ON_COMPILING,
@@ -30,13 +30,15 @@ from autograd_hacks.errors import (
     UnsupportedOperation,
 )
 from autograd_hacks.forms import Outer
+from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
+from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK
-from autograd_hacks.support.trees import ByTensor, tensors_of
+from autograd_hacks.support.trees import ByTensor, Tree, tensors_of
 
 Gradients = Mapping[str, fx.Node]
 
@@ -69,7 +71,7 @@ class CompiledStep(nn.Module):
         self._given, self._results = Given(), dict[str, Tensor]()
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
-        self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
+        self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
@@ -118,8 +120,9 @@ class CompiledStep(nn.Module):
             inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
             if isinstance(inner, PerSampleGradientError):
                 raise inner from None
+            why, (line, *_) = inner or error, (str(inner or error).strip().splitlines() or [""])
             raise UnsupportedOperation(
-                f"{type(self.model).__name__} can't be captured as one graph: {_first_line(inner or error)}. Use "
+                f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}. Use "
                 "add_hooks(model) for it." + ON_COMPILING
             ) from error
         self._watch(self._backend.compilations > before)
@@ -188,12 +191,11 @@ class CompiledStep(nn.Module):
 
         is_new: whether the graph is new
         """
-        seen = [id(p) for held in self._holders for p in held.values()]
-        if seen == self._seen and not is_new:
+        named = self._tree.parameters()
+        if named is self._named and not is_new:
             return
-        self._named, self._holders = list(self.model.named_parameters()), [m._parameters for m in self.model.modules()]
-        self._seen = [id(p) for held in self._holders for p in held.values()]
-        for name, p in self._named:
+        self._named = named
+        for name, p in named.items():
             if p.requires_grad and p not in self._watched:
                 self._watched[p] = p.register_hook(partial(_arrived, weakref.ref(self), name))
 
@@ -212,7 +214,7 @@ class CompiledStep(nn.Module):
 
     def _begin(self) -> None:
         """Returns the old rows' memory to the pool."""
-        for name, p in self._named if self.verb == "rows" else ():
+        for name, p in self._named.items() if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -224,7 +226,7 @@ class CompiledStep(nn.Module):
                 "add_hooks(model)." + ON_COMPILING
             )
         if self.verb == "rows":
-            for name, p in self._named:
+            for name, p in self._named.items():
                 if p.requires_grad:
                     p.grad1 = results.get(name)  # type: ignore[attr-defined]
                     if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
@@ -248,7 +250,7 @@ class CompiledStep(nn.Module):
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
         found = dict[str, Tensor]()
-        named = [(name, p) for name, p in self._named if multiplier and p.requires_grad]
+        named = [(name, p) for name, p in self._named.items() if multiplier and p.requires_grad]
         for (name, p), noise in zip(named, drawn(self._noise, named, multiplier * bound / expected)):
             if name in gradients:
                 found[name] = gradients[name] + noise
@@ -300,23 +302,64 @@ def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> N
         )
 
 
+# Inputs of a backward pass from outside of its graph: weights, directions, and memory for rows.
+
+
+class Given:
+    """The inputs of a step by name, and the pool with the memory of earlier rows."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.pool = Pool()
+        self.key = id(self)
+        _EVERY[self.key] = self
+
+
+_EVERY: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("autograd_hacks::given", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _given(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
+    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
+    found = _EVERY[key].tensors.get(name)
+    if found is None or list(found.shape) != list(sizes):
+        was = "nothing" if found is None else f"shape {tuple(found.shape)}"
+        raise NothingRecorded(
+            f"compiled step: {name} was given {was}; expected a tensor of shape {tuple(sizes)}. Set step.weights or "
+            "step.direction before the backward pass." + ON_COMPILING
+        )
+    return found.detach().to(like).clone()
+
+
+@_given.register_fake
+def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
+    return like.new_empty(tuple(sizes))
+
+
+@torch.library.custom_op("autograd_hacks::rows_of_products", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
+    form = Outer(left, right, torch.Size(shape))
+    return form.dense(_EVERY[key].pool.take(name, (form.samples, *form.shape), left))
+
+
+@_rows_of_products.register_fake
+def _(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    return left.new_empty((left.shape[0], *shape))
+
+
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}"
-
-
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    reached = {name: node for name, node in gradients.items() if apart.form_of(node) is not None}
     rows = dict[str, Tensor]()
-    for name, node in reached.items():
-        form = apart.form_of(node)
-        if type(form) is Outer and bytes_of(form) >= LARGE:
-            own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
-            rows[name] = rows_of(own, step._given, name)
+    for name, node in gradients.items():
+        if (form := apart.forms.get(node)) is None:
+            continue
+        if type(form) is Outer and size(written_bytes(form)) >= LARGE:
+            left = form.left * factor if step._is_mean else form.left
+            rows[name] = _rows_of_products(left, form.right, step._given.key, name, list(form.shape))
         else:
             rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
     return Made(results=rows)
@@ -342,29 +385,23 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ wₙ gₙ."""
     like = apart.values[next(iter(apart.joint.tangents))]
-    sums = apart.weighted(given(like, step._given, WEIGHTS, [apart.samples]))
+    sums = apart.weighted(_given(like, step._given.key, WEIGHTS, [apart.samples]))
     return Made({name: sums.get(node) for name, node in gradients.items()})
 
 
-def _dot(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    like = apart.values[next(iter(apart.joint.tangents))]
+def _along(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    """The rows' products with the direction, or with random ones."""
+    like: Any = apart.values[next(iter(apart.joint.tangents))]
     total: Any = 0
-    for name, node in gradients.items():
-        if (form := apart.form_of(node)) is not None:
-            total = total + form.dot(given(like, step._given, name, list(form.shape)))
-    return Made(results={"dot": total * factor})
-
-
-def _project(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    total: Any = 0
-    for name, node in gradients.items():
-        if (form := apart.form_of(node)) is not None:
+    for name, form in ((name, apart.forms[node]) for name, node in gradients.items() if node in apart.forms):
+        if step.verb == "dot":
+            total = total + form.dot(_given(like, step._given.key, name, list(form.shape)))
+        else:
             total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
-    return Made(results={"projection": total * factor})
+    return Made(results={"dot" if step.verb == "dot" else "projection": total * factor})
 
 
 VERBS: dict[str, Callable[..., Made]] = {
-    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _dot,
-    "project": _project,
+    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _along, "project": _along,
 }  # fmt: skip
 """{verb of `compile`: a function that computes its results in the graph}"""

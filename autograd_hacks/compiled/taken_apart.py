@@ -15,6 +15,7 @@ from torch.func import vmap
 from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
+from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.opaque import Experts, squares
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
@@ -41,11 +42,6 @@ def over(w: Tensor, x: Tensor, at: At) -> Tensor:
     if at != At(at.dim):
         w = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
     return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(torch.bool if w.dtype == torch.bool else x.dtype)
-
-
-def bytes_of(form: Form) -> int:
-    """The bytes of written-out rows, for the traced batch."""
-    return size(form.samples) * form.shape.numel() * form.like.element_size()
 
 
 def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,8 +212,6 @@ class TakenApart:
 
     def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
         """The form of a sum over axes of x that include the samples' axis."""
-        if some_axes(dims, x.ndim) == [0] and at == At(0):
-            return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
         rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
         axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
         axes += [at.dim + 1] if has_outer else []
@@ -253,10 +247,6 @@ class TakenApart:
 
     # Results from forms.
 
-    def form_of(self, gradient: fx.Node) -> Form | None:
-        """A gradient's form; None if no sample's loss reaches the parameter."""
-        return self.forms.get(gradient)
-
     def rows(self, gradient: fx.Node) -> Tensor:
         """A gradient's rows, N × the parameter's shape."""
         if gradient not in self._rows:
@@ -270,10 +260,9 @@ class TakenApart:
         """
         found: list[Tensor] = []
         for gradient in self.joint.gradients.values():  # of two parameters it may be the same
-            form = self.forms.get(gradient)
-            if form is None:
+            if (form := self.forms.get(gradient)) is None:  # no sample's loss reaches the parameter
                 continue
-            held = bytes_of(form)
+            held = size(written_bytes(form))
             if held <= budget and gradient not in self._rows and float(form.saving(fresh=True)) > 0:
                 self.rows(gradient)
                 budget -= held
@@ -282,7 +271,7 @@ class TakenApart:
 
     def rounded(self, norms: Tensor) -> Tensor:
         """Norms in the parameters' precision, float32 at least."""
-        kinds = (form.like.dtype for form in map(self.form_of, self.joint.gradients.values()) if form is not None)
+        kinds = (self.forms[node].like.dtype for node in self.joint.gradients.values() if node in self.forms)
         return norms.to(reduce(torch.promote_types, kinds, torch.float32))
 
     @staticmethod

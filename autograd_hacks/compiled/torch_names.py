@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.decomposed import DECOMPOSED
 from autograd_hacks.errors import ON_COMPILING
 
 try:
@@ -42,6 +41,7 @@ except ImportError as error:
         f"({error}). It was tested with torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
     ) from error
 
+_aten: Any = torch.ops.aten
 MOST = 256
 """The largest number of recompilations of a step, for other sizes, kinds of arguments or trainable parameters."""
 KEPT_WHOLE = (
@@ -52,8 +52,34 @@ the others would become indices, in which samples are hard to find."""
 
 
 def decompositions() -> dict[Any, Any]:
+    """Decompositions of operations into pointwise ones, or a product and a sum, before labelling."""
     own = {op: made_of for op, made_of in dict(core_aten_decompositions()).items() if not str(op).startswith(KEPT_WHOLE)}
-    return own | DECOMPOSED
+    return own | {_aten.index_put.default: _masked_put, _aten._trilinear.default: _trilinear}
+
+
+def _masked_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """x[mask] = a value that is the same wherever the mask is true, as an operation entry by entry."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or accumulate:
+        return NotImplemented
+    rest = x.ndim - mask.ndim
+    if values.ndim > rest and any(s != 1 for s in values.shape[: values.ndim - rest]):
+        return NotImplemented
+    own = values.reshape(values.shape[max(0, values.ndim - rest) :])
+    return torch.where(mask.view(*mask.shape, *[1] * rest), own.to(x.dtype), x)
+
+
+def _trilinear(a: Tensor, b: Tensor, c: Tensor, *given: Any, unroll_dim: int = 1) -> Tensor:
+    """The operation of Bilinear: the sum of a product of three tensors with new axes.
+
+    given: the new axes of each tensor, the axes of the sum, and how torch computes it
+    """
+    product: Any = 1
+    for x, axes in zip((a, b, c), given):
+        for axis in axes:
+            x = x.unsqueeze(axis)
+        product = product * x
+    return product.sum(given[3]) if given[3] else product
 
 
 def lowered() -> dict[Any, Any]:

@@ -20,6 +20,7 @@ from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import check_word, checked
+from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
 
@@ -33,8 +34,7 @@ def backprop_hess(
     Σₖ sₖₙ sₖₙᵀ is the Hessian of its loss.  `compute_hess` and the verbs of `PerSampleGrads` build the Gauss-Newton matrix
     from these rows.  ``.grad`` does not change, and the graph is kept.
 
-    output: (N, C), or (N, T, C) for T positions; logits for classification
-    hess_type: the loss of a sample
+    output: (N, C), or (N, T, C) for T positions; logits for classification    hess_type: the loss of a sample
 
     * ``'CrossEntropy'``: -log softmax(output)[y] for any label y, averaged over positions. It takes C passes, or T · C; each
       keeps the gradients at all layers' outputs in the record
@@ -64,7 +64,17 @@ def passes_for(
     chosen: Collection[Tensor] | None = None,
 ) -> None:
     """`backprop_hess`, with passes only for some parameters.  chosen: these, as layers see them; all by default"""
-    _check_arguments(output, hess_type, generator)
+    check_output("backprop_hess", output, ON_CURVATURE)
+    check_word("backprop_hess", ON_CURVATURE, ROOTS, hess_type=hess_type)
+    check_kind("backprop_hess", ON_CURVATURE, torch.Generator | None, "a torch.Generator", generator=generator)
+    given = f"backprop_hess was given an output of shape {tuple(output.shape)}"
+    if output.ndim not in (2, 3):
+        raise ValueError(f"{given}; expected (N, C), or (N, T, C): output.flatten(2).mT for (N, C, H, W)" + ON_CURVATURE)
+    if hess_type == "CrossEntropy" and output.shape[-1] == 1:
+        raise ValueError(
+            f"{given} and hess_type='CrossEntropy', whose Hessian is zero for a single class. For a logit give "
+            "hess_type='BinaryCrossEntropy', for any other number 'LeastSquares'." + ON_CURVATURE
+        )
     losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
     count, vectors = directions(hess_type, output, samples, generator)
     try:
@@ -84,93 +94,46 @@ def passes_for(
                 record.clear(why)
         raise
     if not losses.heard_by:
-        raise NothingRecorded(
-            f"the output of shape {tuple(output.shape)} given to backprop_hess comes from no hooked layer with "
-            "trainable parameters. Give it the model's output, after add_hooks(model), with hooks enabled."
-        )
+        raise NothingRecorded(f"{given}, from no hooked layer with trainable parameters; expected a hooked model's output.")
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
 
-def _check_arguments(output: Tensor, hess_type: str, generator: torch.Generator | None) -> None:
-    check_output("backprop_hess", output, ON_CURVATURE)
-    check_word("backprop_hess", ON_CURVATURE, ROOTS, hess_type=hess_type)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"backprop_hess was given generator={generator!r}; expected a torch.Generator, seeded by manual_seed"
-            + ON_CURVATURE
-        )
-    if output.ndim not in (2, 3):
-        raise ValueError(
-            f"backprop_hess was given an output of shape {tuple(output.shape)}; expected (N, C), or (N, T, C) with T "
-            "positions. Bring classes to the last axis and positions to one: output.flatten(2).mT for (N, C, H, W); and a "
-            "single output to (N, 1): output[:, None]." + ON_CURVATURE
-        )
-    if hess_type == "CrossEntropy" and output.shape[-1] == 1:
-        raise ValueError(
-            f"backprop_hess was given an output of shape {tuple(output.shape)} and hess_type='CrossEntropy', whose Hessian "
-            "is zero for a single class. For a logit give hess_type='BinaryCrossEntropy', for any other number "
-            "'LeastSquares'." + ON_CURVATURE
-        )
-
-
 class Root(NamedTuple):
-    """Square roots of the Hessian of one position's loss with respect to the output.
+    """Square roots of the Hessian of one position's loss with respect to the output z."""
 
-    column: returns one of the C columns of a root, N C, from the outputs z, (N, C), and the column's number
-    drawn: returns random vectors s, N T C, from outputs (N, T, C); the mean of s sᵀ is the Hessian, and positions are
-    independent
-    """
-
-    column: Callable[[Tensor, int], Tensor]
-    drawn: Callable[[Tensor, torch.Generator | None], Tensor]
+    p: Callable[[Tensor], Tensor]  # from z, (..., C)
+    column: Callable[[Tensor, Tensor], Tensor]  # one of the C columns of a root, N C, from p and the column's one-hot e, C
+    drawn: Callable[[Tensor, torch.Generator | None], Tensor]  # s of p's shape; the mean of s sᵀ is the Hessian
     averages: bool = True  # over the positions
 
 
-def cross_entropy_column(z: Tensor, c: int) -> Tensor:
-    """ℓ = -log softmax(z)[y] has H = diag(p) - p pᵀ = Σ_c p_c (e_c - p)(e_c - p)ᵀ for any label y."""
-    p = z.softmax(-1)
-    return (_one_hot(z, c) - p) * p[:, c, None].sqrt()
+def _labels(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Labels that are drawn from p, one-hot."""
+    labels = torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(p.shape[:-1])
+    return F.one_hot(labels, p.shape[-1]).to(p.dtype)
 
 
-def cross_entropy_draw(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The gradient p - e_y for a label y drawn from p."""
-    p = z.softmax(-1)
-    labels = torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(z.shape[:2])
-    return p - F.one_hot(labels, z.shape[-1]).to(p.dtype)
-
-
-def binary_column(z: Tensor, c: int) -> Tensor:
-    """ℓ = Σ_c BCE(sigmoid(z_c), y_c) has H = diag(p (1 - p)) for any labels."""
-    p = z[:, c, None].sigmoid()
-    return _one_hot(z, c) * (p * (1 - p)).sqrt()
-
-
-def binary_draw(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The gradient p - y for labels y drawn from p."""
-    p = z.sigmoid()
-    return p - torch.bernoulli(p, generator=generator)
-
-
-def identity_column(z: Tensor, c: int) -> Tensor:
-    """ℓ = ½ ‖z - y‖² has H = 1."""
-    return _one_hot(z, c).expand(z.shape)
-
-
-def normal_draw(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A vector of independent standard normal numbers."""
-    return torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator)
-
-
-def _one_hot(z: Tensor, c: int) -> Tensor:
-    """e_c, (1, C)."""
-    return F.one_hot(torch.tensor([c], device=z.device), z.shape[-1]).to(z.dtype)
-
-
+# ℓ = ½ ‖z - y‖² has H = 1.
+_IDENTITY = Root(
+    lambda z: z,
+    lambda z, e: e.expand(z.shape),
+    lambda z, generator: torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator),
+)
+# ℓ = -log softmax(z)[y] has H = diag(p) - p pᵀ = Σ_c p_c (e_c - p)(e_c - p)ᵀ for any label y, and the gradient p - e_y.
+_SOFTMAX = Root(
+    lambda z: z.softmax(-1),
+    lambda p, e: (e - p) * (p * e).sum(-1, keepdim=True).sqrt(),
+    lambda p, generator: p - _labels(p, generator),
+)
+# ℓ = Σ_c BCE(sigmoid(z_c), y_c) has H = diag(p (1 - p)) for any labels, and the gradient p - y.
+_SIGMOID = Root(
+    torch.sigmoid, lambda p, e: e * (p * (1 - p)).sqrt(), lambda p, generator: p - torch.bernoulli(p, generator=generator)
+)
 ROOTS = {
-    "CrossEntropy": Root(cross_entropy_column, cross_entropy_draw),
-    "BinaryCrossEntropy": Root(binary_column, binary_draw),
-    "LeastSquares": Root(identity_column, normal_draw),
-    "Jacobian": Root(identity_column, normal_draw, averages=False),
+    "CrossEntropy": _SOFTMAX,
+    "BinaryCrossEntropy": _SIGMOID,
+    "LeastSquares": _IDENTITY,
+    "Jacobian": _IDENTITY._replace(averages=False),
 }
 """By ``hess_type``.  Sources: Dangel et al. 2020, "BackPACK" (arXiv:1912.10985), for roots; Martens 2014, "New insights and
 perspectives on the natural gradient method" (arXiv:1412.1193), for drawn labels."""
@@ -185,17 +148,17 @@ def directions(
     """
     root = ROOTS[hess_type]
     z = output.detach().to(torch.promote_types(output.dtype, torch.float32))
-    z = z if z.ndim == 3 else z[:, None]
-    share = 1 / math.sqrt(max(1, z.shape[1])) if root.averages else 1.0
-    if samples is not None:
-        drawn = (root.drawn(z, generator) * (share / math.sqrt(samples)) for _ in range(samples))
-        return samples, (s.view(output.shape).to(output.dtype) for s in drawn)
-    return z.shape[1] * z.shape[2], _columns(output, z, root, share)
+    p = root.p(z if z.ndim == 3 else z[:, None])
+    share = 1 / math.sqrt(max(1, p.shape[1])) if root.averages else 1.0
 
+    def column(number: int) -> Tensor:
+        position, c = divmod(number, p.shape[2])
+        s, e = torch.zeros_like(p), p.new_zeros(p.shape[2])
+        e[c] = 1
+        s[:, position] = root.column(p[:, position], e) * share
+        return s
 
-def _columns(output: Tensor, z: Tensor, root: Root, share: float) -> Iterator[Tensor]:
-    for position in range(z.shape[1]):
-        for c in range(z.shape[2]):
-            s = torch.zeros_like(z)
-            s[:, position] = root.column(z[:, position], c) * share
-            yield s.view(output.shape).to(output.dtype)
+    count = p.shape[1] * p.shape[2] if samples is None else samples
+    drawn = (root.drawn(p, generator) * (share / math.sqrt(count)) for _ in range(count))
+    found = map(column, range(count)) if samples is None else drawn
+    return count, (s.view(output.shape).to(output.dtype) for s in found)

@@ -15,7 +15,7 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import LIMIT, check_loader, kind_of
+from autograd_hacks.verbs.arguments import LIMIT, check_kind, check_loader, kind_of
 
 
 @checked(ON_CURVATURE)
@@ -111,10 +111,7 @@ def compute_hess_over(
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if kind == "ekfac" and isinstance(loader, Iterator):
-        raise ValueError(
-            "compute_hess_over(kind='ekfac') runs all batches twice; expected a DataLoader or a list, not an iterator"
-            + ON_CURVATURE
-        )
+        raise ValueError("compute_hess_over(kind='ekfac') runs all batches twice; expected no iterator" + ON_CURVATURE)
     sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
     record.clear()
 
@@ -148,13 +145,8 @@ def _output(model: nn.Module, given: Any) -> Tensor:
     except Exception as error:  # whatever a model raises that takes tensors by name
         if not isinstance(given, Mapping):
             raise
-        raise TypeError(
-            f"compute_hess_over was given a batch that is a {kind_of(given)}, and model(batch) raised "
-            f"{type(error).__name__}; expected {example}" + ON_CURVATURE
-        ) from error
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"compute_hess_over: the model returned a {kind_of(output)}; expected a tensor, or a function that returns one, "
-            f"{example}" + ON_CURVATURE
-        )
-    return output
+        raised = f"model(batch) raised {type(error).__name__} for a {kind_of(given)}"
+        raise TypeError(f"compute_hess_over: {raised}; expected {example}" + ON_CURVATURE) from error
+    check_kind("compute_hess_over", ON_CURVATURE, Tensor, f"a tensor, or {example}", output=output)
+    found: Tensor = output
+    return found

@@ -25,7 +25,7 @@ from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
 from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import kind_of, some
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.metric import SHARE, Metric, dampings, in_eigenbasis
 from autograd_hacks.verbs.per_sample import grads_of
@@ -100,52 +100,41 @@ def ekfac_solve(
     blocks = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
     if unknown := [name for name in v if name not in parameters]:
         raise ValueError(
-            f"ekfac_solve was given {unknown[0]!r}, which is not a parameter of this model; expected names of "
-            f"model.named_parameters(), such as {', '.join(map(repr, list(blocks)[:3]))}" + ON_CURVATURE
+            f"ekfac_solve was given {unknown[0]!r}; expected names such as {some([*parameters])}" + ON_CURVATURE
         )
     if missing := [name for name in v if name not in blocks]:
         raise NothingRecorded(
-            f"{missing[0]} has no ekfac. Run backprop_hess(output) and compute_hess(model, kind='ekfac'), or "
-            "compute_hess_over(model, loader, kind='ekfac') with a loss that reaches it, or leave it out: "
-            "per_sample_grads(model, only=table.covered), with the table that these return."
+            f"{missing[0]} has no ekfac. Run backprop_hess(output) and table = compute_hess(model, kind='ekfac') with a "
+            "loss that reaches it, or leave it out: per_sample_grads(model, only=table.covered)."
         )
     for block in blocks.values():
         numbers = sum(parameters[name].numel() for name in block.names if name in parameters)
         if block.values.numel() != numbers:
             raise ValueError(
                 f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, but this "
-                f"model's parameters {numbers:,}: it is another model's. Run compute_hess(model, kind='ekfac') again"
-                + ON_CURVATURE
+                f"model's parameters {numbers:,}. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
             )
-    wanted = {name: block.names for name, block in blocks.items()}
-    if apart := [(name, names) for name, names in wanted.items() if any(other not in v for other in names)]:
-        raise ValueError(
-            f"ekfac_solve was given {apart[0][0]!r} alone, but {' and '.join(apart[0][1])} share one block; give both"
-            + ON_CURVATURE
-        )
+    for name, block in blocks.items():
+        if any(other not in v for other in block.names):
+            both = " and ".join(block.names)
+            raise ValueError(f"ekfac_solve was given {name!r} alone, but {both} share one block; give both" + ON_CURVATURE)
+    for name, x in v.items():
+        shape, of_rows = parameters[name].shape, isinstance(v, PerSampleGrads)
+        own = getattr(x, "shape", torch.Size())
+        fits = own == shape if of_rows else isinstance(x, Tensor) and own[len(own) - len(shape) :] == shape
+        if not fits:
+            given = f"rows of shape {tuple(own)}" if of_rows else kind_of(x)
+            expected = f"shape {tuple(shape)}" + ("" if of_rows else ", or (..., that)")
+            raise ValueError(f"ekfac_solve was given {given} for {name!r}; expected {expected}" + ON_CURVATURE)
     if isinstance(v, PerSampleGrads):
-        for name, form in v.items():
-            if form.shape != parameters[name].shape:
-                raise ValueError(
-                    f"ekfac_solve was given rows of shape {tuple(form.shape)} for {name!r}; expected the gradients of this "
-                    f"model's parameter, {tuple(parameters[name].shape)}" + ON_CURVATURE
-                )
         every = [vars(p)["ekfac"] for p in parameters.values() if "ekfac" in vars(p)]
         if all(len(block.names) == 1 for block in every):
             metric = Metric.from_ekfac(model, damping)
             return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
         with v.reading():
-            rows = _solved(
-                blocks, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping
-            )
-            return v.with_forms({name: Dense(x) for name, x in rows.items()}, v.samples)
-    for name, x in v.items():
-        shape = parameters[name].shape
-        if not isinstance(x, Tensor) or x.shape[x.ndim - len(shape) :] != shape:
-            raise ValueError(
-                f"ekfac_solve was given {kind_of(x)} for {name!r}; expected shape {tuple(shape)}, or (..., that)"
-                + ON_CURVATURE
-            )
+            rows = {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}
+            solved = _solved(blocks, rows, parameters, damping)
+            return v.with_forms({name: Dense(x) for name, x in solved.items()}, v.samples)
     return _solved(blocks, v, parameters, damping)
 
 

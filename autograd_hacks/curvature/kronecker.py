@@ -183,6 +183,10 @@ def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
     return not bool(((found - rows).abs() > tolerance).any())
 
 
+Memory = Callable[[tuple[int, ...], Tensor], Tensor]
+"""Returns memory of a shape and like a tensor."""
+
+
 class Factors(NamedTuple):
     """N T A and N B, sums over positions and over samples, which may be added up over batches."""
 
@@ -192,17 +196,11 @@ class Factors(NamedTuple):
 
 
 def factors_of(
-    form: Form,
-    lay: Lay,
-    kfac_approx: str,
-    batches: Sequence[int],
-    joint: bool = False,
-    memory: Callable[[tuple[int, ...], Tensor], Tensor] | None = None,
+    form: Form, lay: Lay, kfac_approx: str, batches: Sequence[int], joint: bool = False, memory: Memory | None = None
 ) -> Factors:
     """The sums for a parameter that is made of matrices as ``lay`` says.
 
-    batches: the numbers of samples of the micro-batches that the form has the rows of    joint: whether the inputs have a 1
-    behind them    memory: memory for A, of a shape and like a tensor
+    batches: the micro-batches' numbers of samples    joint: whether the inputs have a 1 behind them    memory: for A
     """
     shape_a, shape_b = lay.factors
     b = form.new_sums(*shape_b)
@@ -300,10 +298,7 @@ def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
 
 
 def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | None:
-    """The name of the weight whose B a bias shares; None for a parameter that is not the bias of a matrix.
-
-    Raises UnsupportedLayer for a weight that has none to share.
-    """
+    """The weight whose B a bias shares; None if it is not a matrix's bias; UnsupportedLayer if it has none to share."""
     parameter = model.get_parameter(bias)
     owners = [layer._parameters.get("weight") for layer in model.modules() if layer._parameters.get("bias") is parameter]
     weights = [weight for weight in owners if weight is not None and are_of_a_map(weight, parameter)]
@@ -311,8 +306,6 @@ def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | No
         return None
     names = [name for name in reached if len(weights) == 1 and model.get_parameter(name) is weights[0]]
     if not names:
-        raise UnsupportedLayer(
-            f"with kfac_bias='shared', {bias} shares the factor of its layer's weight, but that weight is frozen, was not "
-            "reached, or is one of several. Use kfac_bias='exact'."
-        )
+        why = "shares a factor with is frozen, not reached, or one of several. Use kfac_bias='exact'."
+        raise UnsupportedLayer(f"kfac_bias='shared': the weight that {bias} {why}")
     return names[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -12,20 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.kronecker import (
-    APPROXIMATIONS,
-    BIASES,
-    KFAC,
-    Factors,
-    Lay,
-    adds_to_outputs,
-    factors_of,
-    is_empty,
-    lay_of,
-    parts_of,
-    weight_of,
-    weights_by_bias,
-)
+from autograd_hacks.curvature import kronecker
+from autograd_hacks.curvature.kronecker import KFAC, Factors, Lay, is_empty, lay_of, parts_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms.numerics import accumulation_dtype
@@ -85,15 +74,15 @@ class Sums:
 
     def __post_init__(self) -> None:
         check_word("compute_hess", ON_CURVATURE, ATTRIBUTES, kind=self.asked)
-        check_word("compute_hess", ON_CURVATURE, APPROXIMATIONS, kfac_approx=self.kfac_approx)
-        check_word("compute_hess", ON_CURVATURE, BIASES, kfac_bias=self.kfac_bias)
+        check_word("compute_hess", ON_CURVATURE, kronecker.APPROXIMATIONS, kfac_approx=self.kfac_approx)
+        check_word("compute_hess", ON_CURVATURE, kronecker.BIASES, kfac_bias=self.kfac_bias)
         self.kind, recorder = "kfac" if self.asked == "ekfac" else self.asked, recorder_of(self.model)
         every, self.left_out = recorder.record.as_seen(recorder.tree.parameters()), recorder.record.left_out
         self.names = [name for name, p in every.items() if p.requires_grad]
         if self.parameters is not None:
             self.names = self._matching(self.parameters)
         is_joint = self.kfac_bias == "joint" and self.kind == "kfac"
-        self.joint = weights_by_bias(self.model, self.names) if is_joint else {}
+        self.joint = kronecker.weights_by_bias(self.model, self.names) if is_joint else {}
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
@@ -110,10 +99,7 @@ class Sums:
         for pattern in every:
             meant = names_matching([pattern], self.model, trained, what, ON_CURVATURE)
             if self.left_out.issuperset(meant):
-                raise ValueError(
-                    f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded for it. Call "
-                    "add_hooks(model) again, without only=..., or with these too." + ON_CURVATURE
-                )
+                raise ValueError(f"{what}: {pattern!r} was left out by add_hooks(only=...); hook it, too" + ON_CURVATURE)
         meant = names_matching(every, self.model, trained, what, ON_CURVATURE)
         return [name for name in self.names if name in meant]
 
@@ -183,10 +169,8 @@ class Sums:
         """The passes of `backprop_hess` that are in the record."""
         grads = grads_of(self.model, recorder_of(self.model), self.spread)
         if grads.hess_type is None:
-            raise NothingRecorded(
-                "the record holds an ordinary backward pass. Run backprop_hess(output) instead; or take the empirical "
-                "Fisher matrix of its gradients, per_sample_grads(model).block(name)."
-            )
+            mend = "Run backprop_hess(output); or take the empirical Fisher matrix, per_sample_grads(model).block(name)."
+            raise NothingRecorded(f"the record holds an ordinary backward pass. {mend}")
         reached = [name for name in self.names if name in grads.reached]
         with grads.reading():
             for name in self._checked(grads, reached):
@@ -204,18 +188,18 @@ class Sums:
         if of is not None:
             found = self._lay(of, grads)
             assert isinstance(found, Lay)  # or its bias had been refused
-            factors = factors_of(grads[of], found, self.kfac_approx, grads.batches)
+            factors = kronecker.factors_of(grads[of], found, self.kfac_approx, grads.batches)
             ones = factors.b.new_ones(lay.factors[0])
             factors = Factors(ones, factors.b, torch.ones_like(factors.positions))
         else:
             memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
-            factors = factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
+            factors = kronecker.factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
         return [*factors]
 
     def _shared_by(self, name: str, grads: PerSampleGrads) -> str | None:
         """The weight whose B a bias shares."""
         is_shared = self.kfac_bias == "shared" and len(grads[name].shape) == 1
-        return weight_of(self.model, name, grads.reached) if is_shared else None
+        return kronecker.weight_of(self.model, name, grads.reached) if is_shared else None
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
@@ -230,9 +214,9 @@ class Sums:
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
             found.append(f"{bias} is not added to its outputs; use kfac_bias='exact'")
         most = self.limit / grads[name].sum_dtype.itemsize
-        found = [
-            lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) if isinstance(lay, Lay) else lay for lay in found
-        ]
+        for k, lay in enumerate(found):
+            if isinstance(lay, Lay):
+                found[k] = lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most)
         found += [self.lays[name]] if name in self.sums else []
         by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
         if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
@@ -249,7 +233,7 @@ class Sums:
         if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in weights):
             return False
         each = zip(biases, weights, grads.batches)
-        return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in each)
+        return all(is_empty(weight) or kronecker.adds_to_outputs(bias, weight, samples) for bias, weight, samples in each)
 
     def _checked(self, grads: PerSampleGrads, reached: Sequence[str]) -> list[str]:
         """The parameters for which these passes are summed.  Raises if one has no curvature, or too large a block."""
@@ -262,12 +246,9 @@ class Sums:
         else:
             found = {name: self._lay(name, grads) for name in reached if name not in self.joint and name not in self.skipped}
             self._refuse({name: why for name, why in found.items() if isinstance(why, str)})
-            self.lays |= {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
-            sizes = {
-                name: {f"{what} of {name}": torch.Size(shape).numel() for what, shape in zip("AB", lay.factors)}
-                for name, lay in found.items()
-                if isinstance(lay, Lay)
-            }
+            lays = {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
+            self.lays |= lays
+            sizes = {n: {f"{ab} of {n}": prod(size) for ab, size in zip("AB", lay.factors)} for n, lay in lays.items()}
         return self._small(grads, sizes)
 
     def _refuse(self, reasons: Mapping[str, str]) -> None:
@@ -279,14 +260,12 @@ class Sums:
         elif reasons:
             listing = "; ".join(f"{name} of {_place(self.model, name)}: {why}" for name, why in reasons.items())
             raise UnsupportedLayer(
-                f"these parameters have no Kronecker factors: {listing}. Leave them out with skip=True, and the table that "
-                f"is returned names them; or name the others, parameters=[...] with kind={self.asked!r}; or take "
-                "kind='diag' or 'full' for them."
+                f"these parameters have no Kronecker factors: {listing}. Leave them out with skip=True, which names them in "
+                f"a table; or name the others, parameters=[...] with kind={self.asked!r}; or take kind='diag' or 'full'."
             )
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: how many numbers it
-        has}}"""
+        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: its numbers}}"""
         if not self.skip:
             if every := {what: size for own in sizes.values() for what, size in own.items()}:
                 check_size(every, grads[next(iter(sizes))], self.limit)
@@ -294,9 +273,8 @@ class Sums:
         for name, own in sizes.items():
             what, size = max(own.items(), key=lambda pair: pair[1])
             if (held := size * grads[name].sum_dtype.itemsize) > self.limit:
-                self._refuse(
-                    {name: f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"}
-                )
+                wide = f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"
+                self._refuse({name: wide})
         return [name for name in sizes if name not in self.skipped]
 
 

@@ -54,8 +54,7 @@ def agreed(
 ) -> tuple[T, list[float]]:
     """What this process finds, and its counts summed over all processes.  If one process fails, all raise.
 
-    size: the number of counts
-    what: what a process could not do, for messages
+    size: the number of counts    what: what a process could not do, for messages
     """
     found: Any = None
     failure: Exception | None = None
@@ -81,10 +80,7 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
 
 
 def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Reads a finished forward, and checks it if that is due.  Processes that hold shards decide and gather together.
-
-    read: reads this process's forward, and returns whether it has to be checked
-    """
+    """Reads a finished forward, and checks it if ``read`` says so.  Processes that hold shards do so together."""
     record, what = recorder.record, "could not check its forward"
     mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
     if mesh is None:
@@ -97,31 +93,23 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
         read, lambda due: [due, not (record.is_settled and record.told.nodes.keys() <= record.read_past)], 2, mesh, what
     )
     if due or new:
-        said = from_all((_settings(model, recorder), frozenset(record.told.nodes)), mesh)
-        _check_settings([settings for settings, _ in said])
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        settings = (
+            f"probe={recorder.kinds.probes}, independent={recorder.kinds.independent}, param_grad="
+            f"{recorder.backward.wants_grad}, {len(trained)} trainable parameters (last: {trained[-1:]}), "
+            f"{len(record.left_out)} left out"
+        )
+        said = from_all((settings, frozenset(record.told.nodes)), mesh)
+        first, other = said[0][0], next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), None)
+        if other is not None:  # seen on all processes
+            raise ProcessesDisagree(
+                f"processes hooked the model that they share in different ways. Process 0: {first}. Process {other}: "
+                f"{said[other][0]}. Call add_hooks in the same way on all processes, and freeze the same parameters."
+            )
         record.is_settled, record.read_past = True, record.read_past.union(*[names for _, names in said])
     if due:
         with alone(model):
             agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)
-
-
-def _settings(model: nn.Module, recorder: Recorder) -> str:
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    return (
-        f"probe={recorder.kinds.probes}, independent={recorder.kinds.independent}, "
-        f"param_grad={recorder.backward.wants_grad}, {len(trained)} trainable parameters (last: {trained[-1:]}), "
-        f"{len(recorder.record.left_out)} left out"
-    )
-
-
-def _check_settings(said: Sequence[str]) -> None:
-    """Raises on all processes if they hooked the model in different ways."""
-    other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
-    if other is not None:
-        raise ProcessesDisagree(
-            f"processes hooked the model that they share in different ways. Process 0: {said[0]}. Process {other}: "
-            f"{said[other]}. Call add_hooks in the same way on all processes, and freeze the same parameters."
-        )
 
 
 ABOVE.learn, ABOVE.together = begin, together

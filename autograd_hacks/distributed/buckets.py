@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -34,10 +35,7 @@ class Own(NamedTuple):
 
 
 def reduced(sums: Iterable[Own], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The sums over all processes, {name: shape}, each like its parameter: whole, or a shard.
-
-    sums: taken one by one, while the earlier ones are sent
-    """
+    """The sums over all processes, {name: shape}, each like its parameter.  One is taken while earlier ones are sent."""
     found: dict[str, Tensor] = {}
     waiting: dict[object, list[Own]] = {}
     sent: list[tuple[list[Own], Tensor]] = []
@@ -84,18 +82,11 @@ def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
     if placements[-1].is_replicate():
         flat = torch.cat([own.total.reshape(-1) for own in bucket])
     else:
-        flat = torch.cat([_by_rank(own.total, mesh.size(mesh.ndim - 1)) for own in bucket], dim=1)
+        # A row for each process: an equal number of entries of the first axis, with zeros after the last.
+        totals, ranks = [own.total.reshape(len(own.total), -1) for own in bucket], mesh.size(mesh.ndim - 1)
+        flat = torch.cat([F.pad(x, (0, 0, 0, -len(x) % ranks)).reshape(ranks, -1) for x in totals], dim=1)
     partial = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
     return partial.redistribute(placements=placements, async_op=True).to_local()
-
-
-def _by_rank(total: Tensor, ranks: int) -> Tensor:
-    """One row for each process: an equal number of entries of the first axis, with zeros after the last."""
-    rows = total.reshape(len(total), -1)
-    size = -(-len(total) // ranks)
-    if size * ranks > len(rows):
-        rows = torch.cat([rows, rows.new_zeros(size * ranks - len(rows), rows.shape[1])])
-    return rows.reshape(ranks, -1)
 
 
 def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

@@ -39,11 +39,8 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
     found = list[tuple[str, Tensor]]()
     for module in parts:
         with whole([module]):
-            for inner in modules_of(module):
-                for local, p in inner._parameters.items():
-                    known = names[id(inner), local]
-                    if known is not None and p is not None and id(p) not in slots:
-                        found.append((known, p))
+            held = [(names[id(m), local], p) for m in modules_of(module) for local, p in m._parameters.items()]
+            found += [(known, p) for known, p in held if known is not None and p is not None and id(p) not in slots]
     refuse_parts([known for known, seen in found if is_part(seen)])
     for known, seen in found:
         record.names[seen] = known
@@ -119,9 +116,8 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    """The modules of ``fully_shard`` whose parameters' values are needed for rows.
+    """The modules of ``fully_shard`` whose parameters' values rows need: a rule recomputes with them, or none covers them.
 
-    They belong to layers that a rule recomputes, or are covered by no rule.
     names: the parameters that are read from the graph
     """
     parts, needed = gathering(model), dict[int, nn.Module]()
@@ -146,6 +142,6 @@ def check_shards(parameters: Mapping[str, Tensor], before: Mapping[str, int]) ->
     changed = [name for name, version in before.items() if now.get(name) != version]
     if changed:
         raise StaleRecord(
-            f"{changed[0]}: changed since the forward pass, but some rows depend on the values of weights (recurrent "
-            "layers, attention, parameters that no rule covers). Read per-sample gradients before optimizer.step()."
+            f"{changed[0]}: changed since the forward pass, but rows of recurrent layers, attention and parameters without "
+            "a rule depend on the values of weights. Read per-sample gradients before optimizer.step()."
         )

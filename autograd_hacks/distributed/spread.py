@@ -66,8 +66,7 @@ class Spread:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """A context in which the sharded weights that rows need are gathered, once for everything inside.
-
-        Use it around code that may fail on one process, so that no other process waits."""
+        It is for code that may fail on one process, so that no other process waits."""
         model = None if self.model is None else self.model()
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]
@@ -84,10 +83,7 @@ class Spread:
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
     ) -> tuple[T, Sequence[float]]:
-        """What this process finds, and counts of it over all processes.  If one process fails, all raise.
-
-        size: the number of counts
-        """
+        """What this process finds, and counts of it, ``size`` of them, over all processes.  If one fails, all raise."""
         if self.mesh is None:
             found = own()
             return found, counts(found)
@@ -96,8 +92,7 @@ class Spread:
     def settled(self, sums: Iterable[tuple[str, Tensor]], narrow: bool = True) -> dict[str, Tensor]:
         """The sums over all processes: {name: shape}, each like its parameter, whole or a shard.
 
-        sums: by name, over each process's own samples; taken one by one, while the earlier ones are sent
-        narrow: whether to return them in the parameters' dtypes
+        sums: by name; taken one by one, while the earlier ones are sent    narrow: return them in the parameters' dtypes
         """
         if (mesh := self.mesh) is None:
             return dict(sums)
@@ -108,17 +103,13 @@ class Spread:
         """The sums over all processes, whole on each process."""
         return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
-    def groups(self) -> list[ProcessGroup]:
-        """The process groups that together have all samples; none for this process alone."""
-        return [] if self.mesh is None else self.mesh.get_all_groups()
-
     def from_all(self, mine: T) -> list[T]:
         """The value of each process, in the processes' order.  All must call it at once."""
         return [mine] if self.mesh is None else from_all(mine, self.mesh)
 
     def firsts(self, x: Tensor) -> Tensor:
-        """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
-        for group in self.groups():
+        """The tensor of the first process, on all processes.  All must call it at once."""
+        for group in [] if self.mesh is None else self.mesh.get_all_groups():
             dist.broadcast(x, dist.get_global_rank(group, 0), group)
         return x
 
@@ -176,10 +167,8 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device)
     if group is not None:
-        raise TypeError(
-            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
-            "of this process only, or None for all processes on which the model runs." + ON_PROCESSES
-        )
+        expected = "a torch.distributed.ProcessGroup or a DeviceMesh, False for this process only, or None for all"
+        raise TypeError(f"process_group is {group!r}; expected {expected}" + ON_PROCESSES)
     if sharded:
         first: Any = sharded[0]
         return first.device_mesh
@@ -188,9 +177,9 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         return None
     if wrapper._join_config.enable:
         raise NotReduced(
-            "sums over samples can't be computed within ddp.join(): some processes may have ended, and the others would "
-            "wait for them. Give all processes the same number of steps, with empty batches at the end; or use "
-            "process_group=False, for sums of this process's samples."
+            "sums over samples can't be computed within ddp.join(), where some processes may have ended. Give all processes "
+            "the same number of steps, with empty batches at the end; or use process_group=False, for this process's "
+            "samples."
         )
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)

@@ -4,15 +4,7 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
-from autograd_hacks.forms.composite import (
-    Concatenation,
-    Grouping,
-    Scaled,
-    gathered,
-    group,
-    magnitudes,
-    scale,
-)
+from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, gathered, group, magnitudes, scale
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
 from autograd_hacks.forms.mapped import Chained, Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
@@ -22,32 +14,7 @@ from autograd_hacks.forms.projection import RandomMap, SparseMap
 from autograd_hacks.forms.terms import Placed, Sum, add
 
 __all__ = [
-    "mapped",
-    "Sides",
-    "Mapped",
-    "LinearMap",
-    "InTurn",
-    "Elementwise",
-    "BUDGET",
-    "Bags",
-    "Chained",
-    "Concatenation",
-    "Convolution",
-    "Dense",
-    "Form",
-    "Grouping",
-    "Lookup",
-    "Outer",
-    "Placed",
-    "RandomMap",
-    "Scaled",
-    "SparseMap",
-    "Sum",
-    "Zero",
-    "add",
-    "gathered",
-    "group",
-    "magnitudes",
-    "put",
-    "scale",
-]
+    "add", "Bags", "BUDGET", "Chained", "Concatenation", "Convolution", "Dense", "Elementwise", "Form", "gathered",
+    "group", "Grouping", "InTurn", "LinearMap", "Lookup", "magnitudes", "mapped", "Mapped", "Outer", "Placed", "put",
+    "RandomMap", "scale", "Scaled", "Sides", "SparseMap", "Sum", "Zero",
+]  # fmt: skip

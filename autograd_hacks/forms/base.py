@@ -22,22 +22,10 @@ BUDGET = 64 * 2**20
 """How many bytes a verb may use beside its result, by default."""
 
 Index = slice | Tensor
-INTERNAL = {
-    *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
-    *(
-        "merge_key",
-        "merge",
-        "terms",
-        "new_sums",
-        "blocks",
-        "sum_and_dot",
-        "varies",
-        "smallest",
-        "tangent",
-        "varied",
-        "side_by_side",
-    ),
-}
+INTERNAL = frozenset(
+    """pair leaves factors writes_in_place cuts_well sums_cheaply saving held_size wide written merge_key merge terms
+    new_sums blocks sum_and_dot varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
+)
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
 
@@ -271,12 +259,10 @@ class Form(Hinting, Shown, ABC):
         room = budget - max(0, size - whole)  # beside what is copied for each block
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
         cuts_well = self.cuts_well and other.cuts_well and whole <= room * entries
-        if size <= budget or (is_pair and entries == 1):
-            rows = self.wide().matrix()
-            return rows @ (rows if is_same else other.wide().matrix()).mH
-        if whole <= budget // 4:
-            rows = self._rows(budget // 2)
-            return rows @ (rows if is_same else other._rows(budget // 2)).mH
+        if size <= budget or whole <= budget // 4 or (is_pair and entries == 1):
+            some = 2 * budget if size <= budget else budget // 2
+            rows = self._rows(some)
+            return rows @ (rows if is_same else other._rows(some)).mH
         if entries > 1 and (is_pair or cuts_well):
             pieces = slices_of(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, groupby
 
 import torch
@@ -95,13 +95,19 @@ class Composite(Form):
         self.cuts_well = all(part.cuts_well for part in parts)
         self.sums_cheaply = all(part.sums_cheaply for part in parts)
 
-    @abstractmethod
     def _join(self, values: Iterable[Tensor]) -> Tensor:
-        """S values, N ...  values: (M, ...) for each part of M rows, in memory that may be written to"""
+        """S values, N ...  values: (M, ...) for each part of M rows, in memory that may be written to
 
-    @abstractmethod
+        By default S sums the parts."""
+        values = iter(values)  # one after the other, so that two of them are never held at once
+        total = next(values)
+        for value in values:
+            total += value
+        return total
+
     def _split(self, w: Tensor) -> Sequence[Tensor]:
         """w S, (..., M) for each part of M rows.  w: ... N"""
+        return [w] * len(self.parts)
 
     @abstractmethod
     def _of(self, parts: Sequence[Form]) -> Form:
@@ -139,10 +145,7 @@ class Composite(Form):
 
     def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         found = [part.sum_and_dot(own, v, budget) for part, own in zip(self.parts, self._split(w))]
-        total = found[0][0]
-        for other, _ in found[1:]:
-            total = total + other
-        return total, self._join(along for _, along in found)
+        return reduce(torch.add, (total for total, _ in found)), self._join(along for _, along in found)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(u, v) for part in self.parts], 1)
@@ -215,10 +218,7 @@ class Scaled(Composite):
         return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        norms, factor = self.form.norms(budget), self.factor
-        if isinstance(factor, Tensor) or norms.requires_grad:
-            return self._join([norms]).abs()
-        return norms.mul_(abs(factor))
+        return self._join([self.form.norms(budget)]).abs()
 
 
 class Grouping(Composite):

@@ -121,7 +121,15 @@ def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
 
 def products(pairs: Sequence[Pair]) -> float:
     """A sample's multiplications between all positions of all pairs."""
-    return sum(_multiplications(list(factors)) for factors in zip(*pairs))
+    total, positions, shift = 0.0, _positions(pairs), _costs(pairs).shift
+    for factors in zip(*pairs):
+        first: Factor = factors[0]
+        if isinstance(first, Windows) and first.overlap:
+            total += len(factors) ** 2 * (prod(first.x.shape[1:]) * prod(first.x.shape[2:]) + shift * first.shifts)
+            continue
+        cut = shift * first.shape[1:].numel() if isinstance(first, Windows) else 0
+        total += positions**2 * (1 if isinstance(first, OneHot) else first.shape[2]) + cut
+    return total
 
 
 def by_writing(pairs: Sequence[Pair]) -> float:
@@ -217,13 +225,3 @@ def _costs(pairs: Sequence[Pair]) -> Costs:
 
 def _positions(pairs: Sequence[Pair]) -> int:
     return sum(left.shape[1] for left, _ in pairs)
-
-
-def _multiplications(factors: Sequence[Factor]) -> float:
-    """The cost of products between all positions, for factors of one kind."""
-    shift = costs_of(factors[0].device).shift
-    positions, first = sum(factor.shape[1] for factor in factors), factors[0]
-    if isinstance(first, Windows) and first.overlap:
-        return len(factors) ** 2 * (prod(first.x.shape[1:]) * prod(first.x.shape[2:]) + shift * first.shifts)
-    cut = shift * first.shape[1:].numel() if isinstance(first, Windows) else 0
-    return positions**2 * (1 if isinstance(first, OneHot) else first.shape[2]) + cut

@@ -12,12 +12,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import by_products, by_writing, gram_by_positions, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.forms.positions import (
-    Windows,
-    Written,
-    gram_of_pairs,
-    norms_of_pairs,
-)
+from autograd_hacks.forms.positions import Windows, Written, gram_of_pairs, norms_of_pairs
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 if TYPE_CHECKING:

@@ -155,7 +155,8 @@ class Bags(Factored):
         if isinstance(index, slice) and index == slice(0, self.samples):
             return self
         wanted = torch.arange(self.samples, device=self.bags.device)[index]
-        sizes, starts = self._sizes()[wanted], self._starts()[wanted]
+        starts = self._starts()[wanted]
+        sizes = torch.searchsorted(self.bags, wanted, right=True) - starts
         bags = torch.arange(len(wanted), device=wanted.device).repeat_interleave(sizes)
         entries = torch.arange(len(bags), device=wanted.device) + (starts - sizes.cumsum(0) + sizes)[bags]
         return self._of(self.g[wanted], self.scale[entries], self.index[entries], bags)
@@ -241,10 +242,6 @@ class Bags(Factored):
         """c, (N, entries)."""
         slots = self.bags * self.entries + self.index
         return self.scale.new_zeros(self.samples * self.entries).index_add(0, slots, self.scale).view(-1, self.entries)
-
-    def _sizes(self) -> Tensor:
-        numbers = torch.arange(self.samples, device=self.bags.device)
-        return torch.searchsorted(self.bags, numbers, right=True) - self._starts()
 
     def _starts(self) -> Tensor:
         """Where each bag begins; `torch.bincount` would make the host wait for the largest."""

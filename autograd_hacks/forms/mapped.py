@@ -164,7 +164,12 @@ class Sides(LinearMap):
             return Lookup(form.index, values, form.entries, shape, form.present)
         if isinstance(form, Convolution) and form.groups == 1 and (self.right is None or self.right.ndim == 2):
             g = _of_factor(form.g.movedim(1, -1), self.left, -1).movedim(-1, 1)
-            return form.varied(1, g) if self.right is None else Outer(g.flatten(2).mT, _windows(form, self.right), shape)
+            if self.right is None:
+                return form.varied(1, g)
+            # The windows times R, (N, L, I'), are the input convolved with the columns of R.  No window is cut.
+            kernel, forward = self.right.mT.reshape(self.right.shape[1], *form.shape[1:]), FORWARD[len(form.kernel)]
+            windows = forward(form.x, kernel, None, form.stride, form.padding, form.dilation)
+            return Outer(g.flatten(2).mT, windows.flatten(2).mT, shape)
         return None
 
 
@@ -387,10 +392,3 @@ def _of_factor(factor: Tensor, side: Tensor | None, axis: int) -> Tensor:
     if side is None or side.ndim == 1:
         return factor if side is None else factor * side
     return factor @ (side if axis == 0 else side.mT)
-
-
-def _windows(form: Convolution, right: Tensor) -> Tensor:
-    """A convolution's windows times R, (N, L, I'): the input, convolved with the columns of R.  No window is cut."""
-    kernel = right.mT.reshape(right.shape[1], *form.shape[1:])
-    made = FORWARD[len(form.kernel)](form.x, kernel, None, form.stride, form.padding, form.dilation)
-    return made.flatten(2).mT

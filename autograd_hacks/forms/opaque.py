@@ -10,11 +10,11 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import Dense, Form, Index
 from autograd_hacks.forms.convolution import Convolution
-from autograd_hacks.forms.experts import of_experts
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import accumulation_dtype, put
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.terms import of_experts
 from autograd_hacks.support.contexts import without_autocast
 
 

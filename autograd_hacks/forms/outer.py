@@ -27,12 +27,7 @@ class Outer(Paired):
     cuts_well = True
 
     def __init__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        shape: torch.Size | None = None,
-        gradient: int = 0,
-        present: Tensor | None = None,
+        self, left: Tensor, right: Tensor, shape: torch.Size | None = None, gradient: int = 0, present: Tensor | None = None
     ) -> None:
         if left.ndim > 3:
             left, right = left.flatten(1, -2), right.flatten(1, -2)

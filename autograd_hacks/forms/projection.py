@@ -31,7 +31,26 @@ _INDEX = 2**16
 
 
 @dataclass(frozen=True)
-class RandomMap:
+class _Map:
+    """The fields that maps have in common."""
+
+    name: str
+    shape: torch.Size
+    dim: int
+    seed: int
+
+    @property
+    def fans(self) -> tuple[int, int]:
+        """O and I; I is 1 for a vector."""
+        return _fans(self.shape)
+
+    def budget(self, budget: int, like: Tensor) -> int:
+        """The part of a budget to use: all of it, if signs are drawn for each piece."""
+        return budget
+
+
+@dataclass(frozen=True)
+class RandomMap(_Map):
     """R of shape (P, dim), for a parameter seen as a matrix O I: coordinate k of a gradient G is uₖᵀ G vₖ / √dim.
 
     u and v are independent signs.  So E ⟨G R, H R⟩ = ⟨G, H⟩; and since E (uᵀa)⁴ ≤ 3 ‖a‖⁴, the squared length of a unit
@@ -42,18 +61,8 @@ class RandomMap:
     name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates
     """
 
-    name: str
-    shape: torch.Size
-    dim: int
-    seed: int
-
     COLUMNS: ClassVar[int] = 32
     """How many coordinates are drawn at a time."""
-
-    @property
-    def fans(self) -> tuple[int, int]:
-        """O and I; I is 1 for a vector."""
-        return _fans(self.shape)
 
     def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
@@ -70,15 +79,6 @@ class RandomMap:
             for columns in slices_of(some.stop - some.start, self.COLUMNS):
                 drawn = slice(some.start + columns.start, some.start + columns.stop)
                 yield drawn, unpacked(bits[columns], rows, left), unpacked(bits[columns], across, right)
-
-    def bits(self, columns: slice, device: torch.device) -> Tensor:
-        """`packed_signs` of some coordinates: of u, and then of v."""
-        key = key_of(self.seed, self.name, tuple(self.shape), self.dim)
-        return packed_signs(key, columns, slice(0, sum(self.fans)), device)
-
-    def budget(self, budget: int, like: Tensor) -> int:
-        """The part of a budget to use: all of it, since signs are drawn for each piece."""
-        return budget
 
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
@@ -118,7 +118,9 @@ class RandomMap:
 
 @lru_cache(256)
 def _bits(random: RandomMap, start: int, stop: int, device: torch.device) -> Tensor:
-    return random.bits(slice(start, stop), device)
+    """`packed_signs` of some coordinates: of u, and then of v."""
+    key = key_of(random.seed, random.name, tuple(random.shape), random.dim)
+    return packed_signs(key, slice(start, stop), slice(0, sum(random.fans)), device)
 
 
 @lru_cache(_KEPT)
@@ -147,7 +149,7 @@ class Hashes:
 
 
 @dataclass(frozen=True)
-class SparseMap:
+class SparseMap(_Map):
     """R of shape (P, dim) with ``entries`` numbers other than 0 in each row, for a parameter seen as a matrix O I.
 
     The coordinates form ``entries`` blocks of m = dim / entries.  In each, entry (o, i) of a gradient goes to coordinate
@@ -167,17 +169,8 @@ class SparseMap:
     explicit feature maps", for structured hashes; Hu et al. 2025, "GraSS" (arXiv:2505.18976), for gradients.
     """
 
-    name: str
-    shape: torch.Size
-    dim: int
-    seed: int
     entries: int = 1
     within: tuple[torch.Size, int] | None = None
-
-    @property
-    def fans(self) -> tuple[int, int]:
-        """O and I; I is 1 for a vector."""
-        return _fans(self.shape)
 
     @property
     def size(self) -> int:

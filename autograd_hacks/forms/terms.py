@@ -1,18 +1,17 @@
 """Sums of forms: of the whole parameter, or of slices of its first axis, as experts in a stack or parts of a projection."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.composite import Composite, Concatenation, Scaled
-from autograd_hacks.forms.cost import cache_budget
+from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
+from autograd_hacks.forms.cost import cache_budget, costs_of, takes_kernel
 from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.numerics import row_norms, slices_of
-from autograd_hacks.forms.outer import Zero
+from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap, SparseMap
 
@@ -44,16 +43,6 @@ class Sum(Composite):
 
     def __init__(self, parts: Sequence[Form]) -> None:
         super().__init__(parts, parts[0].samples, parts[0].shape)
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        values = iter(values)  # one after the other, so that two of them are never held at once
-        total = next(values)
-        for value in values:
-            total += value
-        return total
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Sum(parts)
@@ -112,12 +101,6 @@ class Placed(Composite):
                 "Slices of the first axis must be disjoint, and forms must have their slice's shape and the same samples."
             )
         super().__init__(forms, forms[0].samples, torch.Size(shape))
-
-    def _join(self, values: Iterable[Tensor]) -> Tensor:
-        return reduce(torch.add, values)
-
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w] * len(self.parts)
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Placed(dict(zip(self.entries, parts)), self.shape)
@@ -224,3 +207,44 @@ class Placed(Composite):
             return Form.project(self, random, budget)
         slices = (form.project(random.part(slice(*bounds)), budget) for bounds, form in self.entries.items())
         return self._join(slices)
+
+
+# Experts in one stack: row n has for each expert the sum over those positions of sample n that were sent to it.
+
+
+def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int) -> Form:
+    """Rows (N, E, I, O) of W in y = x W[e], where expert e has the positions between ends[e - 1] and ends[e].
+
+    x: M I    g: M O    ends: E    owners: M, the sample of each position
+    """
+    parts, begin, shape = dict[tuple[int, int], Form](), 0, torch.Size((len(ends), x.shape[1], g.shape[1]))
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            rows = slice(begin, end)
+            own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)
+            parts[expert, expert + 1] = gathered(own, owners[rows], samples)
+        begin = end
+    return Routed(parts, shape, (x, g, ends, owners)) if parts else Zero(samples, shape, g)
+
+
+class Routed(Placed):
+    """Experts' rows, expert by expert.  given: x, g, ends and owners of `of_experts`"""
+
+    def __init__(self, parts: Mapping[tuple[int, int], Form], shape: torch.Size, given: Sequence[Tensor]) -> None:
+        super().__init__(parts, shape)
+        self._given = given
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        x, g, ends, owners = self._given
+        own = len(x) * x.shape[1] * g.shape[1]
+        rows = self.samples * self.shape.numel() * costs_of(g.device).write  # an expert's are written, and read
+        if not takes_kernel(own + rows, own, x, g):
+            return super().norms(budget)
+        from autograd_hacks.kernels import tiles  # imports Triton
+
+        # Positions lie by expert.  Within an expert's, a sample's come to lie beside each other.
+        keys = torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True) * self.samples + owners
+        keys, order = keys.sort()
+        segments = torch.arange(len(ends) * self.samples, device=keys.device)
+        norms = tiles.row_norms(x, g, torch.searchsorted(keys, segments, right=True), order)
+        return row_norms(norms.view(len(ends), self.samples).mT)

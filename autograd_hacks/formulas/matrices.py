@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.forms.experts import of_experts
+from autograd_hacks.forms.terms import of_experts
 from autograd_hacks.formulas.call import Call, needs_batch
 from autograd_hacks.formulas.met import Met
 from autograd_hacks.support.layout import POSITIONS

@@ -21,15 +21,10 @@ Normal = Callable[[Kept], Tensor]
 """x̂ from operands, by name."""
 
 
-def product_of(x: Tensor, *factors: Tensor, is_new: bool = True) -> Tensor:
-    """A product of tensors, written into x if nothing else uses x and no gradient is needed: new memory costs more.
-
-    is_new: whether x was made for this product
-    """
-    for factor in factors:
-        in_place = is_new and not (x.requires_grad or factor.requires_grad) and torch.result_type(x, factor) == x.dtype
-        x, is_new = (x.mul_(factor) if in_place else x * factor), True
-    return x
+def product_of(x: Tensor, factor: Tensor) -> Tensor:
+    """A product with a tensor that was made for it: written there if no gradient is needed, since new memory costs more."""
+    in_place = not (x.requires_grad or factor.requires_grad) and torch.result_type(x, factor) == x.dtype
+    return x.mul_(factor) if in_place else x * factor
 
 
 def layer_norm(met: Met, normal: Normal) -> Form | None:
@@ -125,7 +120,3 @@ def statistics(layer: nn.modules.batchnorm._NormBase, call: Call, x: Tensor) -> 
         raise SamplesMixed(why)
     is_running, names = layer.track_running_stats and not call.training, ("running_mean", "running_var")
     return {"input": x, "training": False} | {name: call.read(name) if is_running else None for name in names}
-
-
-def axes_with_batch(layer: nn.modules.batchnorm._NormBase) -> int:
-    return 1 + layer._get_no_batch_dim() if isinstance(layer, nn.modules.instancenorm._InstanceNorm) else 1

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.formulas.call import Call, needs_batch
@@ -151,19 +151,14 @@ class _Packing:
     """Where each row of packed data goes in a padded batch, whose samples are in the user's order."""
 
     def __init__(self, packed: PackedSequence) -> None:
-        sizes = packed.batch_sizes.to(packed.data.device)
-        samples = int(sizes[0])
-        self.sorted = torch.arange(samples, device=sizes.device) < sizes[:, None]  # T N, longest first
-        order = torch.arange(samples, device=sizes.device)
-        self.by_length = order if packed.sorted_indices is None else packed.sorted_indices
-        self.by_user = order if packed.unsorted_indices is None else packed.unsorted_indices
-        self.running = self.sorted[:, self.by_user, None]  # T N 1, whether a sample has a step t
+        self.packed = packed
+        self.running = self.pad(torch.ones_like(packed.data[:, :1], dtype=torch.bool))  # T N 1: whether it has a step t
 
     def pad(self, data: Tensor) -> Tensor:
         """rows ... -> T N ..., with zeros after each sequence's end"""
-        padded = data.new_zeros(*self.sorted.shape, *data.shape[1:])
-        return padded.index_put(self.sorted.nonzero(as_tuple=True), data)[:, self.by_user]
+        return pad_packed_sequence(self.packed._replace(data=data))[0]
 
     def pack(self, padded: Tensor) -> Tensor:
-        """T N ... -> rows ..."""
-        return padded[:, self.by_length][self.sorted]
+        """T N ... -> rows ..., the longest first in each step"""
+        order, is_row = self.packed.sorted_indices, self.running[..., 0]
+        return padded[is_row] if order is None else padded[:, order][is_row[:, order]]

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_RULES
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Dense, Form
 from autograd_hacks.formulas import matrices, norms
-from autograd_hacks.formulas.broadcast import divided, prelu, repeat
 from autograd_hacks.formulas.call import LayerFormula
 from autograd_hacks.formulas.conv import conv, padded
 from autograd_hacks.formulas.embedding import embedding, embedding_bag, index_select, indexed
@@ -71,15 +71,47 @@ def positionwise(features: Callable[[Any], int]) -> Callable[[LayerFormula], Rul
     return lambda formula: Rule(formula, features=features)
 
 
-_RUNNING_NORM = Rule(
-    of_layer(norms.batch_norm, "(N, C, *spatial)", norms.axes_with_batch, norms.statistics), mixes=norms.why_norm_mixes
+# Values that meet the batch entry by entry, or are repeated over it.
+
+
+def _divided(met: Met) -> Form | None:
+    other = met.kept("other").conj()
+    return met.summed(met.grad / other if met.place == 0 else -met.grad * met.kept("self").conj() / other.square())
+
+
+def _repeated(met: Met) -> Form | None:
+    """The value, repeated along each axis."""
+    times = list(met.kept("repeats"))
+    sizes = [1] * (len(times) - len(met.shape)) + list(met.shape)
+    if met.layout.fold or sizes[met.layout.axis] != 1:
+        return None
+    split = met.grad.reshape([n for pair in zip(times, sizes) for n in pair])
+    axis = 2 * met.layout.axis
+    rows = split.movedim(axis, 0)
+    over = [n + 1 if n < axis else n for n in range(0, split.ndim, 2) if n != axis]
+    return Dense((rows.sum(over) if over else rows).reshape(met.samples, *met.shape))
+
+
+def _prelu(met: Met) -> Form | None:
+    """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
+    if met.place != 1:
+        return None
+    x = met.kept("self")
+    products = torch.where(x > 0, 0, met.grad * x)
+    # A node's weight has the axes of x, a layer's may lack them.
+    return met.summed(products, None if len(met.shape) == x.ndim else (*met.shape, *[1] * (x.ndim - 2)))
+
+
+_RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
+_INSTANCE_NORM = Rule(
+    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics)
 )
 _CONV = Rule(of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(layer.kernel_size), padded), is_node=True)
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(of_layer(matrices.linear, "(N, ..., in_features)", 2), features=lambda layer: 1, is_node=True),
     nn.Bilinear: Rule(of_layer(matrices.bilinear, "(N, ..., in1_features)", 2, matrices.both), features=lambda layer: 1),
-    nn.PReLU: Rule(of_layer(prelu, "(N, C, ...)", 1, lambda layer, call, x: {"self": x})),
+    nn.PReLU: Rule(of_layer(_prelu, "(N, C, ...)", 1, lambda layer, call, x: {"self": x})),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONV),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONV),
     nn.Embedding: Rule(
@@ -93,7 +125,8 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", normal=norms.by_groups), is_node=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, is_node=True)),
-    **dict.fromkeys((nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
+    nn.SyncBatchNorm: _RUNNING_NORM,
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
         Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
@@ -126,10 +159,10 @@ NODES: dict[str, Formula] = {
     "MulBackward0": lambda met: met.summed(met.grad * met.kept("self" if met.place else "other").conj()),
     "AddBackward0": lambda met: met.summed(met.grad_times("alpha") if met.place else met.grad),
     "SubBackward0": lambda met: met.summed(-met.grad_times("alpha") if met.place else met.grad),
-    "DivBackward0": divided,
+    "DivBackward0": _divided,
     "ExpandBackward0": lambda met: met.summed(met.grad),
-    "RepeatBackward0": repeat,
-    "PreluKernelBackward0": prelu,
+    "RepeatBackward0": _repeated,
+    "PreluKernelBackward0": _prelu,
     "ConvolutionBackward0": conv,
     "EmbeddingBackward0": embedding,
     "IndexBackward0": indexed,

@@ -24,8 +24,7 @@ class AcceleratedSteps(Steps):
                     optimizer.step()
                     optimizer.zero_grad()
 
-    accelerator: the Accelerator, with prepared optimizers
-    model: the prepared model
+    accelerator: the Accelerator, with prepared optimizers    model: the prepared model
     options: as in `Steps`
     """
 

@@ -37,20 +37,14 @@ class _Backend(CurvatureInterface):
         return self._rows_of(f := self._outputs(x), f)
 
     def selected_output_jacobians(self, x: Any, outputs: Tensor, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The Jacobian of some outputs, N × K × P, and all outputs, N × C.
-
-        outputs: the numbers of the outputs, N or N × K
-        """
+        """The Jacobian of some outputs, N × K × P, and all outputs, N × C.  outputs: their numbers, N or N × K"""
         if enable_backprop:
             with pause_hooks():
                 return cast(tuple[Tensor, Tensor], super().selected_output_jacobians(x, outputs, True))
         f = self._outputs(x)
         index = outputs[:, None] if outputs.ndim == 1 else outputs
         if len(index) != len(f):
-            raise ValueError(
-                f"selected_output_jacobians: outputs has {len(index)} rows; expected {len(f)}, one for each sample"
-                + ON_LAPLACE
-            )
+            raise ValueError(f"selected_output_jacobians: outputs has {len(index)} rows; expected {len(f)}" + ON_LAPLACE)
         return self._rows_of(f.gather(1, index.to(f.device, torch.long)), f)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,11 +109,8 @@ class AutogradHacksGGN(_Backend, GGNInterface):
             kfac = vars(p).pop("kfac") or KFAC((p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])))
             if kfac[0].ndim != 2:
                 name = next(name for name, own in self._model.named_parameters() if own is p)
-                raise UnsupportedLayer(
-                    f"laplace-torch's Kron needs two matrices for each weight, but {name} has factors of shapes "
-                    f"{tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}, as embeddings and layers with several blocks do. "
-                    "Use 'diag' for this model, or a Laplace approximation of other parameters."
-                )
+                has = f"{name} has factors of shapes {tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}"
+                raise UnsupportedLayer(f"laplace-torch's Kron needs two matrices for each weight, but {has}. Use 'diag'.")
             a, b = kfac[0] * (samples / N), kfac[1] * samples
             factors.append([b] if p.ndim < 2 else [a, b] if kfac.is_turned else [b, a])
         return loss, Kron(factors)

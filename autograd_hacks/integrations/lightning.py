@@ -6,13 +6,20 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
-from autograd_hacks.privacy.poisson import PrivateLoader
+from autograd_hacks.privacy.poisson import N_LOSSES, OF_POISSON, WOULD_CLIP, PrivateLoader
 from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.verbs.losses import backward
 
 with needed("lightning"):
     import lightning.pytorch as pl
+
+
+def _check_optimizers(who: str, trainer: pl.Trainer, pl_module: pl.LightningModule, page: str) -> None:
+    """Raises NotImplementedError unless the trainer steps one optimizer."""
+    if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+        given = f"{len(trainer.optimizers)} optimizers, automatic_optimization={pl_module.automatic_optimization}"
+        raise NotImplementedError(f"{who} was given {given}; expected one optimizer, stepped by the trainer" + page)
 
 
 class GradsCallback(Steps, pl.Callback):
@@ -34,13 +41,8 @@ class GradsCallback(Steps, pl.Callback):
         self.part = part
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
-            raise NotImplementedError(
-                f"GradsCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
-                f"{pl_module.automatic_optimization}; expected one optimizer, stepped by the trainer. Otherwise use "
-                "autograd_hacks.integrations.steps.Steps in training_step: attach once, and read before each step."
-                + ON_STEPS
-            )
+        mend = ". Otherwise use autograd_hacks.integrations.steps.Steps in training_step" + ON_STEPS
+        _check_optimizers("GradsCallback", trainer, pl_module, mend)
         self.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -65,8 +67,7 @@ class PrivateCallback(pl.Callback):
     progress bar.  Checkpoints contain the training's state, which is as secret as the data.  ``last_step`` is the last
     step's `PrivateStep`.
 
-    private: the `PrivateTraining`
-    part: as in `GradsCallback`
+    private: the `PrivateTraining`    part: as in `GradsCallback`
 
     Raises NotImplementedError for manual optimization and several optimizers; ValueError for another loader, for a trainer
     with ``gradient_clip_val``, for losses that are not a vector, and if the optimizer steps parameters outside of the part.
@@ -78,36 +79,23 @@ class PrivateCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loader = trainer.train_dataloader
-        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
-            raise NotImplementedError(
-                f"PrivateCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
-                f"{pl_module.automatic_optimization}; expected one optimizer, stepped by the trainer" + ON_PRIVATE
-            )
+        _check_optimizers("PrivateCallback", trainer, pl_module, ON_PRIVATE)
+        wrong = ""
         if not isinstance(loader, PrivateLoader):
-            raise ValueError(
-                f"PrivateCallback was given a {type(loader).__name__}; expected private.loader(data), because epsilon is "
-                "computed for Poisson-sampled batches" + ON_PRIVATE
-            )
-        if loader.batches.parts != trainer.accumulate_grad_batches:
-            raise ValueError(
-                f"PrivateCallback was given accumulate_grad_batches={trainer.accumulate_grad_batches}, and a loader with "
-                f"{loader.batches.parts} micro-batches per step; expected the same number: private.loader(data, parts=...)"
-                + ON_PRIVATE
-            )
-        if trainer.gradient_clip_val:
-            raise ValueError(
-                f"PrivateCallback was given a trainer with gradient_clip_val={trainer.gradient_clip_val}, which would clip "
-                "the noisy gradient; samples are clipped already. Leave gradient_clip_val out." + ON_PRIVATE
-            )
+            wrong = f"a {type(loader).__name__}; expected private.loader(data), because {OF_POISSON}"
+        elif loader.batches.parts != (parts := trainer.accumulate_grad_batches):
+            has = f"a loader with {loader.batches.parts} micro-batches per step"
+            wrong = f"accumulate_grad_batches={parts}, and {has}; expected as many: private.loader(data, parts=...)"
+        elif trainer.gradient_clip_val:
+            wrong = f"a trainer with gradient_clip_val={trainer.gradient_clip_val}, {WOULD_CLIP}"
+        if wrong:
+            raise ValueError(f"PrivateCallback was given {wrong}" + ON_PRIVATE)
         self.private.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
         vars(pl_module)["backward"] = self._backward
 
     def _backward(self, losses: Tensor, *_: Any, **__: Any) -> None:
         if losses.ndim != 1:
-            raise ValueError(
-                f"training_step returned a loss of shape {tuple(losses.shape)}; expected N losses, one for each sample "
-                "(reduction='none'): in a mean, one sample's loss may depend on the others" + ON_PRIVATE
-            )
+            raise ValueError(f"training_step returned a loss of shape {tuple(losses.shape)}; {N_LOSSES}" + ON_PRIVATE)
         backward(losses, "sum")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,10 +105,7 @@ class PrivateCallback(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self.last_step is None:
-            raise RuntimeError(
-                "the trainer stepped before the private step was complete: it counts other micro-batches than the loader"
-                + ON_PRIVATE
-            )
+            raise RuntimeError("the trainer steps before the private step: it counts other micro-batches" + ON_PRIVATE)
         pl_module.log("epsilon", self.private.epsilon(), prog_bar=True)
 
     def state_dict(self) -> dict[str, Any]:

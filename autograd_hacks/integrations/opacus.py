@@ -23,6 +23,9 @@ with needed("opacus"):
     from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 
 
+_INSTEAD = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
+
+
 class DPOptimizer(_DPOptimizer):
     """Opacus' ``DPOptimizer`` for a model with `autograd_hacks.add_hooks`, preferably with ``param_grad=False``.
 
@@ -31,9 +34,7 @@ class DPOptimizer(_DPOptimizer):
 
     optimizer: the optimizer to wrap
     model: the hooked model, with all of the optimizer's parameters
-    noise_multiplier: as in Opacus
-    max_grad_norm: as in Opacus
-    options: as in Opacus
+    noise_multiplier, max_grad_norm, options: as in Opacus
 
     ``step`` raises NothingRecorded if the backward pass was already used; ValueError for several accumulated batches
     (`accumulate`), because they may contain the same sample; and what `per_sample_grads` and Opacus raise.
@@ -65,7 +66,6 @@ class DPOptimizer(_DPOptimizer):
         """Adds the sum of the clipped gradients to ``p.summed_grad``."""
         grads = self._grads()
         norms = grads.norms()
-        assert isinstance(norms, torch.Tensor)
         finite = norms.isfinite()
         grads, norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])
         sums = grads.weighted_sum(clip_weights(norms + 1e-6, self.max_grad_norm))
@@ -81,8 +81,7 @@ class DPOptimizer(_DPOptimizer):
         check_may_set(recorder, "DPOptimizer.step", once=True)
         is_told = any(recorded.losses for recorded in recorder.record.passes)  # backward(losses) has recorded the reduction
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
-        instead = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
-        check_alone(grads, "DPOptimizer.step", instead)
+        check_alone(grads, "DPOptimizer.step", _INSTEAD)
         if len(grads.batches) > 1:
             raise ValueError(
                 f"DPOptimizer.step was given {len(grads.batches)} accumulated batches. They may contain the same sample, "
@@ -131,8 +130,7 @@ class PrivacyEngine(_PrivacyEngine):
         if secure_mode and find_spec("torchcsprng") is None:
             raise ModuleNotFoundError(
                 "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Use "
-                "autograd_hacks.PrivateTraining(secure=True), or clip_and_noise_(..., noise=autograd_hacks.SecureNoise()), "
-                "which draw from the operating system and need no other package." + ON_PRIVATE,
+                "autograd_hacks.PrivateTraining(secure=True), or noise=autograd_hacks.SecureNoise()." + ON_PRIVATE,
                 name="torchcsprng",
             )
         super().__init__(secure_mode=secure_mode, **options)
@@ -164,25 +162,16 @@ class PrivacyEngine(_PrivacyEngine):
         if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
                 f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}, which is not needed here: clipping never "
-                "stores per-sample gradients, as with Opacus' 'ghost', and nothing is wrapped. Leave out grad_sample_mode "
-                "and criterion." + ON_OPACUS
+                "stores per-sample gradients. Leave it and criterion out." + ON_OPACUS
             )
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(
-                f"PrivacyEngine.make_private was given clipping={clipping!r}; only flat clipping is supported here. Use "
-                "autograd_hacks.PrivateTraining: max_norm={pattern: bound} clips layer by layer, for example {'0.*': 0.5, "
-                "'2.*': 1.0}, and clip= may be 'per_parameter', 'automatic', 'psac' or a QuantileClip. Or use Opacus' own "
-                "engine." + ON_OPACUS
+                f"PrivacyEngine.make_private was given clipping={clipping!r}; expected 'flat'. For others use "
+                "autograd_hacks.PrivateTraining, clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}" + ON_OPACUS
             )
         self._module = module
-        _, private, loader = super().make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            **options,
-        )
+        given = {"optimizer": optimizer, "data_loader": data_loader, "max_grad_norm": max_grad_norm, **options}
+        _, private, loader = super().make_private(module=module, noise_multiplier=noise_multiplier, **given)
         return module, private, loader
 
     def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> SimpleNamespace:
@@ -190,20 +179,11 @@ class PrivacyEngine(_PrivacyEngine):
         return SimpleNamespace(forbid_grad_accumulation=lambda: None)  # `DPOptimizer` forbids it
 
     def _prepare_optimizer(
-        self,
-        *,
-        optimizer: torch.optim.Optimizer,
-        distributed: bool = False,
-        clipping: str = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
-        **options: Any,
+        self, *, optimizer: torch.optim.Optimizer, distributed: bool = False, noise_generator: Any = None, **options: Any
     ) -> DPOptimizer:
+        options = {name: x for name, x in options.items() if name not in ("clipping", "grad_sample_mode")}  # checked before
         if distributed:
-            raise NotImplementedError(
-                "PrivacyEngine does not support distributed models. Use clip_and_noise_(model, max_norm, noise_multiplier, "
-                "expected_batch_size), which sums over processes, in a loop of your own." + ON_PROCESSES
-            )
+            raise NotImplementedError(f"PrivacyEngine does not support distributed models. {_INSTEAD}" + ON_PROCESSES)
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator
         return DPOptimizer(optimizer, model=self._module, generator=generator, secure_mode=self.secure_mode, **options)

@@ -7,7 +7,7 @@ import torch
 
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
-from autograd_hacks.privacy.poisson import PrivateLoader
+from autograd_hacks.privacy.poisson import OF_POISSON, WOULD_CLIP, PrivateLoader
 from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.support.ranges import checked
@@ -86,31 +86,23 @@ class PrivateCallback(Callback):
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         criterion, told = net.criterion_, self.private.loss_type
+        wrong = ""
         if net.iterator_train != self.loader:
-            raise ValueError(
-                "PrivateCallback was given a net with another iterator_train; expected iterator_train=callback.loader, "
-                "because epsilon is computed for Poisson-sampled batches" + ON_PRIVATE
-            )
-        if getattr(criterion, "reduction", None) != told or getattr(criterion, "weight", None) is not None:
-            raise ValueError(
-                f"PrivateCallback was given {criterion} and loss_type={told!r}; expected a criterion with that reduction, "
-                "and without class weights, because they make one sample's loss depend on the others" + ON_PRIVATE
-            )
-        if any(isinstance(callback, GradientNormClipping) for _, callback in net.callbacks_):
-            raise ValueError(
-                "PrivateCallback was given a net with GradientNormClipping, which would clip the noisy gradient; samples "
-                "are clipped already. Leave that callback out." + ON_PRIVATE
-            )
+            wrong = f"a net without iterator_train=callback.loader, but {OF_POISSON}"
+        elif getattr(criterion, "reduction", None) != told or getattr(criterion, "weight", None) is not None:
+            wrong = f"{criterion} and loss_type={told!r}; expected a criterion of that reduction without class weights"
+        elif any(isinstance(callback, GradientNormClipping) for _, callback in net.callbacks_):
+            wrong = f"a net with GradientNormClipping, {WOULD_CLIP}"
+        if wrong:
+            raise ValueError(f"PrivateCallback was given {wrong}" + ON_PRIVATE)
         self.private.attach(net.module_, net.optimizer_)
 
     def on_batch_begin(self, net: Any, batch: Any = None, training: bool = False, **_: Any) -> None:
         ignored = getattr(net.criterion_, "ignore_index", None)
         y = batch[1] if training and isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if ignored is not None and isinstance(y, torch.Tensor) and bool((y == ignored).any()):
-            raise ValueError(
-                f"PrivateCallback: a batch has ignored targets ({ignored}), and the mean of {type(net.criterion_).__name__} "
-                "divides the other losses by a smaller number. Leave such samples out of the data." + ON_PRIVATE
-            )
+            why = f"a batch has ignored targets ({ignored}), so a mean divides the other losses by a smaller number"
+            raise ValueError(f"PrivateCallback: {why}. Leave such samples out." + ON_PRIVATE)
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:
         self.last_step = self.private.step()

@@ -29,11 +29,9 @@ class Steps:
     divides and scales the losses of micro-batches, the mean (or sum) of the rows is the gradient that it would step by.
 
     max_norm: the norm to clip each sample's gradient to; ``.grad`` is then their mean (or sum). None for no clipping
-    noise_scale: estimate the gradient noise scale
-    per_parameter: also estimate the noise scale of each parameter
+    noise_scale: estimate the gradient noise scale    per_parameter: also estimate the noise scale of each parameter
     smoothing: the weight of the past in the running means of noise and signal, in [0, 1), as in `NoiseScales`
-    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'
-    batch_dim: as in `add_hooks`
+    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
     every: measure one step out of this many; the others run without hooks, at the cost of plain steps
     only: as in `add_hooks`. 'norms' measures only norm layers and biases, which is cheap and predicts the noise scale
 
@@ -54,16 +52,9 @@ class Steps:
         only: str | Iterable[str] | None = None,
     ) -> None:
         check_loss_type(loss_type)
-        if every > 1 and max_norm is not None:
-            raise ValueError(
-                f"every={every} and max_norm={max_norm} were given, but steps that aren't measured can't be clipped. "
-                "Leave every out to clip, or max_norm out to measure." + ON_STEPS
-            )
-        if only is not None and max_norm is not None:
-            raise ValueError(
-                f"only={only!r} and max_norm={max_norm} were given, but other parameters would not be clipped. Leave "
-                "only out to clip, or max_norm out to measure." + ON_STEPS
-            )
+        if max_norm is not None and (every > 1 or only is not None):
+            given = f"max_norm={max_norm} was given with every={every} and only={only!r}"
+            raise ValueError(f"{given}, but what isn't measured can't be clipped. Leave these out to clip." + ON_STEPS)
         self.every, self.only, self._count = every, only, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.loss_type, self.batch_dim, self._scales = loss_type, batch_dim, NoiseScales(smoothing)
@@ -78,10 +69,7 @@ class Steps:
         return {**vars(self), "_model": None, "_hooked": None}
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Hooks a model and begins its first step.
-
-        model: the model
-        optimizers: its optimizers
+        """Hooks a model with these optimizers and begins its first step.
 
         Raises ValueError if ``max_norm`` is given and an optimizer also steps other parameters, because they would not be
         clipped.
@@ -102,9 +90,9 @@ class Steps:
                 shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
                 raise ValueError(
                     f"max_norm={self.max_norm} was given for a {type(model).__name__}, but its optimizer also steps "
-                    f"{len(others)} parameters outside of that model, of shapes {shapes}, and they would not be clipped. "
-                    "Hook the model that has all of them (a whole LightningModule: call self(x) in training_step), freeze "
-                    "the others, or measure without max_norm." + ON_STEPS
+                    f"{len(others)} parameters outside of that model, of shapes {shapes}, which would not be clipped. Hook "
+                    "the model that has all (a LightningModule: call self(x)), freeze them, or measure without max_norm."
+                    + ON_STEPS
                 )
 
     def detach(self) -> None:
@@ -173,7 +161,6 @@ class Steps:
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
         """Noise and signal, and the ratio of their means over steps."""
         scales = parts.noise_scale(per_parameter=True)
-        assert isinstance(scales, dict)
         each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
         self._scales._take(each)
         measures = {"noise": sum(noise for noise, _ in each.values()), "signal": sum(signal for _, signal in each.values())}
@@ -196,13 +183,10 @@ def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
     """Combines several steps' `Steps.read` for a logger: means, the last noise scales, the largest norm."""
-    keys = dict.fromkeys(key for step in steps for key in step)
     means = {}
-    for key in keys:
+    for key in dict.fromkeys(key for step in steps for key in step):
         values = [step[key] for step in steps if key in step]
-        is_last = "/noise_scale" in key
         finite = [value for value in values if isfinite(value)]
-        means[key] = (
-            values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
-        )
+        mean = max(values) if key.endswith("max") else sum(finite) / max(1, len(finite))
+        means[key] = values[-1] if "/noise_scale" in key or not finite else mean
     return means

@@ -10,23 +10,16 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_TORCHJD, needed
+from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 with needed("torchjd"):
-    from torchjd.aggregation import (
-        Aggregator,
-        ConstantWeighting,
-        GramianWeightedAggregator,
-        MeanWeighting,
-        RandomWeighting,
-        SumWeighting,
-        WeightedAggregator,
-        Weighting,
-    )
+    from torchjd import aggregation as jd
+    from torchjd.aggregation import Aggregator, WeightedAggregator, Weighting
 
-BY_NUMBER = ConstantWeighting, MeanWeighting, RandomWeighting, SumWeighting
+BY_NUMBER = jd.ConstantWeighting, jd.MeanWeighting, jd.RandomWeighting, jd.SumWeighting
 """Weightings that depend only on the number of rows."""
 
 
@@ -61,15 +54,9 @@ def jacobian_descent(
     """
     named = {"losses": losses, "grads": grads, f"loss_type={loss_type!r}": loss_type}
     if len(given := [name for name, x in named.items() if x is not None]) > 1:
-        raise ValueError(
-            f"jacobian_descent was given {' and '.join(given)}; expected only one of them. With rows or losses leave "
-            "loss_type out: they contain it" + ON_TORCHJD
-        )
-    if losses is not None and not isinstance(losses, Tensor):
-        raise TypeError(
-            f"jacobian_descent was given losses of type {type(losses).__name__}; expected one tensor (N, K): "
-            "torch.stack(losses, dim=1), of K tensors with the losses of N samples each" + ON_TORCHJD
-        )
+        raise ValueError(f"jacobian_descent was given {' and '.join(given)}; expected only one of them" + ON_TORCHJD)
+    expected = "one tensor (N, K) for N samples and K tasks: torch.stack(losses, dim=1)"
+    check_kind("jacobian_descent", ON_TORCHJD, Tensor | None, expected, losses=losses)
     if losses is not None and losses.ndim not in (1, 2):
         raise ValueError(
             f"jacobian_descent was given losses of shape {tuple(losses.shape)}; expected (N, K) for N samples and K tasks, "
@@ -88,14 +75,13 @@ def jacobian_descent(
 
 
 def _weighting_of(aggregator: object) -> Weighting[Any]:
-    if isinstance(aggregator, GramianWeightedAggregator):
+    if isinstance(aggregator, jd.GramianWeightedAggregator):
         return aggregator.gramian_weighting
     weighting = aggregator.weighting if isinstance(aggregator, WeightedAggregator) else aggregator
     needs_rows = isinstance(aggregator, WeightedAggregator) and not isinstance(weighting, BY_NUMBER)
     if isinstance(weighting, Weighting) and not needs_rows:
         return weighting
     raise TypeError(
-        f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators that weight rows by "
-        "their Gramian, such as UPGrad(), or its weighting. For others take the rows: per_sample_grads(model).dense()."
-        + ON_TORCHJD
+        f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators by Gramian, such as "
+        "UPGrad(), or its weighting. For others take the rows: per_sample_grads(model).dense()." + ON_TORCHJD
     )

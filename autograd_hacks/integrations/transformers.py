@@ -17,8 +17,10 @@ from torch import Tensor
 from autograd_hacks.compiled.face import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps, mean_of
+from autograd_hacks.privacy.poisson import N_LOSSES, WOULD_CLIP
 from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
+from autograd_hacks.verbs.arguments import kind_of
 
 with needed("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -28,6 +30,7 @@ STATE = "private_training.json"
 """The file of a checkpoint that holds the state of private training."""
 IGNORED = -100
 """Marks targets without a loss."""
+_OR_OVERRIDE = "Give compute_loss_func=, which returns N losses, or override per_sample_losses."
 
 
 class GradsCallback(Steps, TrainerCallback):
@@ -43,16 +46,14 @@ class GradsCallback(Steps, TrainerCallback):
 
     _logged = 0
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.max_norm is not None and args.max_grad_norm and args.max_grad_norm < self.max_norm:
             raise ValueError(
                 f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}. The "
                 "trainer clips first, and that would be lost. Use TrainingArguments(max_grad_norm=0)." + ON_STEPS
             )
         self._logged = len(self.history)
-        self.attach(model, *([] if optimizer is None else [optimizer]))
+        self.attach(given["model"], *[own for own in [given.get("optimizer")] if own is not None])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.read(getattr(optimizer, "scaler", None))
@@ -77,8 +78,7 @@ class CompiledCallback(TrainerCallback):
     training.  The mean of its norms goes into the trainer's logs.
 
     verb: as in `autograd_hacks.compile`
-    loss_type: how the loss is reduced over samples, 'mean' by default
-    settings: as in `autograd_hacks.compile`
+    loss_type: how the loss is reduced over samples, 'mean' by default    settings: as in `autograd_hacks.compile`
 
     Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
     """
@@ -91,8 +91,7 @@ class CompiledCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1 or args.max_grad_norm:
             raise ValueError(
                 f"CompiledCallback was given gradient_accumulation_steps={args.gradient_accumulation_steps} and "
-                f"max_grad_norm={args.max_grad_norm}; expected 1 and 0: a compiled step is one pass and clips by itself."
-                + ON_STEPS
+                f"max_grad_norm={args.max_grad_norm}; expected 1 and 0, because a compiled step clips itself." + ON_STEPS
             )
         self.step = compile(model, self.verb, **self.settings)
         self.step.install()
@@ -135,22 +134,16 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         self.last_step: PrivateStep | None = None
         self._first_step = 0
         self._overflowed = False
-        given = self.args
+        given, wrong = self.args, ""
         if given.n_gpu > 1 or self.is_deepspeed_enabled:
-            raise NotImplementedError(
-                "PrivateTrainer was given DataParallel or DeepSpeed; expected one device, or torchrun with "
-                "DistributedDataParallel or FSDP2" + ON_PRIVATE
-            )
+            wrong = "DataParallel or DeepSpeed; expected one device, or torchrun with DistributedDataParallel or FSDP2"
+            raise NotImplementedError(f"PrivateTrainer was given {wrong}" + ON_PRIVATE)
         if given.label_smoothing_factor and self.compute_loss_func is None:
-            raise ValueError(
-                f"PrivateTrainer was given label_smoothing_factor={given.label_smoothing_factor} without compute_loss_func. "
-                "Give compute_loss_func=, which returns N losses with label smoothing" + ON_PRIVATE
-            )
-        if given.auto_find_batch_size:
-            raise ValueError(
-                "PrivateTrainer was given auto_find_batch_size=True, which restarts the training; the privacy of the "
-                "earlier steps would be spent for nothing. Set per_device_train_batch_size instead." + ON_PRIVATE
-            )
+            wrong = f"label_smoothing_factor={given.label_smoothing_factor}; expected compute_loss_func=, N losses with it"
+        elif given.auto_find_batch_size:
+            wrong = "auto_find_batch_size=True, which spends privacy and restarts; expected per_device_train_batch_size"
+        if wrong:
+            raise ValueError(f"PrivateTrainer was given {wrong}" + ON_PRIVATE)
         private._expect(given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size)
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -174,17 +167,11 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[0]
             if not isinstance(logits, Tensor):
                 raise ValueError(
-                    f"{type(plain).__name__} returned {list(outputs)}; expected logits. Give compute_loss_func=, which "
-                    "returns N losses, or override per_sample_losses." + ON_PRIVATE
+                    f"{type(plain).__name__} returned {list(outputs)}; expected logits. {_OR_OVERRIDE}" + ON_PRIVATE
                 )
             losses = sample_losses(logits, labels, _is_shifted(plain))
         if not isinstance(losses, Tensor) or losses.ndim != 1:
-            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"compute_loss_func returned {shape}; expected N losses, one for each sample (reduction='none', then a mean "
-                "over each sample's own tokens): in a mean over the batch, one sample's loss depends on the others"
-                + ON_PRIVATE
-            )
+            raise ValueError(f"compute_loss_func returned {kind_of(losses)}; {N_LOSSES}" + ON_PRIVATE)
         return losses
 
     def get_train_dataloader(self) -> Any:
@@ -195,15 +182,9 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             data = self._remove_unused_columns(data, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        self._loader = self.private.loader(
-            data,
-            parts=given.gradient_accumulation_steps,
-            first=self._first_step,
-            ahead=given.gradient_accumulation_steps,
-            collate_fn=collate,
-            num_workers=given.dataloader_num_workers,
-            pin_memory=given.dataloader_pin_memory,
-        )
+        parts, workers = given.gradient_accumulation_steps, given.dataloader_num_workers
+        options = {"collate_fn": collate, "num_workers": workers, "pin_memory": given.dataloader_pin_memory}
+        self._loader = self.private.loader(data, parts=parts, first=self._first_step, ahead=parts, **options)
         return self._loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
@@ -249,14 +230,19 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     ) -> Any:
         self._first_step = self.private.steps
         if resume_from_checkpoint is not None:
-            self._load_private(Path(resume_from_checkpoint) / STATE)
+            path = Path(resume_from_checkpoint) / STATE
+            if not path.is_file():
+                raise ValueError(
+                    f"there is no {path}, and without the earlier steps epsilon would be too small. Resume from a "
+                    "checkpoint of PrivateTrainer, which saves it." + ON_PRIVATE
+                )
+            state = json.loads(path.read_text())
+            self._first_step = state["first_step"]
+            self.private.load_state_dict(state)
         given, clips = self.args, self.args.max_grad_norm
         if clips:
-            print(
-                f"autograd_hacks: PrivateTrainer doesn't clip to max_grad_norm={clips}: samples are clipped already, and "
-                "this would clip the noisy gradient. TrainingArguments(max_grad_norm=0) leaves this line out",
-                file=sys.stderr,
-            )
+            told = f"autograd_hacks: PrivateTrainer ignores max_grad_norm={clips}, {WOULD_CLIP}"
+            print(told, file=sys.stderr)
         given.max_grad_norm = 0.0
         try:
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, *others, **options)
@@ -275,16 +261,6 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             state = {**self.private.state_dict(), "first_step": self._first_step}
             (folder / STATE).write_text(json.dumps(state))
-
-    def _load_private(self, path: Path) -> None:
-        if not path.is_file():
-            raise ValueError(
-                f"there is no {path}, which PrivateTrainer saves in its checkpoints. Without the earlier steps and the seed "
-                "of their batches, epsilon would be too small. Resume from a checkpoint of PrivateTrainer." + ON_PRIVATE
-            )
-        state = json.loads(path.read_text())
-        self._first_step = state["first_step"]
-        self.private.load_state_dict(state)
 
 
 class PrivateTrainer(PrivateMixin, Trainer):
@@ -333,7 +309,7 @@ def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = 
     shape = None if labels is None else tuple(labels.shape)
     raise ValueError(
         f"the model's logits have shape {tuple(logits.shape)} and the labels {shape}; expected labels that are classes, "
-        "tokens or numbers. Give compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
+        f"tokens or numbers. {_OR_OVERRIDE}" + ON_PRIVATE
     )
 
 
@@ -362,7 +338,5 @@ def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
     shape = tuple(x.shape) if hasattr(x, "shape") else (len(x),) if hasattr(x, "__len__") else "unknown"
     raise ValueError(
         f"the collator returned {key!r} ({type(x).__name__}, shape {shape}) for {whole} samples, which can't be split; "
-        "expected the samples on axis 0 or in a list. A sampled batch can be larger than per_device_train_batch_size and is "
-        "then split. Change data_collator; or set a per_device_train_batch_size that no batch exceeds, and "
-        "PrivateTraining(expected_batch_size=)." + ON_PRIVATE
+        "expected them on axis 0 or in a list, or a per_device_train_batch_size that no batch exceeds" + ON_PRIVATE
     )

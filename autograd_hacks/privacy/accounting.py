@@ -11,25 +11,17 @@ from autograd_hacks.errors import ON_PRIVATE, needed
 from autograd_hacks.support.ranges import checked
 
 History: TypeAlias = "list[tuple[float, float, int]]"
-"""(noise multiplier, sampling rate, steps), in the order of the steps."""
+"""(noise multiplier, sampling rate, steps), in the order of the steps.  Equal steps in a row share one entry."""
 Accountant: TypeAlias = "Callable[[], Any] | None"
 """A class of accountants: ``opacus.accountants.RDPAccountant``, which is the default, or ``PRVAccountant``,
 ``dp_accounting.rdp.RdpAccountant`` or ``dp_accounting.pld.PLDAccountant``."""
-
-
-def add_step(history: History, multiplier: float, rate: float) -> None:
-    """Adds a step to the history.  Equal steps in a row share one entry."""
-    before = history.pop()[2] if history and history[-1][:2] == (multiplier, rate) else 0
-    history.append((multiplier, rate, before + 1))
 
 
 @checked(ON_PRIVATE)
 def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant: Accountant = None) -> float:
     """ε of (ε, δ)-differential privacy after some steps of Poisson-sampled batches, for adding or removing one sample.
 
-    history: see `History`
-    delta: δ, in (0, 1)
-    accountant: see `Accountant`
+    history, accountant: see `History`, `Accountant`    delta: δ, in (0, 1)
     Raises TypeError if ``accountant()`` is not an accountant, ImportError if none is given and Opacus is not installed.
     """
     if not history:
@@ -48,10 +40,8 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
     elif hasattr(made, "history"):
         made.history = list(history)
     else:
-        raise TypeError(
-            f"accountant() returned {type(made).__name__}; expected one of Opacus' or dp-accounting's accountants: "
-            "accountant=opacus.accountants.PRVAccountant" + ON_PRIVATE
-        )
+        name = type(made).__name__
+        raise TypeError(f"accountant() returned {name}; expected one of Opacus' or dp-accounting's accountants" + ON_PRIVATE)
     return float(made.get_epsilon(delta))
 
 
@@ -64,10 +54,10 @@ def noise_for(
     while spent([*before, (high, rate, steps)], delta, accountant) > epsilon:
         low, high = high, 2 * high
         if high > 1e4:
+            after = f"after {sum(done for _, _, done in before)} steps that are done"
             raise ValueError(
-                f"epsilon={epsilon} can't be kept by {steps} steps at a sampling rate of {rate:.4g}, after "
-                f"{sum(done for _, _, done in before)} steps that are done, with any noise. Give a larger epsilon, or fewer "
-                "steps" + ON_PRIVATE
+                f"epsilon={epsilon} can't be kept by {steps} steps at a sampling rate of {rate:.4g}, {after}, with any "
+                "noise. Give a larger epsilon, or fewer steps" + ON_PRIVATE
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

@@ -22,17 +22,12 @@ Weigh = Callable[[Tensor, float], Tensor]
 """A function from N norms and a bound to N weights, with weight · norm ≤ bound."""
 
 
-def automatic(norms: Tensor, bound: float, stability: float = 0.01) -> Tensor:
-    """C / (‖g‖ + γ), AUTO-S: Bu et al. 2023, arXiv:2206.07136."""
-    return bound / (norms + stability)
-
-
-def psac(norms: Tensor, bound: float, r: float = 0.1) -> Tensor:
-    """C / (‖g‖ + r / (‖g‖ + r)), with smaller weights for small gradients than AUTO-S: Xia et al. 2023, arXiv:2212.00328."""
-    return bound / (norms + r / (norms + r))
-
-
-RULES: dict[str, Weigh] = {"flat": clip_weights, "per_parameter": clip_weights, "automatic": automatic, "psac": psac}
+RULES: dict[str, Weigh] = {
+    "flat": clip_weights,
+    "per_parameter": clip_weights,
+    "automatic": lambda norms, bound: bound / (norms + 0.01),
+    "psac": lambda norms, bound: bound / (norms + 0.1 / (norms + 0.1)),  # smaller weights for small gradients
+}
 """{a value of ``clip``: the function for its weights}"""
 
 
@@ -43,13 +38,11 @@ class QuantileClip:
     ``share`` is the noisy share of samples that were not clipped.  The next step's bound is ``bound``, None before the
     first step.  It is already noisy, so it may be published.  Save ``state_dict()`` in checkpoints.
 
-    quantile: the target share of samples that are not clipped
-    rate: the learning rate of the bound
+    quantile: the target share of samples that are not clipped    rate: the learning rate of the bound
     deviation: σ_b, the standard deviation of the noise in the count, about √(expected_batch_size) / 20. The count uses a
     part of the guarantee, so the gradients' noise is (z⁻² - (2 σ_b)⁻²)^(-1/2) times the bound for a step with noise
     multiplier z
-    least: the smallest bound
-    most: the largest bound
+    least: the smallest bound    most: the largest bound
 
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
@@ -78,17 +71,13 @@ class QuantileClip:
         left = noise_multiplier**-2 - (2 * self.deviation) ** -2
         if left <= 0:
             raise ValueError(
-                f"QuantileClip has deviation={self.deviation}, and the step has noise_multiplier={noise_multiplier}; "
-                f"expected a deviation above {noise_multiplier / 2}: otherwise the count alone spends more than the step"
-                + ON_CLIPPING
+                f"QuantileClip has deviation={self.deviation}, and the step noise_multiplier={noise_multiplier}; expected a "
+                f"deviation above {noise_multiplier / 2}: otherwise the count alone spends more than the step" + ON_CLIPPING
             )
         return float(left**-0.5)
 
     def _follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
-        """Sets the next step's bound from a step's norms.
-
-        multiplier: the step's noise multiplier; 0 for no noise
-        """
+        """Sets the next step's bound from a step's norms.  multiplier: the step's noise multiplier; 0 for no noise"""
         # A sample counts 1/2 or -1/2, so it changes the count by 1/2, as `multiplier` assumes; with 0 or 1 it would be 1.
         count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2
         if multiplier:
@@ -108,20 +97,14 @@ class Part:
 
 
 def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[str, float], clip: Any) -> list[Part]:
-    """The parts that are bounded separately, with their bounds.
-
-    names: the names of all trainable parameters
-    Raises ValueError unless the bounds cover each parameter once.
-    """
+    """The parts of all trainable parameters that are bounded separately.  Raises ValueError unless each is in one."""
     if isinstance(max_norm, Mapping):
         parts = [Part(pattern, names_matching(pattern, model, names), float(c)) for pattern, c in max_norm.items()]
         given = [name for part in parts for name in part.names]
         missing, twice = sorted(set(names).difference(given)), sorted({name for name in given if given.count(name) > 1})
         if missing or twice:
-            raise ValueError(
-                f"max_norm has no bound for {missing[:5]} and two bounds for {twice[:5]}; expected exactly one bound for "
-                "each trainable parameter: without a bound there is no privacy guarantee" + ON_CLIPPING
-            )
+            found = f"max_norm has no bound for {missing[:5]} and two bounds for {twice[:5]}"
+            raise ValueError(f"{found}; expected exactly one bound for each trainable parameter" + ON_CLIPPING)
         return parts
     if clip == "per_parameter":
         return [Part(name, [name], float(max_norm) / len(names) ** 0.5) for name in names]
@@ -139,14 +122,10 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
         raise ValueError(f"clip returned {kind_of(w)}; expected {len(norms)} weights, one for each norm" + ON_CLIPPING)
     single = [clip(norm) for norm in norms.split(1)] if len(norms) < 3 else [clip(part) for part in norms.tensor_split(2)]
     if single and not torch.allclose(torch.cat(single).to(w), w, rtol=1e-4, atol=0):
-        raise ValueError(
-            "clip: each weight must depend on its own norm only, but weights changed when other norms were left out. One "
-            "sample would change the others' weights, and the noise would not cover that" + ON_CLIPPING
-        )
+        why = "but weights changed when other norms were left out"
+        raise ValueError(f"clip: each weight must depend on its own norm only, {why}" + ON_CLIPPING)
     longest = float((w * norms).abs().max()) if len(norms) else 0.0
     if not longest <= bound * (1 + 1e-6):
-        raise ValueError(
-            f"clip returned weights with which a sample's gradient has norm {longest:.6g}; expected at most "
-            f"max_norm={bound:.6g}, because the noise is drawn for that bound" + ON_CLIPPING
-        )
+        found = f"clip returned weights with which a sample's gradient has norm {longest:.6g}"
+        raise ValueError(f"{found}; expected at most max_norm={bound:.6g}, the noise's bound" + ON_CLIPPING)
     return w

@@ -32,8 +32,7 @@ def seed_of(given: int | None) -> int:
     if abs(given) < GUESSABLE:
         warnings.warn(
             f"PrivateTraining was given seed={given}, which can be guessed. Whoever guesses it draws the same noise and "
-            "takes it off, so the guarantee does not hold. Leave the seed out; or give secrets.randbits(128), at least "
-            "2**64, and keep it as secret as the data" + ON_PRIVATE,
+            "takes it off. Leave it out; or give secrets.randbits(128), at least 2**64, and keep it secret" + ON_PRIVATE,
             stacklevel=4,  # past the check of numbers and the constructor
         )
     return int(given)
@@ -55,12 +54,7 @@ class SecureNoise:
         self.draws = draws
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """Noise for a parameter, in double precision on the CPU.
-
-        name: the parameter's name
-        shape: the shape of the noise
-        deviation: the standard deviation of each number
-        """
+        """Noise for a parameter of a name and shape, in double precision on the CPU, of this standard deviation."""
         found = torch.empty(shape, dtype=torch.float64, device="cpu").flatten()
         for part in found.split(PART):
             part.copy_(torch.stack([_normal(len(part)) for _ in range(self.draws)]).sum(0))
@@ -72,11 +66,6 @@ def _normal(count: int) -> Tensor:
     half = (count + 1) // 2
     bits = torch.frombuffer(bytearray(os.urandom(16 * half + 8)), dtype=torch.int64)[: 2 * half]  # never of an empty buffer
     return box_muller(bits.view(2, half) >> 11 & (2**53 - 1)).flatten()[:count]
-
-
-def inverse_square_root(bands: int) -> list[float]:
-    """The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...  BISR: Kalinin et al. 2025, arXiv:2505.12128."""
-    return list(accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0))
 
 
 class BandedNoise:
@@ -115,13 +104,17 @@ class BandedNoise:
     ) -> None:
         separation = steps if separation is None else separation
         self.steps, self.generator = steps, generator
-        self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
-        column = _inverse(self.coefficients, steps)
+        # The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...
+        roots = accumulate(range(1, bands), lambda last, k: last * (k - 1.5) / k, initial=1.0)
+        self.coefficients = list(roots if coefficients is None else coefficients)
+        column = [1.0]  # the first one of C, from the coefficients, which are that of C⁻¹
+        for k in range(1, steps):
+            column.append(-sum(r * column[k - j] for j, r in enumerate(self.coefficients) if 1 <= j <= k))
         if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
+            inverse = [round(c, 3) for c in column[:4]]
             raise ValueError(
-                f"BandedNoise was given coefficients={self.coefficients} with the inverse "
-                f"{[round(c, 3) for c in column[:4]]} ...; expected 1 first, and an inverse that is positive and falling: "
-                "otherwise the sensitivity is unknown" + ON_CLIPPING
+                f"BandedNoise was given coefficients={self.coefficients} with the inverse {inverse} ...; expected 1 first, "
+                "and an inverse that is positive and falling: otherwise the sensitivity is unknown" + ON_CLIPPING
             )
         visits = [i * separation for i in range(participations) if i * separation < steps]
         shifted = [sum(column[t - start] for start in visits if start <= t) for t in range(steps)]
@@ -131,30 +124,18 @@ class BandedNoise:
         self._deviation: float | None = None
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """The noise of a parameter's next step.
-
-        name: the parameter's name
-        shape: the shape of the noise
-        deviation: the standard deviation of independent noise with the same guarantee
-        """
+        """The noise of a parameter's next step.  deviation: of independent noise with the same guarantee"""
         count = self._count.get(name, 0)
         if count >= self.steps:
-            raise RuntimeError(
-                f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all; another step would spend more "
-                "than was accounted for. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING
-            )
+            why = f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all"
+            raise RuntimeError(f"{why}. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING)
         if self._deviation not in (None, deviation):
-            raise ValueError(
-                f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before; expected the same in "
-                "each step, because otherwise the noise of earlier steps does not cancel" + ON_CLIPPING
-            )
+            given = f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before"
+            raise ValueError(f"{given}; expected the same in each step, so that noise cancels" + ON_CLIPPING)
         (z,) = drawn(self.generator, [(name, torch.empty(shape, device="cpu"))], deviation * self.sensitivity)
         past = [z, *self._past.get(name, [])][: len(self.coefficients)]
         self._deviation, self._count[name], self._past[name] = deviation, count + 1, past
-        found = torch.zeros_like(z)
-        for r, old in zip(self.coefficients, past):
-            found += r * old
-        return found
+        return sum((r * old for r, old in zip(self.coefficients, past)), torch.zeros_like(z))
 
     def state_dict(self) -> dict[str, Any]:
         past = {name: [z.clone() for z in kept] for name, kept in self._past.items()}
@@ -164,11 +145,3 @@ class BandedNoise:
         check_state("BandedNoise", state, self.state_dict(), ON_CLIPPING)
         self._past = {name: list(kept) for name, kept in state["past"].items()}
         self._count, self._deviation = dict(state["count"]), state["deviation"]
-
-
-def _inverse(coefficients: Sequence[float], steps: int) -> list[float]:
-    """The first column of C from the first column of C⁻¹."""
-    column = [1.0]
-    for k in range(1, steps):
-        column.append(-sum(r * column[k - j] for j, r in enumerate(coefficients) if 1 <= j <= k))
-    return column

@@ -8,7 +8,6 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -16,6 +15,14 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.support.philox import Stream, uniform
 from autograd_hacks.support.ranges import is_whole
 from autograd_hacks.verbs.arguments import kind_of
+
+OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
+WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
+N_LOSSES = "expected N losses, one for each sample (reduction='none'): in a mean, one sample's loss depends on the others"
+_TOGETHER = (
+    "which must be in one micro-batch, because they are clipped together. Allow larger micro-batches, or give "
+    "PrivateTraining(per_user=)"
+)
 
 
 class Users:
@@ -26,16 +33,13 @@ class Users:
     """
 
     def __init__(self, groups: Tensor | Sequence[Any], per_user: int | None = None) -> None:
-        ids = groups.tolist() if hasattr(groups, "tolist") else groups
-        if not isinstance(ids, Iterable) or isinstance(ids, str) or not (ids := list(ids)):
+        given: Any = groups.tolist() if hasattr(groups, "tolist") else groups
+        ids = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
+        wrong = [f"of {kind_of(own)}" for own in ids if not isinstance(own, str) and not is_whole(own)]
+        if wrong or not ids:
             raise TypeError(
-                f"PrivateTraining was given groups={kind_of(groups)}; expected the user of each sample of the data, as a "
-                "tensor of whole numbers, or a list of these or of names" + ON_PRIVATE
-            )
-        if wrong := [own for own in ids if not isinstance(own, str) and not is_whole(own)]:
-            raise TypeError(
-                f"PrivateTraining was given groups with {kind_of(wrong[0])}; expected whole numbers or names, one for each "
-                "sample of the data" + ON_PRIVATE
+                f"PrivateTraining was given groups={kind_of(groups)} {''.join(wrong[:1])}; expected each sample's user: a "
+                "tensor of whole numbers, or a list of whole numbers or names" + ON_PRIVATE
             )
         self.per_user, self.count = per_user, len(ids)
         of: dict[int | str, list[int]] = {}
@@ -46,18 +50,8 @@ class Users:
     def __len__(self) -> int:
         return len(self._samples)
 
-    @property
-    def most(self) -> int:
-        """The largest number of samples of one user in a batch."""
-        largest = max(len(own) for own in self._samples)
-        return largest if self.per_user is None else min(largest, self.per_user)
-
     def samples_of(self, drawn: Sequence[int], draws: Callable[[int], Tensor]) -> list[list[int]]:
-        """The samples of drawn users that are in a batch.
-
-        drawn: the users' numbers, in the order in which they first appear in the data
-        draws: returns so many random numbers
-        """
+        """The samples of drawn users, numbered as they first appear, that are in a batch.  draws: returns random numbers"""
         whole = [self._samples[user] for user in drawn]
         if self.per_user is None:
             return whole
@@ -68,71 +62,47 @@ class Users:
     def check(self, size: int, micro_batch_size: int | None) -> None:
         """Raises ValueError unless each sample has a user, and each user's samples fit into a micro-batch."""
         if size != self.count:
-            raise ValueError(
-                f"PrivateTraining was given groups of {self.count} samples, and data of {size}; expected the user of each "
-                "sample, in the order of the data" + ON_PRIVATE
-            )
-        if micro_batch_size is not None and self.most > micro_batch_size:
-            raise ValueError(
-                f"loader was given micro_batch_size={micro_batch_size}, but a user has {self.most} samples, which must be "
-                "in one micro-batch, because they are clipped together. Give a larger one, or PrivateTraining(per_user=)"
-                + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given groups of {self.count} samples, and data of {size}"
+            raise ValueError(f"{given}; expected each sample's user, in the order of the data" + ON_PRIVATE)
+        most = min(max(len(own) for own in self._samples), size if self.per_user is None else self.per_user)  # of a user
+        if micro_batch_size is not None and most > micro_batch_size:
+            given = f"loader was given micro_batch_size={micro_batch_size}, but a user has {most} samples"
+            raise ValueError(f"{given}, {_TOGETHER}" + ON_PRIVATE)
 
 
 class Mark(NamedTuple):
-    """Describes a micro-batch.  It travels with the samples through workers and prefetching.
+    """Describes a micro-batch.  It travels with the samples through workers and prefetching."""
 
-    step: the number of its step, from 0
-    is_last: whether it is the step's last micro-batch
-    samples: the number of samples without padding; they come first
-    size: the number of samples with padding
-    rate: the probability with which each sample, or user, was drawn
-    world: the number of processes that share the batch
-    users: the number of each sample's user, with padding as a user of its own behind the others; None if samples are drawn
-    """
-
-    step: int
-    is_last: bool
-    samples: int
-    size: int
-    rate: float
-    world: int
-    users: tuple[int, ...] | None = None
+    step: int  # the number of its step, from 0
+    is_last: bool  # whether it is the step's last micro-batch
+    samples: int  # without padding; they come first
+    size: int  # the number of samples with padding
+    rate: float  # the probability with which each sample, or user, was drawn
+    world: int  # the number of processes that share the batch
+    users: tuple[int, ...] | None = None  # of each sample, padding as one more behind them; None if samples are drawn
 
     @property
     def units(self) -> int:
         """The number of samples without padding, or of their users."""
         return self.samples if self.users is None else len(set(self.users[: self.samples]))
 
-    def groups(self) -> Tensor | None:
-        """The number of each sample's user, with padding."""
-        return None if self.users is None else torch.tensor(self.users, dtype=torch.long, device="cpu")
-
-    def mask(self) -> Tensor:
-        """Booleans, False for padding."""
-        return torch.arange(self.size, device="cpu") < self.samples
-
     def check(self, losses: int) -> None:
         """Raises ValueError unless each sample has a loss.  losses: 0 if nothing was recorded, which isn't refused here"""
         if losses not in (0, self.size):
             raise ValueError(
-                f"step(): {self.size} samples were drawn, but {losses} have losses; expected one loss for each. For K views "
-                "of a sample give the model its N samples with their views, (N, K, ...), and take the mean of the K losses. "
-                "To split a batch use loader(micro_batch_size=...)." + ON_PRIVATE
+                f"step(): {self.size} samples were drawn, but {losses} have losses; expected one loss for each. Give K "
+                "views as (N, K, ...), with the mean of K losses; split a batch by loader(micro_batch_size=)" + ON_PRIVATE
             )
 
     def cut(self, most: int) -> list[Mark]:
-        """Cuts it into ones of at most ``most`` samples.  All samples of a user stay in one of them.
+        """Cuts it into ones of at most ``most`` samples.  A user's samples stay in one of them, or a ValueError says so.
 
-        Raises ValueError if a user has more samples than that, NotImplementedError for users over several processes, which
-        would be cut into different numbers of micro-batches.
+        Raises NotImplementedError for users over processes, which would have different numbers of micro-batches.
         """
         if self.users is not None and self.world > 1 and self.size > most:
             raise NotImplementedError(
-                f"a batch of {self.size} samples of whole users can't be cut again while {self.world} processes share it. "
-                "Set a per_device_train_batch_size that no part of a batch exceeds, or PrivateTraining(per_user=)"
-                + ON_PRIVATE
+                f"a batch of {self.size} samples of users can't be cut again while {self.world} processes share it. Set a "
+                "per_device_train_batch_size that no part of a batch exceeds, or PrivateTraining(per_user=)" + ON_PRIVATE
             )
         found, start = list[Mark](), 0
         while start < self.size:
@@ -140,10 +110,7 @@ class Mark(NamedTuple):
             while self.users is not None and start < end < self.samples and self.users[end] == self.users[end - 1]:
                 end -= 1
             if end == start:
-                raise ValueError(
-                    f"a user has more than {most} samples in a batch, and all of them must be in one micro-batch, because "
-                    "they are clipped together. Allow larger micro-batches, or PrivateTraining(per_user=)" + ON_PRIVATE
-                )
+                raise ValueError(f"a user has more than {most} samples in a batch, {_TOGETHER}" + ON_PRIVATE)
             samples, users = min(max(self.samples - start, 0), end - start), self.users and self.users[start:end]
             is_last = self.is_last and end == self.size
             found.append(self._replace(is_last=is_last, samples=samples, size=end - start, users=users))
@@ -162,8 +129,7 @@ class Marked(NamedTuple):
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
-    All processes get the same number of micro-batches of the same size.  If needed they are padded with sample 0; there is
-    always at least one micro-batch.
+    All processes get the same number of them, at least one, and of the same size: they are padded with sample 0.
     """
 
     size: int  # the number of samples in the data, or of users
@@ -194,8 +160,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
     def drawn(self, step: int) -> list[int]:
         """The numbers of the samples, or users, of a whole batch, over all processes."""
-        found: list[int] = (self._numbers(self.size, "batch", step) < self.rate).nonzero()[:, 0].tolist()
-        return found
+        return list[int]((self._numbers(self.size, "batch", step) < self.rate).nonzero()[:, 0].tolist())
 
     def _numbers(self, count: int, purpose: str, step: int) -> Tensor:
         """Numbers in [0, 1)."""
@@ -227,10 +192,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
 
 def _dealt(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Numbers of units, dealt out to parts of nearly equal size: the largest first, each to the part that is the smallest.
-
-    sizes: of the units; equal ones are dealt out in turn
-    """
+    """Numbers of units, dealt out to parts of nearly equal size: the largest first, each to the part that is smallest."""
     found, least = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         size, part = heappop(least)
@@ -294,14 +256,9 @@ class PrivateLoader(DataLoader[Any]):
 def check_data(data: object, options: dict[str, Any]) -> int:
     """The number of samples.  Raises TypeError for data that can't be sampled at random, and for options of batching."""
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"loader was given {type(data).__name__}; expected a data set with __len__ and __getitem__. Each sample must be "
-            "in a batch with the same probability, which a stream can't ensure" + ON_PRIVATE
-        )
+        given = f"loader was given {type(data).__name__}, which can't be sampled at random"
+        raise TypeError(f"{given}; expected a data set with __len__ and __getitem__" + ON_PRIVATE)
     ours = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
     if wrong := sorted(ours.intersection(options)):
-        raise TypeError(
-            f"loader was given {', '.join(wrong)}, but epsilon is computed for Poisson-sampled batches. Leave it out, and "
-            "use expected_batch_size, micro_batch_size or parts" + ON_PRIVATE
-        )
+        raise TypeError(f"loader was given {', '.join(wrong)}, but {OF_POISSON}. Leave it out." + ON_PRIVATE)
     return len(data)

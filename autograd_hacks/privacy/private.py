@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan, sqrt
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,7 +20,8 @@ from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check, check_bound, check_word, checked
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.verbs.arguments import check_kind, kind_of
 from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
@@ -37,8 +39,7 @@ class PrivateStep(Shown):
     weights: the factor of each gradient in the sum, N, or {pattern: N} if parameters are bounded separately; 0 for those
     that didn't enter the sum
     bound: the largest norm of one sample's (or group's) contribution to the sum
-    expected_batch_size: the divisor of the sum
-    deviation: the standard deviation of the noise in ``.grad``
+    expected_batch_size: the divisor of the sum    deviation: the standard deviation of the noise in ``.grad``
     unit: 'sample' or 'group', the unit that is protected
     """
 
@@ -72,13 +73,9 @@ class PrivateStep(Shown):
         return RELATIONS[relation] * self.bound / self.expected_batch_size
 
     def _first(self, samples: int) -> PrivateStep:
-        """The same step without the padding at the end.
-
-        samples: how many samples to keep
-        """
-        whole = self.weights
-        weights = {key: w[:samples] for key, w in whole.items()} if isinstance(whole, Mapping) else whole[:samples]
-        return replace(self, norms=self.norms[:samples], weights=weights)
+        """The step of the first samples, without the padding at the end."""
+        norms, weights = map_tensors(lambda x: x[:samples], (self.norms, self.weights))
+        return replace(self, norms=norms, weights=weights)
 
     def _table(self) -> Table:
         multiplier = self.deviation / self.sensitivity()
@@ -98,14 +95,10 @@ class PrivateStep(Shown):
 
 def together(parts: Sequence[PrivateStep]) -> PrivateStep:
     """The whole step of several micro-batches.  The last of them had the noise."""
-    last = parts[-1]
-    if isinstance(last.weights, Mapping):
-        maps = [part.weights for part in parts if isinstance(part.weights, Mapping)]
-        weights: Tensor | Mapping[str, Tensor] = {key: torch.cat([own[key] for own in maps]) for key in last.weights}
-    else:
-        weights = torch.cat([part.weights for part in parts if isinstance(part.weights, Tensor)])
-    norms = torch.cat([part.norms for part in parts])
-    return replace(last, norms=norms, weights=weights)
+    last, each = parts[-1], list[Any](part.weights for part in parts)
+    by_part = isinstance(last.weights, Mapping)
+    weights = {key: torch.cat([own[key] for own in each]) for key in last.weights} if by_part else torch.cat(each)
+    return replace(last, norms=torch.cat([part.norms for part in parts]), weights=weights)
 
 
 @checked(ON_CLIPPING)
@@ -139,8 +132,7 @@ def clip_and_noise_(
 
     max_norm: the bound, above 0; inf only without noise. Or {pattern: bound} for parts of the parameters that are bounded
     separately; the bound of the whole is then the square root of the sum of their squares
-    noise_multiplier: 0 or more
-    expected_batch_size: the divisor, above 0
+    noise_multiplier: 0 or more    expected_batch_size: the divisor, above 0
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
     noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
@@ -150,9 +142,7 @@ def clip_and_noise_(
     32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
     micro-batches except one
-    loss_type: as in `per_sample_grads`
-    budget: bytes to use beside the result
-    process_group: as in `per_sample_grads`
+    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
     clip: 'flat', as above. 'per_parameter' clips each of K parameters to max_norm / √K. 'automatic' is
     gₙ · max_norm / (‖gₙ‖ + 0.01), AUTO-S (Bu et al. 2023, arXiv:2206.07136). 'psac' is Xia et al. 2023
     (arXiv:2212.00328). A `QuantileClip` starts at max_norm and follows the norms. Or a function from N norms to N weights,
@@ -174,7 +164,7 @@ def clip_and_noise_(
     check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
     parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add)
-    if isinstance(clip, QuantileClip) and spread.groups():
+    if isinstance(clip, QuantileClip) and spread.mesh is not None:
         raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
     written: dict[str, Tensor] = {}
@@ -209,44 +199,31 @@ def clip_and_noise_(
 
 
 def _bounds(
-    model: nn.Module,
-    max_norm: float | Mapping[str, float],
-    noise_multiplier: float,
-    clip: str | QuantileClip | Callable[[Tensor], Tensor],
-    add: bool,
+    model: nn.Module, max_norm: float | Mapping[str, float], noise_multiplier: float, clip: Any, add: bool
 ) -> tuple[list[Part], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
     check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)
     if isinstance(clip, str):
         check_word("clip_and_noise_", ON_CLIPPING, RULES, clip=clip)
-    if not isinstance(clip, str | QuantileClip) and not callable(clip):
-        raise TypeError(f"clip_and_noise_ was given clip={kind_of(clip)}; expected a name or a function" + ON_CLIPPING)
+    check_kind("clip_and_noise_", ON_CLIPPING, (str, QuantileClip, Callable), "a name or a function", clip=clip)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if not isinstance(clip, QuantileClip):
         return parts_of(model, names, max_norm, clip), float(noise_multiplier)
     if add or isinstance(max_norm, Mapping):
-        raise ValueError(
-            "clip_and_noise_ was given a QuantileClip with add=True or with several bounds; expected whole steps and a "
-            "single bound to start from" + ON_CLIPPING
-        )
+        given = "clip_and_noise_ was given a QuantileClip with add=True or with several bounds"
+        raise ValueError(f"{given}; expected whole steps and a single bound to start from" + ON_CLIPPING)
     bound = float(max_norm) if clip.bound is None else clip.bound
     return parts_of(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """The M rows that enter the sum.
+    """The M rows that enter the sum."""
 
-    norms: the norms of all samples or of all groups, NaN for those that don't enter the sum
-    where: the places of the M rows among these; None if all enter
-    parts: the rows of each part that is bounded separately
-    by_part: their norms, M each
-    """
-
-    norms: Tensor
-    where: Tensor | None
-    parts: list[PerSampleGrads]
-    by_part: list[Tensor]
+    norms: Tensor  # of all samples or of all groups, NaN for those that don't enter the sum
+    where: Tensor | None  # the places of the M rows among these; None if all enter
+    parts: list[PerSampleGrads]  # the rows of each part that is bounded separately
+    by_part: list[Tensor]  # their norms, M each
 
     def placed(self, x: Tensor) -> Tensor:
         """M numbers at their places, and zeros elsewhere."""
@@ -257,20 +234,12 @@ class _Taken:
         return found
 
 
-def _taken(
-    grads: PerSampleGrads,
-    parts: list[Part],
-    groups: Tensor | None,
-    mask: Tensor | None,
-    budget: int,
-) -> _Taken:
+def _taken(grads: PerSampleGrads, parts: list[Part], groups: Tensor | None, mask: Tensor | None, budget: int) -> _Taken:
     if groups is not None:
         grads.group(groups)  # checks them
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (grads.samples,) or mask.dtype != torch.bool):
-        raise ValueError(
-            f"clip_and_noise_ was given mask={kind_of(mask)}; expected {grads.samples} booleans, one for each sample of the "
-            "batch, including padding" + ON_CLIPPING
-        )
+        expected = f"{grads.samples} booleans, one for each sample, including padding"
+        raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
         return [whole] if len(parts) == 1 else [whole._part([n for n in part.names if n in whole]) for part in parts]
@@ -298,23 +267,19 @@ def _taken(
 def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
     """Raises ValueError, on all processes, if a group's samples are on several processes."""
     if grouped not in (0, processes):
-        raise ValueError(
-            f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
-            + ON_CLIPPING
-        )
+        given = f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes"
+        raise ValueError(f"{given}; expected all or none" + ON_CLIPPING)
     if groups is None or spread.mesh is None:
         return
     names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
     if (counts > 1).any():
-        raise ValueError(
-            f"clip_and_noise_: the samples of groups {names[counts > 1].tolist()[:10]} are on several processes, and each "
-            "process would clip its own part. Send all samples of a group to one process." + ON_CLIPPING
-        )
+        apart = f"the samples of groups {names[counts > 1].tolist()[:10]} are on several processes"
+        raise ValueError(f"clip_and_noise_: {apart}. Send all samples of a group to one process." + ON_CLIPPING)
 
 
 def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
     """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
-    is_shared, on = bool(spread.groups()), next((p.device for p in model.parameters()), torch.device("cpu"))
+    is_shared, on = spread.mesh is not None, next((p.device for p in model.parameters()), torch.device("cpu"))
     if noise is None:
         noise = Stream.secret()
     elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's

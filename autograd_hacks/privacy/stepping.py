@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.trees import stepped_outside
+from autograd_hacks.verbs.arguments import some
 
 PART = 2**16
 """How many numbers of a gradient are read at once: more of them would not fit into a processor's cache."""
@@ -70,7 +70,6 @@ class NoisyGrads:
     def note(self, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
         """Takes what is in ``.grad`` for the gradient of a private step.
 
-        step: the step's number
         scaler: the GradScaler that will unscale ``.grad``, which is multiplied by its scale for that
         """
         self._step, self._due, self._done = step, {}, set()
@@ -105,27 +104,24 @@ class NoisyGrads:
         """Raises RuntimeError unless the gradients that an optimizer finds are those of the last private step."""
         ours, kind = [p for p in _parameters(optimizer) if p in names and p.grad is not None], type(optimizer).__name__
         if unknown := [names[p] for p in ours if p not in self._due]:
-            raise RuntimeError(
-                f"optimizer.step() ({kind}) found a gradient without noise, of {_list(unknown)}; expected the gradient of a "
-                "private step. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE
-            )
+            found = f"optimizer.step() ({kind}) found a gradient without noise, of {some(unknown)}"
+            raise RuntimeError(f"{found}. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE)
         if used := [names[p] for p in ours if p in self._done]:
             raise RuntimeError(
-                f"optimizer.step() ({kind}) would step {_list(used)} a second time by the gradient of private step "
-                f"{self._step}; expected one step for each gradient. Call optimizer.step() once after each private.step() "
-                "that returns a PrivateStep, and optimizer.zero_grad() after it" + ON_PRIVATE
+                f"optimizer.step() ({kind}) would step {some(used)} a second time by the gradient of private step "
+                f"{self._step}. Call it once after a private.step() that returns a PrivateStep, then zero_grad()"
+                + ON_PRIVATE
             )
         unscales = getattr(optimizer, "grad_scale", None) is not None
-        found = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
+        sums = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
         # Sums are compared on their device, so that only one number has to come from there.
-        same = [x.new_zeros((), dtype=torch.bool) if due is None else x == due for x, due in found]
+        same = [x.new_zeros((), dtype=torch.bool) if due is None else x == due for x, due in sums]
         if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
             return
         changed = [names[p] for p, x in zip(ours, same) if not x]
         raise RuntimeError(
             f"optimizer.step() ({kind}) found a gradient that is not the one of private step {self._step}, of "
-            f"{_list(changed)}: it was changed after its noise was added, so the step would be another than the one that "
-            "PrivateTraining describes. Samples are clipped already. Turn off what clips or divides .grad: "
+            f"{some(changed)}: it was changed after its noise was added. Turn off what clips or divides .grad: "
             "clip_grad_norm_ and clip_grad_value_ (torch's and accelerate's), max_grad_norm, gradient_clip_val, "
             "GradientNormClipping, a division by the number of micro-batches. If there is a GradScaler, give it to "
             "private.backward and private.step, and step by scaler.step(optimizer)" + ON_PRIVATE
@@ -137,50 +133,31 @@ def check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, 
     if others := [tuple(p.shape) for own in optimizers for p in stepped_outside(model, own)]:
         raise ValueError(
             f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
-            f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "
-            "that has all of them, or freeze the others." + ON_PRIVATE
+            f"{others[:3]}, without clipping and noise. Attach the module that has all of them, or freeze them." + ON_PRIVATE
         )
-
-
-def scale_of(told: float | Tensor | None, scaler: torch.amp.GradScaler | None) -> float | Tensor:
-    """The factor of the losses.  Raises ValueError if there is a scaler and nobody told whether it has scaled them."""
-    if told is None and scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "step() was given a scaler after a backward pass of your own. Expected to be told whether that loss was scaled, "
-            "because scaled gradients would be clipped at another norm. Call private.backward(losses, scaler), or "
-            "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if it was not scaled" + ON_PRIVATE
-        )
-    return 1.0 if told is None else told
 
 
 def check_accumulation(optimizers: tuple[torch.optim.Optimizer, ...], is_last: bool, is_divided: bool) -> None:
     """Raises an error if accelerate accumulates gradients otherwise than the private step does.
 
-    is_last: whether the step's last micro-batch is at hand, after which optimizers must step
-    is_divided: whether the loss went through accelerate's own backward, for all that is known
+    is_last: whether optimizers must step after this micro-batch    is_divided: whether accelerate's backward may have run
     """
     for state in [getattr(optimizer, "gradient_state", None) for optimizer in optimizers]:  # of accelerate's optimizers
         if state is not None and is_divided and state.num_steps > 1:
             raise ValueError(
                 f"step(): accelerator.backward divides the loss by gradient_accumulation_steps={state.num_steps}, so "
-                "samples would be clipped at another norm. Use private.backward(losses), and Accelerator() without "
-                "gradient_accumulation_steps: the loader's parts= or micro_batch_size= accumulates" + ON_PRIVATE
+                "samples are clipped at another norm. Leave it out: loader(parts=) or (micro_batch_size=) accumulates"
+                + ON_PRIVATE
             )
         if state is not None and is_last and not state.sync_gradients:
             raise RuntimeError(
-                "step(): this is the step's last micro-batch, but within accelerator.accumulate() the next optimizer.step() "
-                "does nothing, so a noisy gradient would be lost. Leave accumulate() out: private.step() returns None until "
-                "the optimizer must step" + ON_PRIVATE
+                "step(): within accelerator.accumulate() the next optimizer.step() does nothing, so a noisy gradient would "
+                "be lost. Leave accumulate() out: private.step() returns None until the optimizer must step" + ON_PRIVATE
             )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _list(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first!r}" + (f" and {len(others)} other parameters" if others else "")
 
 
 def _sum(g: Tensor) -> Tensor:

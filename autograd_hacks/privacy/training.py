@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,13 @@ from autograd_hacks.capture.hooks import Hooked, add_hooks, clear_backprops, rec
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.accounting import Accountant, History, add_step, noise_for, spent
+from autograd_hacks.privacy.accounting import Accountant, History, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
 from autograd_hacks.privacy.noise import SecureNoise, seed_of
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, PrivateLoader, Users, check_data
+from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
-from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers, scale_of
+from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.support.draws import Noise
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
 from autograd_hacks.verbs.arguments import check_state
@@ -47,13 +46,12 @@ class PrivateTraining:
     resumes from a checkpoint has the same bits.  ``history`` lists (noise multiplier, sampling rate, number of steps) of the
     steps so far, and ``planned`` is the number of steps that may spend ``epsilon``.
 
-    max_norm: as in `clip_and_noise_`
+    max_norm, clip: as in `clip_and_noise_`
     noise_multiplier: as in `clip_and_noise_`; or give ``epsilon`` and ``steps``
     expected_batch_size: as in `clip_and_noise_`; with ``groups`` it counts users
     delta: δ of (ε, δ)-differential privacy, below 1 / size of the data, or below 1 / number of users
     epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
     steps: how many steps may spend ``epsilon``
-    clip: as in `clip_and_noise_`
     seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
     operating system. A seed below 2⁶⁴ warns. A larger one protects only if it was drawn at random: ``secrets.randbits(128)``
     secure: draw noise by `SecureNoise`, which can't be repeated
@@ -86,21 +84,15 @@ class PrivateTraining:
         groups: Tensor | Sequence[Any] | None = None,
         per_user: int | None = None,
     ) -> None:
+        wrong = ""
         if (noise_multiplier is None) == (epsilon is None):
-            raise ValueError(
-                f"PrivateTraining was given noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected exactly one"
-                + ON_PRIVATE
-            )
-        if isinstance(clip, QuantileClip) and isinstance(max_norm, Mapping):
-            raise ValueError(
-                f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
-                + ON_PRIVATE
-            )
-        if groups is None and per_user is not None:
-            raise ValueError(
-                f"PrivateTraining was given per_user={per_user} without groups; expected groups=, each sample's user"
-                + ON_PRIVATE
-            )
+            wrong = f"noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected exactly one"
+        elif isinstance(clip, QuantileClip) and isinstance(max_norm, Mapping):
+            wrong = f"a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
+        elif groups is None and per_user is not None:
+            wrong = f"per_user={per_user} without groups; expected groups=, each sample's user"
+        if wrong:
+            raise ValueError(f"PrivateTraining was given {wrong}" + ON_PRIVATE)
         check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
@@ -129,10 +121,7 @@ class PrivateTraining:
         return sum(steps for _, _, steps in self.history)
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> PrivateTraining:
-        """Hooks the model for private steps.  As a context it removes the hooks at the end.
-
-        model: the model to train
-        optimizers: its optimizers
+        """Hooks the model for private steps of its optimizers.  As a context it removes the hooks at the end.
 
         Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
@@ -183,8 +172,7 @@ class PrivateTraining:
         padded: pad every micro-batch to ``micro_batch_size``, so that all have one shape
         first: the step at which epoch 0 began, for trainers that call ``set_epoch``. By default the step at which epochs of
         this length began
-        ahead: how many micro-batches may be prefetched before their `step`
-        options: of ``DataLoader``
+        ahead: how many micro-batches may be prefetched before their `step`    options: of ``DataLoader``
         """
         size, unit = check_data(data, options), "samples"
         if padded and micro_batch_size is None:
@@ -192,21 +180,14 @@ class PrivateTraining:
         if self._users is not None:
             self._users.check(size, micro_batch_size)
             size, unit = len(self._users), "users"
-        if self.size not in (None, size):
-            raise ValueError(
-                f"loader was given {size} {unit}, but the training began with {self.size}; expected the same data, because "
-                "the steps so far are counted for it" + ON_PRIVATE
-            )
+        self._check_size(size, f"loader was given {size} {unit}")
         if self.expected_batch_size is None or not 0 < self.expected_batch_size <= size:
-            raise ValueError(
-                f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}; "
-                f"expected a number above 0 and at most {size}" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} {unit}"
+            raise ValueError(f"{given}; expected a number above 0 and at most {size}" + ON_PRIVATE)
         if self.delta >= 1 / size:
-            raise ValueError(
-                f"PrivateTraining was given delta={self.delta} for {size} {unit}; expected less than 1 / {size}: otherwise "
-                f"publishing one of the {unit} whole would count as private" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given delta={self.delta} for {size} {unit}"
+            why = f"otherwise publishing one of the {unit} whole would count as private"
+            raise ValueError(f"{given}; expected less than 1 / {size}: {why}" + ON_PRIVATE)
         self.size, self._ahead, rank, world = size, ahead, 0, 1
         if has_processes():
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -216,20 +197,16 @@ class PrivateTraining:
             dist.broadcast_object_list(shared)
             self._seed = shared[0]
         epoch = ceil(size / float(self.expected_batch_size)) if steps is None else steps
+        seed, done, begins = lambda: self._seed, lambda: self.steps, self._first if first is None else lambda _: first
+        share = rank, world
         batches = PoissonBatches(
-            size,
-            self.rate,
-            epoch,
-            lambda: self._seed,
-            lambda: self.steps,
-            parts,
-            micro_batch_size,
-            (rank, world),
-            padded,
-            self._first if first is None else lambda _: first,
-            self._users,
+            size, self.rate, epoch, seed, done, parts, micro_batch_size, share, padded, begins, self._users
         )
         return PrivateLoader(data, batches, self._marks.append, self._begin, **options)
+
+    def _check_size(self, size: int | None, given: str) -> None:
+        if self.size is not None and size not in (None, self.size):
+            raise ValueError(f"{given}, but the training began with {self.size}; expected the same data" + ON_PRIVATE)
 
     def _first(self, length: int) -> int:
         if length != self._epochs[1]:
@@ -250,10 +227,8 @@ class PrivateTraining:
             assert self.noise_multiplier is not None
             return float(self.noise_multiplier)
         if self.planned is None:
-            raise ValueError(
-                f"PrivateTraining was given epsilon={self._target} without steps; expected how many steps may spend it: "
-                "PrivateTraining(..., steps=...)" + ON_PRIVATE
-            )
+            given = f"PrivateTraining was given epsilon={self._target} without steps"
+            raise ValueError(f"{given}; expected how many steps may spend it" + ON_PRIVATE)
         target, rate = self._target, self.rate
         asked = [target, self.delta, rate, self.planned]
         if self._noise is None or self._noise[0] != asked:
@@ -265,8 +240,7 @@ class PrivateTraining:
     def backward(self, losses: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Runs the backward pass of a micro-batch.
 
-        losses: N losses, one for each sample
-        scaler: the GradScaler that scales them
+        losses: N losses, one for each sample    scaler: the GradScaler that scales them
         """
         scaled = losses if scaler is None else scaler.scale(losses)
         self._scale = 1.0 if scaler is None else scaler.get_scale()
@@ -291,23 +265,28 @@ class PrivateTraining:
         is_told = all(recorded.losses for recorded in recorder.record.passes)
         if self.loss_type is None and not is_told:
             raise ValueError(
-                "step() doesn't know each sample's loss. Give N losses to private.backward(losses). A mean over tokens, or "
-                "with class weights or ignored targets, divides each sample's loss by a number that depends on the others, "
-                "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
-                "PrivateTraining(loss_type='mean')." + ON_PRIVATE
+                "step() doesn't know each sample's loss. Give N losses to private.backward(losses). If the loss is a plain "
+                "mean over samples, use PrivateTraining(loss_type='mean'): not for one over tokens, or with class weights "
+                "or ignored targets, which divides each sample's loss by a number that depends on others." + ON_PRIVATE
             )
         check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         mark.check(sum(segment.batch_size() for segment in recorder.record.segments))
         check_accumulation(self._optimizers, mark.is_last, not is_told and scale is None)
-        factor = scale_of(self._scale if scale is None else scale, scaler)
+        scale = self._scale if scale is None else scale
+        if scale is None and scaler is not None and scaler.is_enabled():
+            raise ValueError(
+                "step() was given a scaler after a backward pass of your own. Call private.backward(losses, scaler), or "
+                "private.step(scale=scaler.get_scale(), scaler=scaler); with scale=1 if that loss was not scaled"
+                + ON_PRIVATE
+            )
         if mark.world > 1 or has_processes():
             self._check_spread(self._model, mark)
         self._noisy.forget()
         for p, own in self._sums:
             p.grad = own
         self._sums = []
-        self._parts.append(self._clipped(self._model, mark, factor)._first(mark.units))
+        self._parts.append(self._clipped(self._model, mark, 1.0 if scale is None else scale)._first(mark.units))
         self._scale = None
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
@@ -316,7 +295,9 @@ class PrivateTraining:
                 p.grad = None
             return None
         whole, self._parts = together(self._parts), []
-        add_step(self.history, self.multiplier, mark.rate)
+        kind = self.multiplier, mark.rate
+        before = self.history.pop()[2] if self.history and self.history[-1][:2] == kind else 0
+        self.history.append((*kind, before + 1))
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or Stream.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
@@ -336,8 +317,7 @@ class PrivateTraining:
         if not self._marks and not self._pieces:
             raise RuntimeError(
                 "step() found no batch from this training's loader. Draw batches by private.loader(data), and call step() "
-                "once for each: epsilon is computed for Poisson sampling and does not hold for other batches, such as a "
-                "shuffled loader's" + ON_PRIVATE
+                f"once for each: {OF_POISSON}" + ON_PRIVATE
             )
         return (self._pieces or self._marks)[0]
 
@@ -347,20 +327,17 @@ class PrivateTraining:
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
                 f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {held} batches of the "
-                "loader are waiting; expected one call for each batch of the loader, in order. If something fetches n "
-                "batches at once, use private.loader(data, ahead=n)" + ON_PRIVATE
+                "loader wait; expected one call for each, in order. If n are fetched at once: loader(data, ahead=n)"
+                + ON_PRIVATE
             )
         if mark.rate != self.rate:
             raise RuntimeError(
-                f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but "
-                f"expected_batch_size={self.expected_batch_size} now means {self.rate:.6g}, so epsilon would be wrong. "
-                "Change it between passes only, and call loader(data) for the next pass" + ON_PRIVATE
+                f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but expected_batch_size="
+                f"{self.expected_batch_size} means {self.rate:.6g}. Change it before loader(data) only" + ON_PRIVATE
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
-            raise RuntimeError(
-                f"step(): the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend "
-                "more. Plan for more steps from the start: PrivateTraining(..., epsilon=, steps=)" + ON_PRIVATE
-            )
+            done = f"the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend more"
+            raise RuntimeError(f"step(): {done}. Plan for more from the start: steps=" + ON_PRIVATE)
         return mark
 
     def _check_spread(self, model: nn.Module, mark: Mark) -> None:
@@ -369,22 +346,20 @@ class PrivateTraining:
         over = 1 if mesh is None else mesh.size()
         if over != mark.world:
             raise ValueError(
-                f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}; "
-                "expected the same number, because otherwise samples are left out or counted twice. Wrap the model by "
-                "DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
+                f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}. Wrap "
+                "it by DistributedDataParallel or fully_shard over all processes." + ON_PRIVATE
             )
 
     def _clipped(self, model: nn.Module, mark: Mark, scale: float | Tensor) -> PrivateStep:
-        expected: Any = self.expected_batch_size  # the loader needs it
-        clip: Any = self.clip
-        bound: Any = self.max_norm
+        expected, bound, clip = cast(Any, (self.expected_batch_size, self.max_norm, self.clip))  # the loader needs the first
         multiplier = self.multiplier if mark.is_last else 0.0
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
-        noise: Noise = self._secure or Stream.of(self._seed, "noise", mark.step)
+        noise = self._secure or Stream.of(self._seed, "noise", mark.step)
+        groups = None if mark.users is None else torch.tensor(mark.users, dtype=torch.long, device="cpu")
         return clip_and_noise_(
-            model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
-            mask=mark.mask(), scale=scale,
+            model, bound, multiplier, expected, groups, noise, bool(self._parts), self.loss_type, clip=clip,
+            mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,
         )  # fmt: skip
 
     def _split(self, most: int) -> list[int]:
@@ -414,9 +389,7 @@ class PrivateTraining:
         Raises RuntimeError between the micro-batches of a step.
         """
         if self._parts:
-            raise RuntimeError(
-                "state_dict() was called between the micro-batches of a step; call it after a whole step" + ON_PRIVATE
-            )
+            raise RuntimeError("state_dict() must not be called between the micro-batches of a step" + ON_PRIVATE)
         return {
             "seed": self._seed,
             "history": list(self.history),
@@ -429,11 +402,7 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint's state.  Raises ValueError if it had other data or another kind of clip."""
         check_state("PrivateTraining", state, self.state_dict(), ON_PRIVATE)
-        if self.size is not None and state["size"] not in (None, self.size):
-            raise ValueError(
-                f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "
-                f"{self.size}; expected the same data, because the steps so far are counted for it" + ON_PRIVATE
-            )
+        self._check_size(state["size"], f"load_state_dict was given the state of a training on {state['size']} samples")
         if (state["clip"] is not None) != isinstance(self.clip, QuantileClip):
             raise ValueError(f"load_state_dict: the state is of another kind of clip than {self.clip!r}" + ON_PRIVATE)
         self._seed, self.size = state["seed"], state["size"]

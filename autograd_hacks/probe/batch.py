@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from itertools import combinations, zip_longest
 from math import comb
 from typing import Any
@@ -22,12 +22,22 @@ BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
 for positional arguments, like vmap's ``in_dims``, or a dictionary for keyword arguments."""
 
 
+_LEAVES = {Tensor, type(None), bool, int, float, str}
+
+
+@lru_cache(maxsize=64)
+def _spec_of_leaves(count: int, *names: str) -> TreeSpec:
+    """The tree of so many arguments and of arguments with names, each of which is a leaf."""
+    return tree_flatten(((0,) * count, dict.fromkeys(names, 0)))[1]
+
+
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one forward."""
 
     leaves: list[Any]  # of the tree of arguments
     spec: TreeSpec  # the tree
+    tree: Hashable  # the same, to be compared
     lists: frozenset[int]  # the lengths of lists of tensors among them, which may hold a sample each
     axes: list[int | None] | None  # for each leaf the axis of its samples or None, if the user gave them; else None
 
@@ -37,7 +47,12 @@ class Batch:
 
         names: of the positional arguments
         """
-        leaves, spec = tree_flatten(unpacked((args, kwargs)), is_leaf=is_packed)
+        if all(type(x) in _LEAVES for x in (*args, *kwargs.values())):  # torch's tree functions take 30 µs
+            tree: Hashable = (len(args), *kwargs)
+            leaves, spec = [*args, *kwargs.values()], _spec_of_leaves(len(args), *kwargs)
+        else:
+            leaves, spec = tree_flatten(unpacked((args, kwargs)), is_leaf=is_packed)
+            tree = spec
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
         lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
         if batch_dim is None or isinstance(batch_dim, int):
@@ -47,7 +62,7 @@ class Batch:
                     f"batch_dim is {batch_dim}, but the model's arguments have the shapes {[*map(tuple, tensors)]}; "
                     "expected the axis of theirs that has the samples." + ON_BATCH
                 )
-            return Batch(leaves, spec, lists, None)
+            return Batch(leaves, spec, tree, lists, None)
         axes = _axes_of(batch_dim, args, kwargs, names)
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
         if len(sizes) > 1 or None in sizes:
@@ -55,7 +70,7 @@ class Batch:
                 f"batch_dim is {batch_dim!r}, but the model's arguments have the sizes {sizes} there; expected one size, "
                 "the number of samples. Use None for an argument without a batch." + ON_BATCH
             )
-        return Batch(leaves, spec, lists, axes)
+        return Batch(leaves, spec, tree, lists, axes)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as given to the forward."""
@@ -84,24 +99,20 @@ class Batch:
             (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
-    def axes_of_samples(self, axis: int | None, samples: int) -> list[int | None]:
-        """For each leaf the axis of its samples; None if it has none."""
+    def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
+        """For each leaf the axis of its samples; None if it has none.
+
+        with_masks: False leaves out masks over T = N positions: square matrices of booleans, or of 0 and -inf only, unless
+        they are the first tensor with samples
+        """
         if self.axes is not None:
             return self.axes
         sizes = [None if axis is None else _size(leaf, axis) for leaf in self.leaves]
         axes = [axis if size == samples else None for size in sizes]
-        first = next((n for n, at in enumerate(axes) if at is not None), 0)
-        return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(axes)]
-
-    def replaceable(self, axis: int | None, samples: int) -> list[int | None]:
-        """Like `axes_of_samples`, but without masks over T = N positions.
-
-        Square matrices of booleans, or of 0 and -inf only, count as masks, unless they are the first tensor with samples."""
-        axes = self.axes_of_samples(axis, samples)
-        first = next((n for n, at in enumerate(axes) if at is not None), 0)
-        if self.axes is not None:
-            return axes
-        return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(axes)]
+        first, is_odd = next((n for n, at in enumerate(axes) if at is not None), 0), [*map(_counts_up, self.leaves)]
+        if not with_masks:
+            is_odd = [own or _is_mask(leaf) for own, leaf in zip(is_odd, self.leaves)]
+        return [None if n != first and is_odd[n] else at for n, at in enumerate(axes)]
 
     def replaced(
         self, axis: int | None, kept: Tensor, shift: int, by_list: bool = False
@@ -122,7 +133,7 @@ class Batch:
             swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
             is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
             return None if is_same else swapped
-        axes = self.replaceable(axis, samples)
+        axes = self.axes_of_samples(axis, samples, with_masks=False)
         taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         has_lists = self.has_lists(samples)
@@ -164,7 +175,7 @@ class Batch:
         Size 1 counts, because such an axis may be no batch.  It also counts which arguments are one tensor."""
         first: dict[int, int] = {}
         which = [first.setdefault(id(x), n) for n, x in enumerate(self.leaves) if isinstance(x, Tensor)]
-        return self.spec, tuple(map(_kind, self.leaves)), tuple(which)
+        return self.tree, tuple(map(_kind, self.leaves)), tuple(which)
 
 
 FEW = 4096
@@ -198,7 +209,11 @@ def _taken(leaf: Any, axis: int, donors: Tensor) -> Any:
         others = leaf.data.detach().roll(1, 0).where(rows.view(-1, *[1] * (leaf.data.ndim - 1)), leaf.data.detach())
         return leaf._replace(data=others.requires_grad_(leaf.data.requires_grad))
     if leaf.layout != torch.strided:
-        return _laid_out(leaf, _taken(leaf.detach().to_dense(), axis, donors)).requires_grad_(leaf.requires_grad)
+        dense, blocks = _taken(leaf.detach().to_dense(), axis, donors), (torch.sparse_bsr, torch.sparse_bsc)
+        if leaf.layout == torch.sparse_coo:
+            return dense.to_sparse(leaf.sparse_dim()).requires_grad_(leaf.requires_grad)
+        size = tuple(leaf.values().shape[1:3]) if leaf.layout in blocks else None
+        return dense.to_sparse(layout=leaf.layout, blocksize=size).requires_grad_(leaf.requires_grad)
     # Keep the order in memory: otherwise other kernels may give the same numbers with other digits.
     plain = leaf.detach().as_subclass(Tensor)
     taken = torch.empty_like(plain).copy_(plain.index_select(axis, donors.to(leaf.device)))
@@ -210,24 +225,18 @@ def _dense(leaf: Any) -> Tensor:
     return leaf if leaf.layout == torch.strided else leaf.to_dense()
 
 
-def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
-    """A tensor with the same sparsity as another."""
-    if like.layout == torch.sparse_coo:
-        return dense.to_sparse(like.sparse_dim())
-    if like.layout in (torch.sparse_bsr, torch.sparse_bsc):
-        return dense.to_sparse(layout=like.layout, blocksize=tuple(like.values().shape[1:3]))
-    return dense.to_sparse(layout=like.layout)
-
-
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
     by_position, by_name = batch_dim, dict[str, Any].fromkeys(kwargs)
     if isinstance(batch_dim, dict):
         by_position = [batch_dim.get(name) for name, _ in zip_longest(names[: len(args)], args)]
         by_name = {name: batch_dim.get(name) for name in kwargs}
     axes: list[int | None] = []
+
+    def add(axis: int | None, part: Any) -> None:
+        leaves = tree_leaves(part, is_packed)
+        axes.extend(axis if isinstance(x, Tensor) or is_packed(x) or len(leaves) == 1 else None for x in leaves)
+
     for prefix, tree in ((tuple(by_position), args), (by_name, kwargs)):
-        flat: list[int | None] = []
-        add = partial(_add_axes, flat)
         try:
             tree_map_(add, unpacked(prefix), unpacked(tree))
         except ValueError:
@@ -236,13 +245,7 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional arguments, or a dictionary."
                 + ON_BATCH
             ) from None
-        axes += flat
     return axes
-
-
-def _add_axes(axes: list[int | None], axis: int | None, part: Any) -> None:
-    leaves = tree_leaves(part, is_packed)
-    axes += [axis if isinstance(leaf, Tensor) or is_packed(leaf) or len(leaves) == 1 else None for leaf in leaves]
 
 
 def _size(leaf: Any, axis: int) -> int | None:

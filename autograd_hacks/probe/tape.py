@@ -312,18 +312,7 @@ def numbers_in(given: Any) -> Iterator[int]:
             yield from numbers_in(x)
 
 
-_TORCHS = {
-    "aten",
-    "prim",
-    "prims",
-    "c10d",
-    "_c10d_functional",
-    "inductor",
-    "mkldnn",
-    "quantized",
-    "torchvision",
-    "autograd_hacks",
-}
+_TORCHS = frozenset("aten prim prims c10d _c10d_functional inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905
 """Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""

@@ -17,7 +17,6 @@ from autograd_hacks.reading.certificate import agree, received_by, rounded_by
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made
 from autograd_hacks.support.parts import undivided
-from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 
@@ -44,7 +43,7 @@ def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, s
         layout, like = place.layouts[hook.slot], made(node)[hook.number]
         if layout is None and place.labels is None:
             return {}
-        g = random_like(like, draws).reshape(hook.shape)
+        g = torch.randn(like.shape, generator=draws, dtype=like.dtype, device="cpu").to(like.device).reshape(hook.shape)
         each = w[place.labels].view(-1, *[1] * (g.ndim - 1)).to(g) if layout is None else layout.over(g, w.to(g))
         grads[hook.slot] = g
         given[Value(node, hook.number)] = [(each * g).reshape(tuple(like.shape))]

@@ -151,18 +151,14 @@ class Table:
 
     def html(self) -> str:
         """The table for a notebook, in the notebook's colours."""
-        lines = [
-            "<tr>" + "".join(_cell(tag, cell) for cell in cells) + "</tr>"
-            for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shortened() if self.rows else ())
-        ]
+        lines = []
+        for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shortened() if self.rows else ()):
+            spaces = ["pre" if len(text) <= 40 else "pre-wrap; min-width: 16em" for text in cells]  # long text wraps
+            shown = (f'<{tag} style="{_CELL}{space}">{escape(text)}</{tag}>' for text, space in zip(cells, spaces))
+            lines.append(f"<tr>{''.join(shown)}</tr>")
         table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>" if lines else ""
         before, after = (f"<p>{escape(x)}</p>".replace("\n", "<br>") if x else "" for x in (self.title, self.note))
         return f'<div style="overflow-x: auto">{before}{table}{after}</div>'
-
-
-def _cell(tag: str, text: str) -> str:
-    space = "pre" if len(text) <= 40 else "pre-wrap; min-width: 16em"  # long text wraps
-    return f'<{tag} style="{_CELL}{space}">{escape(text)}</{tag}>'
 
 
 class Shown:

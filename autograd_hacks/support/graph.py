@@ -71,17 +71,6 @@ class Graph:
                     self.takers.setdefault(Value(ahead, number), []).append(Taker(node, place))
                     waiting.append(ahead)
 
-    def above(self, nodes: Iterable[Node]) -> set[Node]:
-        """The nodes that lead to given ones."""
-        found, waiting = set[Node](), list(nodes)
-        while waiting:
-            node = waiting.pop()
-            values = [Value(node, number) for number in range(len(made(node)))]
-            new = {taker.node for value in values for taker in self.takers.get(value, ())} - found
-            found |= new
-            waiting += new
-        return found
-
 
 def shape_of(value: Value) -> torch.Size:
     return torch.Size(_made_at(value).shape)

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import (
     TreeSpec,
     register_pytree_node,

@@ -10,7 +10,7 @@ from pathlib import Path
 from autograd_hacks.errors import EXPLAINED
 
 PACKAGE = Path(__file__).parent.parent
-UNDERLINE = re.compile(r"([=\-~^])\1+$")
+HEADING = re.compile(r"^(\S.*)\n(([=\-~^])\3+)$", re.MULTILINE)
 ROLES = [
     (re.compile(r"``([^`]+)``(?=  )"), r"\1    "),  # in a table: the columns stay aligned
     (re.compile(r":doc:`([^`<]+) <([^`>]+)>`"), r"\1 (docs/\2.rst)"),
@@ -54,20 +54,13 @@ def explained(name: str) -> str:
 
 def section(page: str, title: str) -> str:
     """A section of a page with its subsections.  Raises KeyError if the page has no such section."""
-    lines, ranks, start, rank = page.splitlines(), [], None, 0
-    for number, line in enumerate(lines[1:], 1):
-        above = lines[number - 1]
-        if not UNDERLINE.match(line) or not above or above[0].isspace() or len(line) < len(above):
-            continue
-        if line[0] not in ranks:
-            ranks.append(line[0])
-        if start is not None and ranks.index(line[0]) <= rank:
-            return "\n".join(lines[start : number - 1]).rstrip()
-        if above == title and start is None:
-            start, rank = number - 1, ranks.index(line[0])
-    if start is None:
+    found = [mark for mark in HEADING.finditer(page) if len(mark[2]) >= len(mark[1])]
+    own = next((mark for mark in found if mark[1] == title), None)
+    if own is None:
         raise KeyError(f"the page has no section {title!r}")
-    return "\n".join(lines[start:]).rstrip()
+    ranks = list(dict.fromkeys(mark[3] for mark in found))
+    behind = [mark for mark in found if mark.start() > own.start() and ranks.index(mark[3]) <= ranks.index(own[3])]
+    return page[own.start() : behind[0].start() if behind else None].rstrip()
 
 
 def plain(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b, sha256
 from itertools import accumulate
 from math import factorial, log, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,12 +200,6 @@ def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dty
     found = found.flatten()[:count].sub_(32767.5).mul_(3**0.5 / 2**15)  # the difference is exact
     found = torch.view_as_complex(found.view(-1, 2)) if dtype.is_complex else found
     return found.view(shape).to(dtype)
-
-
-def random_like(like: Any, draws: torch.Generator) -> Tensor:
-    """`noise` of a tensor's shape, dtype and device, under a key that a generator of the CPU's draws."""
-    key = int(torch.randint(2**63 - 1, (), generator=draws, device="cpu"))
-    return noise(like.shape, key, like.device, like.dtype)
 
 
 def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Tensor]:

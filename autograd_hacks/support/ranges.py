@@ -17,13 +17,13 @@ from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.trees import unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
-_CONTAINERS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "": ("a {}", ()),
-    "dictionary": ("a {}, or a dictionary of such", (Mapping,)),
-    "list": ("a list, each a {}", (list, tuple)),
-    "tree": ("a {}, or a tree of such", ()),
+_CONTAINERS: dict[str, tuple[str, Callable[[Any], list[Any] | None]]] = {
+    "": ("a {}", lambda x: [x]),
+    "dictionary": ("a {}, or a dictionary of such", lambda x: [*x.values()] if isinstance(x, Mapping) else [x]),
+    "list": ("a list, each a {}", lambda x: [*x] if isinstance(x, list | tuple) else None),
+    "tree": ("a {}, or a tree of such", lambda x: [own for own in tree_leaves(unpacked(x)) if own is not None]),
 }
-"""{name: what messages say, and its types}.  In a tree, None stands for no number."""
+"""{name: what messages say, and the numbers of a value; None if it is no such container}.  A tree needn't have any."""
 
 
 def is_number(value: object) -> bool:
@@ -46,8 +46,8 @@ class Range:
     """
 
     def __init__(self, interval: str, inside: str = "", kind: str = "number") -> None:
-        text, self._types = _CONTAINERS[inside]
-        self.text, self._inside = text.format(f"{kind} in {interval}"), inside
+        text, self._numbers_in = _CONTAINERS[inside]
+        self.text, self._is_tree = text.format(f"{kind} in {interval}"), inside == "tree"
         self.low, self.high = map(float, interval[1:-1].split(", "))
         self._ends = [bound for bound, end in ((self.low, interval[0]), (self.high, interval[-1])) if end in "[]"]
         self._fits = is_whole if kind.startswith("whole") else is_number
@@ -56,19 +56,14 @@ class Range:
 
     def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
         """None for a number in the range, ValueError for another number, TypeError for anything else."""
-        if self._inside == "tree":
-            errors = [self._of_one(x) for x in tree_leaves(unpacked(value)) if x is not None]
-            return next((error for error in errors if error), None)
-        if not isinstance(value, self._types):
-            return TypeError if self._inside == "list" else self._of_one(value)
-        held: Any = value.values() if isinstance(value, Mapping) else value
-        errors = [self._of_one(x) for x in held]
-        return next((error for error in errors if error), None if held else ValueError)
-
-    def _of_one(self, value: Any) -> type[TypeError | ValueError] | None:
-        if not self._fits(value):
+        if (held := self._numbers_in(value)) is None:
             return TypeError
-        return None if self.low < value < self.high or value in self._ends else ValueError
+        for x in held:
+            if not self._fits(x):
+                return TypeError
+            if not (self.low < x < self.high or x in self._ends):
+                return ValueError
+        return None if held or self._is_tree else ValueError
 
 
 def whole(interval: str, inside: str = "") -> Range:

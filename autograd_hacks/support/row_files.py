@@ -42,17 +42,9 @@ class RowFile:
 
     def __init__(self, path: Path, origin: str | None, weights: str = "") -> None:
         self.path, self._notes = path, path.with_name(path.name + NOTES)
-        self._batches, self._seen = 0, ""  # batches seen by this call, and their digest
-        self.progress: dict[str, Any] = {
-            "origin": origin,
-            "weights": weights,
-            "batches": 0,
-            "seen": "",
-            "rows": 0,
-            "shape": None,
-            "dtype": "",
-            "ended": False,
-        }
+        self._at = 0, ""  # how many batches this call has seen, and their digest
+        self.progress: dict[str, Any] = {"origin": origin, "weights": weights, "shape": None, "dtype": "", "ended": False}
+        self.progress |= {"rows": 0, "batches": 0, "seen": ""}
         if path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"over: out={str(path)!r}; expected a file name that ends with .npy or .safetensors; or a folder, without "
@@ -88,31 +80,35 @@ class RowFile:
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
 
-    def wants(self, batch: object) -> bool:
-        """Whether the rows of the next batch are needed: for a new batch, or for the file's last one, to compare them."""
-        self._batches, self._seen = self._batches + 1, digest_of(batch, before=self._seen)
-        if self._batches == self.progress["batches"] and self._seen != self.progress["seen"]:
+    def wants(self, at: tuple[int, str]) -> bool:
+        """Whether the rows of the next batch are needed: for a new batch, or for the file's last one, to compare them.
+
+        at: how many batches there are with it, and their digest
+        """
+        self._at, (count, seen) = at, at
+        if count == self.progress["batches"] and seen != self.progress["seen"]:
             raise self._refused(
                 "holds rows of other batches, or of the same batches in another order. To resume, the loader must not "
                 "shuffle: DataLoader(data, shuffle=False). Or delete the file and start again."
             )
-        return bool(self._batches >= self.progress["batches"])
+        return bool(count >= self.progress["batches"])
 
     def take(self, rows: Tensor) -> None:
         """Writes, or compares, the rows of the batch that `wants` was called for."""
-        if self._batches == self.progress["batches"]:
+        if self._at[0] == self.progress["batches"]:
             self._check_last(rows)
         else:
             self._append(rows)
 
     def end(self) -> Tensor:
         """All rows, as `rows` returns them.  Call it after the last batch."""
-        if self._batches < self.progress["batches"]:
+        if self._at[0] < self.progress["batches"]:
             raise self._refused(
-                f"holds rows of {self.progress['batches']} batches; the loader has {self._batches}. Delete the file"
+                f"holds rows of {self.progress['batches']} batches; the loader has {self._at[0]}. Delete the file"
             )
         if not self.progress.get("ended", False):
-            self._note({"ended": True})
+            self.progress["ended"] = True
+            self._note()
         return self.rows()
 
     def _append(self, rows: Tensor) -> None:
@@ -131,18 +127,17 @@ class RowFile:
                 f"{rows.dtype} of {tuple(rows.shape[1:])}. Delete it, or give another name"
             )
         end = _HEADER + self._size()
-        more = {"rows": self.progress["rows"] + len(rows), "batches": self._batches, "seen": self._seen, "ended": False}
-        self.progress = self.progress | more
+        count, seen = self._at
+        self.progress |= {"rows": self.progress["rows"] + len(rows), "batches": count, "seen": seen, "ended": False}
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(end)  # remove an incomplete batch
             file.seek(end)
             file.write(rows.numpy().tobytes())
             file.seek(0)
             file.write(self._header())
-        self._note({})
+        self._note()
 
-    def _note(self, more: dict[str, Any]) -> None:
-        self.progress = self.progress | more
+    def _note(self) -> None:
         draft = self._notes.with_suffix(f"{NOTES}.draft")
         draft.write_text(json.dumps(self.progress))
         draft.replace(self._notes)
@@ -193,8 +188,7 @@ class RowFile:
 class RowFiles:
     """Rows of one or several names, all of the same batches: a file for the name '', or a folder with a file for each name.
 
-    origin: as in `RowFile`
-    weights: as in `RowFile`
+    origin, weights: as in `RowFile`
     """
 
     def __init__(self, path: Path, origin: str, weights: str) -> None:
@@ -204,17 +198,16 @@ class RowFiles:
                 f"over: out={path} is a file, but verb returns rows of several names; expected a folder, without .npy"
                 + ON_DATA_SETS
             )
-        self.files = {name: RowFile(self._at(name), *self._given) for name in ([""] if self._is_one else names_in(path))}
-        self._batches, self._last = 0, object()  # the number of batches so far, and the last batch
-        self._wanted = set[str]()
+        self.files = {name: RowFile(self._path(name), *self._given) for name in ([""] if self._is_one else names_in(path))}
+        self._at, self._wanted = (0, ""), set[str]()
 
-    def _at(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         return self.path if self._is_one else self.path / f"{name}{SUFFIX}"
 
     def wants(self, batch: object) -> bool:
         """Whether any of the files needs the rows of the next batch, see `RowFile.wants`."""
-        self._wanted = {name for name, file in self.files.items() if file.wants(batch)}
-        self._batches, self._last = self._batches + 1, batch
+        self._at = self._at[0] + 1, digest_of(batch, before=self._at[1])
+        self._wanted = {name for name, file in self.files.items() if file.wants(self._at)}
         return bool(self._wanted) or not self.files
 
     def take(self, rows: Mapping[str, Tensor]) -> None:
@@ -230,8 +223,7 @@ class RowFiles:
             raise ValueError(
                 f"over: verb returned rows named {odd[0]!r}, which can't be the name of a file in {self.path}" + ON_DATA_SETS
             )
-        is_first = self._batches == 1
-        if not (self.files.keys() <= rows.keys() if is_first else self.files.keys() == rows.keys()):
+        if not (self.files.keys() <= rows.keys() if self._at[0] == 1 else self.files.keys() == rows.keys()):
             raise ValueError(
                 f"{self.path} holds rows named {sorted(self.files)} from another verb; this verb returned {sorted(rows)}. "
                 "Delete the folder, or give another name" + ON_DATA_SETS
@@ -239,8 +231,8 @@ class RowFiles:
         if not self._is_one:
             self.path.mkdir(parents=True, exist_ok=True)
         for name in rows.keys() - self.files.keys():
-            self.files[name] = RowFile(self._at(name), *self._given)
-            if self.files[name].wants(self._last):
+            self.files[name] = RowFile(self._path(name), *self._given)
+            if self.files[name].wants(self._at):
                 self._wanted.add(name)
         self.files = {name: self.files[name] for name in rows}  # in the verb's order
         for name in rows:

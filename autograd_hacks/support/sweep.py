@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointError, set_device_states
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
-from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
 from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
@@ -30,70 +30,53 @@ _IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackwa
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
 
-def _is_function(node: object) -> bool:
-    """Whether a node belongs to a torch.autograd.Function."""
-    return isinstance(node, BackwardCFunction)
-
-
 def sweep(
     given: Mapping[Value, Sequence[Tensor | None]],
     arrive: Callable[[Node, list[Grads]], None],
     ends: Collection[Node] = (),
-    wanted: Collection[Node] | None = None,
-    to_leaves: int | None = None,
 ) -> None:
     """Brings the gradients of several passes down to the leaves, all passes at once.
 
     given: by value, the gradients with which each pass begins
     arrive: called for each node before the node runs, with the gradients of each pass
     ends: nodes that are not called
-    wanted: nodes that are called, by default all
-    to_leaves: the only pass for which leaves need gradients, by default all passes
     """
-    with Switch.paused_here():  # checkpoints run the user's modules
-        as_one_pass(partial(_sweep, given, arrive, ends, wanted, to_leaves))
 
-
-def _sweep(
-    given: Mapping[Value, Sequence[Tensor | None]],
-    arrive: Callable[[Node, list[Grads]], None],
-    ends: Collection[Node],
-    wanted: Collection[Node] | None,
-    to_leaves: int | None,
-) -> None:
-    left = _dependencies([value.node for value in given], ends, wanted)
-    brought: dict[Node, list[Grads]] = {}
-    for value, grads in given.items():
-        _add(brought, value, grads)
-    ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
-    while ready:
-        node = ready.pop()
-        passes = brought.pop(node, None)
-        if passes is not None:
-            arrive(node, passes)
-        if type(node) is Leaf or node in ends or (wanted is not None and node not in wanted):
-            continue
-        if passes is not None and to_leaves is not None and all(type(a) is Leaf for a, _ in node.next_functions if a):
-            passes = [own if n == to_leaves else [None] * len(own) for n, own in enumerate(passes)]
-        found = None if passes is None else _call(node, passes)
-        for place, (ahead, number) in enumerate(node.next_functions):
-            if ahead is None:
+    def run() -> None:
+        left = _dependencies([value.node for value in given], ends)
+        brought: dict[Node, list[Grads]] = {}
+        for value, grads in given.items():
+            _add(brought, value, grads)
+        ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
+        while ready:
+            node = ready.pop()
+            passes = brought.pop(node, None)
+            if passes is not None:
+                arrive(node, passes)
+            if type(node) is Leaf or node in ends:
                 continue
-            if found is not None:
-                grads = [None if outs is None else outs[place] for outs in found]
-                if any(grad is not None for grad in grads):
-                    _add(brought, Value(ahead, number), grads)
-            left[ahead] -= 1
-            if not left[ahead]:
-                ready.append(ahead)
+            found = None if passes is None else _call(node, passes)
+            for place, (ahead, number) in enumerate(node.next_functions):
+                if ahead is None:
+                    continue
+                if found is not None:
+                    grads = [None if outs is None else outs[place] for outs in found]
+                    if any(grad is not None for grad in grads):
+                        _add(brought, Value(ahead, number), grads)
+                left[ahead] -= 1
+                if not left[ahead]:
+                    ready.append(ahead)
+
+    with Switch.paused_here():  # checkpoints run the user's modules
+        as_one_pass(run)
 
 
-def _dependencies(roots: Sequence[Node], ends: Collection[Node], wanted: Collection[Node] | None) -> dict[Node, int]:
+def _dependencies(roots: Sequence[Node], ends: Collection[Node]) -> dict[Node, int]:
     """By node, how many edges lead there from other nodes of the sweep."""
     left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
     while waiting:
         node = waiting.pop()
-        if node in ends or (wanted is not None and node not in wanted):
+        if node in ends:
             continue
         for ahead, _ in node.next_functions:
             if ahead is not None:
@@ -131,7 +114,7 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
     """The gradients that a node computes from those at its outputs."""
     if all(grad is None for grad in grads):
         return None
-    if not _is_function(node):
+    if not issubclass(type(node), BackwardCFunction):
         found = node(*grads)
         return found if isinstance(found, tuple) else (found,)
     if node.name() in _IDENTITIES:
@@ -139,7 +122,10 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
     zeros = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) if g is None else g for g, x in zip(grads, made(node)))
     with _put_back(node):
         found = node.apply(*zeros)
-    return _by_edge(node, found if isinstance(found, tuple) else (found,))
+    # The function returns a gradient for each argument of its forward, but only tensors have edges.
+    returned = zip(found if isinstance(found, tuple) else (found,), node.needs_input_grad)
+    of_tensors = iter([grad for grad, asks in returned if asks])
+    return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
 
 
 @contextmanager
@@ -164,16 +150,13 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def _by_edge(node: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    # The function returns a gradient for each argument of its forward, but only tensors have edges.
-    of_tensors = iter([grad for grad, asks in zip(found, node.needs_input_grad) if asks])
-    return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
-
-
 def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
     """The gradients that a node computes, for several passes."""
-    if node.name() == CHECKPOINT:
-        return _run_again(node, passes)
+    if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
+        raise UnseenGradient(
+            "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
+            "checkpoint(..., use_reentrant=False)."
+        )
     found, put_back = list[Sequence[Tensor | None] | None](), None
     for grads in passes:
         if put_back is not None:
@@ -185,41 +168,6 @@ def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | 
         except CheckpointError:  # a node that doesn't show what it saves
             found.append(outside_passes(partial(call_node, node, grads)))
     return found
-
-
-def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """The gradients that a reentrant checkpoint's node computes, for several passes.  Runs its function once more."""
-    tensors = node.saved_tensors
-    args: list[Any] = list(node.inputs)
-    for place, x in zip(node.tensor_indices, tensors):
-        args[place] = x.detach().requires_grad_(x.requires_grad)
-    with ExitStack() as stack:
-        stack.enter_context(Switch.paused_here())
-        stack.enter_context(with_random_state(random_state(x.device for x in tensors)))
-        if node.preserve_rng_state:
-            torch.set_rng_state(node.fwd_cpu_state)
-            if node.had_device_in_fwd:
-                set_device_states(node.fwd_devices, node.fwd_device_states, device_type=node.device_type)
-        stack.enter_context(torch.enable_grad())
-        if node.device_autocast_kwargs is not None:
-            stack.enter_context(torch.autocast(node.device_type, **node.device_autocast_kwargs))
-        stack.enter_context(torch.autocast("cpu", **node.cpu_autocast_kwargs))
-        outputs = node.run_function(*args)
-    given: dict[Value, Sequence[Tensor]] = {}
-    for number, x in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
-        grads = [g for own in passes if (g := own[number]) is not None]
-        if isinstance(x, Tensor) and x.requires_grad and grads:
-            given[Value(*get_gradient_edge(x)[:2])] = grads
-    found: list[list[Tensor | None]] = [[None] * (2 + len(args)) for _ in passes]  # after the function and a setting
-    places = {id(x): place for place, x in enumerate(args, 2) if isinstance(x, Tensor)}
-
-    def arrive(leaf: Any, brought: list[Grads]) -> None:
-        if type(leaf) is Leaf and id(leaf.variable) in places:
-            for own, grads in zip(found, brought):
-                own[places[id(leaf.variable)]] = grads[0]
-
-    sweep(given, arrive)
-    return [_by_edge(node, own) for own in found]
 
 
 def as_one_pass(run: Callable[[], None]) -> None:

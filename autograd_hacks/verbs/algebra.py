@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
+from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import without_factor
@@ -16,20 +17,19 @@ from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import arguments, matrix
-from autograd_hacks.verbs.arguments import LIMIT
+from autograd_hacks.verbs.arguments import LIMIT, check_kind
 from autograd_hacks.verbs.matrix import Matrix
 
 if TYPE_CHECKING:
     from typing import Self
 
 Kind = Literal["signs", "sjlt"]
-"""The kinds of random maps."""
 WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
 """Verbs that compare rows of a batch with each other note it here, for `over`."""
 
 
 class Algebra(Matrix):
-    """`PerSampleGrads` without statistics and curvature."""
+    """`PerSampleGrads` without statistics, metrics and curvature."""
 
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
@@ -44,8 +44,7 @@ class Algebra(Matrix):
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
-        per_parameter: return {name: N} instead
-        budget: bytes to use beside the result
+        per_parameter: return {name: N} instead    budget: bytes to use beside the result
 
         Source: Goodfellow 2015 (arXiv:1510.01799); for layers with positions Li et al. 2022 (arXiv:2110.05679), section 4.
         """
@@ -69,17 +68,13 @@ class Algebra(Matrix):
         For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
 
         v: the direction, {name: shape} for every trainable parameter, whole or in shards
-        budget: bytes to use beside the result
-        per_parameter: return {name: N} instead
+        budget: bytes to use beside the result    per_parameter: return {name: N} instead
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
-        parts = self._direction(v)
-
-        def along(name: str, form: Form) -> Tensor:
-            return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
-
-        return self._read(along, per_parameter)
+        arguments.check_direction(v, self)
+        along = {name: whole_of(x).to(self[name].like.device).conj().resolve_conj() for name, x in v.items()}
+        return self._read(lambda name, form: form.dot(along[name], budget), per_parameter)
 
     @checked(ON_VERBS)
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
@@ -87,7 +82,6 @@ class Algebra(Matrix):
 
         w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``; or {name or pattern: weights} for
         the sums of those parameters only
-        budget: bytes to use beside the result
 
         Raises ValueError for weights of the wrong shape, for a pattern that matches nothing, and for a parameter that
         several patterns match; TypeError if ``w`` is not a floating-point tensor.
@@ -113,40 +107,28 @@ class Algebra(Matrix):
         For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
 
         other: the gradients of another batch of the same model; by default these gradients themselves
-        budget: bytes to use beside the result
-        per_parameter: return {name: (N, M)} instead
+        budget: bytes to use beside the result    per_parameter: return {name: (N, M)} instead
 
         Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
         if other is self and (taken := WITHIN.get()) is not None:
             taken.append("gram")
-        if not isinstance(other, Algebra):
-            raise TypeError(
-                f"gram: the other batch is {arguments.kind_of(other)}; expected the PerSampleGrads of another batch. Take "
-                "per_sample_grads(model) after its backward pass." + ON_VERBS
-            )
+        check_kind("gram", ON_VERBS, Algebra, "per_sample_grads(model) of another batch", other=other)
         if self._model != other._model or self.keys() != other.keys():
             is_other = self._model != other._model
             wrong = "belong to another model" if is_other else f"are {arguments.differing(list(other), list(self))}"
-            raise ValueError(
-                f"gram: the other gradients {wrong}; expected two batches of one model. Take both by "
-                "per_sample_grads(model), with the same trainable parameters and the same only=." + ON_VERBS
-            )
+            raise ValueError(f"gram: the other gradients {wrong}; expected two batches of one model" + ON_VERBS)
         if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
             raise ValueError(
                 f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
-                f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
-                "preconditioned(metric) to both." + ON_METRICS
+                f"{tuple(self[differing[0]].shape)}, as here: apply preconditioned(metric) to both." + ON_METRICS
             )
-
-        def products(name: str, form: Form) -> Tensor:
-            return form.gram(other[name], budget)
-
         if not per_parameter:
-            return self._between(other, products)
+            return self._between(other, lambda name, form: form.gram(other[name], budget))
         with self.reading(), other.reading():
-            return {name: other._placed(x, x.ndim - 1) for name, x in self._each(products).items()}
+            products = self._each(lambda name, form: form.gram(other[name], budget))
+            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
 
     @checked(ON_VERBS)
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
@@ -170,9 +152,8 @@ class Algebra(Matrix):
         with self.summing(lambda: None, self.samples) as (_, count):
             if count * size > limit:
                 raise BlockTooLarge(
-                    f"gram_of_all: the rows of all {count:.0f} samples take {count * size / 2**20:,.0f} MiB on each process "
-                    f"for the largest parameter; the limit is {limit / 2**20:,.0f} MiB. Project them by "
-                    "gram_of_all(dim=4096), or raise limit."
+                    f"gram_of_all: the rows of all {count:.0f} samples for the largest parameter take "
+                    f"{count * size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it, or give dim=4096."
                 )
             products = (form.gram(Dense(everyones(form.dense()))) for form in self.values())
             return matrix.added(products, (self.samples, int(count)))
@@ -183,8 +164,7 @@ class Algebra(Matrix):
 
         With weights of 1/N it is the diagonal of the empirical Fisher matrix.
 
-        w: N weights, all 1 by default
-        budget: bytes to use beside the result
+        w: N weights, all 1 by default    budget: bytes to use beside the result
 
         Raises as `weighted_sum` does.
         """
@@ -201,17 +181,13 @@ class Algebra(Matrix):
         f: an elementwise function: ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
         count. It gets a matrix of any size, a part of the rows, and returns a tensor of the same shape. About 1,024 entries
         of each part are also passed to it beside other entries, to check that each result depends on its own entry only
-        budget: bytes to use beside the result
 
         For half-precision parameters the sums are in single precision, also over processes.
         Raises TypeError if ``f`` is not a function, ValueError if it isn't elementwise or overwrites its argument.
         Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
         optimizers" (arXiv:2510.00236), which takes optimizers' signs and squares inside the mean over samples.
         """
-        if not callable(f):
-            raise TypeError(
-                f"reduce: {arguments.kind_of(f)} is not a function; expected an elementwise function: torch.sign." + ON_VERBS
-            )
+        check_kind("reduce", ON_VERBS, Callable, "an elementwise function: torch.sign", f=f)
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
             with without_autocast(form.like for form in self.values()):
@@ -226,14 +202,7 @@ class Algebra(Matrix):
     ) -> Tensor: ...
     @overload
     def project(
-        self,
-        dim: int,
-        seed: int = 0,
-        budget: int = BUDGET,
-        *,
-        per_parameter: bool,
-        kind: Kind = "signs",
-        entries: int = 1,
+        self, dim: int, seed: int = 0, budget: int = BUDGET, *, per_parameter: bool, kind: Kind = "signs", entries: int = 1
     ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
     def project(
@@ -251,9 +220,7 @@ class Algebra(Matrix):
         R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``entries``, ``seed``,
         ``dim``, and each parameter's name and shape, so projections of any two batches can be compared.
 
-        dim: the number of coordinates
-        seed: the seed of R
-        budget: bytes to use beside the result
+        dim: the number of coordinates    seed: the seed of R    budget: bytes to use beside the result
         per_parameter: return {name: (N, dim)} instead, a projection of each parameter
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
         map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
@@ -268,13 +235,8 @@ class Algebra(Matrix):
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        matrix.check_map("project: dim", dim, kind, entries)
-
-        def projected(name: str, form: Form) -> Tensor:
-            random = matrix.random_map(name, form.shape, dim, seed, kind, entries)
-            return form.project(random, budget)
-
-        return self._read(projected, per_parameter, dim)
+        maps = matrix.random_maps("project: dim", dim, seed, kind, entries)
+        return self._read(lambda name, form: form.project(maps(name, form), budget), per_parameter, dim)
 
     @checked(ON_VERBS)
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
@@ -285,8 +247,7 @@ class Algebra(Matrix):
         at most T, so ``rank`` ≥ T is exact.  ``over(..., out="folder")`` writes the factors, and `Store` takes inner
         products of them.
 
-        rank: the largest number of terms
-        budget: bytes to use beside the result
+        rank: the largest number of terms    budget: bytes to use beside the result
 
         Raises ValueError for a rank below 1, and for rows of output entries.
         Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,48 +15,33 @@ LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
 
 
-def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}."""
-    if not isinstance(v, Mapping):
-        raise TypeError(
-            f"dot: the direction is {kind_of(v)}; expected a dictionary {{name: tensor}} with an entry for each trainable "
-            "parameter." + ON_VERBS
-        )
-    missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
+def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form]) -> None:
+    """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}.  like: these, or their forms"""
+    check_kind("dot", ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
+    missing, extra = [name for name in like if name not in v], [name for name in v if name not in like]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(shapes)} trainable "
-            "parameters, by the names of model.named_parameters(). Give zeros for a parameter that should not move."
-            + ON_VERBS
+            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
         )
     if extra:
-        raise ValueError(
-            f"dot: the direction has an entry for {some(extra)}, which is not a trainable parameter; expected entries for "
-            f"{some(list(shapes))}. Leave the others out." + ON_VERBS
-        )
-    for name, shape in shapes.items():
-        x = v[name]
+        known = some(list(like))
+        raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {known}." + ON_VERBS)
+    for name, own in like.items():
+        x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
-            raise ValueError(
-                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
-                f"{tuple(shape)}." + ON_VERBS
-            )
+            expected = f"a floating-point tensor of shape {tuple(shape)}."
+            raise ValueError(f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected {expected}" + ON_VERBS)
 
 
 def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int]:
-    """The group number of each sample, and the number of groups.
-
-    groups: the number of groups if ``ids`` are group numbers; None for arbitrary ids
-    """
+    """The group number of each sample, and the number of groups.  groups: that, or None for ids that aren't numbers"""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers: ids.long()." + ON_VERBS)
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
-        raise ValueError(
-            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
-            "Raise groups, or leave it out to get one row for each distinct id." + ON_VERBS
-        )
+        given = f"ids go from {int(ids.min())} to {int(ids.max())}"
+        raise ValueError(f"group: {given}; expected [0, {groups}), because groups={groups}. Raise it." + ON_VERBS)
     if groups is not None:
         return ids, groups
     names, numbers = ids.unique(return_inverse=True)
@@ -67,10 +53,7 @@ TRIED = 1024
 
 
 def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
-    """``f`` with a check that raises ValueError if it is not elementwise.
-
-    name: the parameter whose rows it gets
-    """
+    """``f`` with a check that raises ValueError if it is not elementwise.  name: of the parameter whose rows it gets"""
 
     def tried(part: Tensor) -> Tensor:
         version, found = part._version, f(part)
@@ -97,9 +80,9 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
             together = found[at]
             if any(x.dtype != together.dtype or not _alike(x, together) for x in apart):
                 raise ValueError(
-                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor, "
-                    "so sums would depend on how rows are split; expected an elementwise function without random numbers: "
-                    "torch.sign. For rows divided by their norms take grads.scaled(1 / grads.norms())." + ON_VERBS
+                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
+                    "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
+                    + ON_VERBS
                 )
         return found
 
@@ -116,56 +99,40 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
-    """The numbers of the selected samples, a vector.
-
-    index: a slice, a mask of N booleans, or sample numbers
-    samples: N
-    """
+    """The numbers of the selected samples, a vector.  index: a slice, a mask of N booleans, or sample numbers"""
     if isinstance(index, slice):
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
     if not isinstance(index, Tensor) or index.ndim != 1:
         raise TypeError(
-            f"select: the index is {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of sample numbers. "
-            "For one sample n write select(torch.tensor([n]))." + ON_VERBS
+            f"select: the index is {kind_of(index)}; expected a slice, N booleans, or a vector of numbers" + ON_VERBS
         )
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8:  # torch takes uint8 for a mask
         raise TypeError(f"select: the index is {kind_of(index)}; expected booleans or integers: index.long()." + ON_VERBS)
     if index.dtype == torch.bool and len(index) != samples:
         raise IndexError(
-            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample. After group or select "
-            "these are the groups, or the selected samples." + ON_VERBS
+            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample or group" + ON_VERBS
         )
     if index.dtype != torch.bool and len(index) and not -samples <= int(index.min()) <= int(index.max()) < samples:
-        raise IndexError(
-            f"select: the sample numbers go from {int(index.min())} to {int(index.max())}; expected [{-samples}, {samples}) "
-            "for these rows; negative numbers count from the end." + ON_VERBS
-        )
+        given = f"the sample numbers go from {int(index.min())} to {int(index.max())}"
+        raise IndexError(f"select: {given}; expected [{-samples}, {samples})" + ON_VERBS)
     return torch.arange(samples, device="cpu")[index.cpu()]
 
 
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
-    """Raises BlockTooLarge if the largest block takes more bytes than the limit.
-
-    sizes: {name of a block, for the message: how many numbers it has}
-    """
+    """Raises BlockTooLarge if the largest block takes more bytes than the limit.  sizes: {a block: its numbers}"""
     largest = max(sizes, key=lambda name: sizes[name])
     size = sizes[largest] * form.sum_dtype.itemsize
     if size > limit:
         raise BlockTooLarge(
-            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Take its diagonal, "
-            "compute_hess(model, kind='diag'); or its Kronecker factors, kind='kfac'; or products with it, "
-            "per_sample_grads(model).ggn_matvec(v); or raise limit."
+            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it; or take "
+            "compute_hess(model, kind='diag') or 'kfac', or products, per_sample_grads(model).ggn_matvec(v)."
         )
 
 
 def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> str:
-    """The name of the trainable parameter that ``key`` refers to.
+    """The name of the trainable parameter that ``key``, a name or the parameter itself, refers to, or a KeyError.
 
-    key: a name, or the parameter itself
-    named: all names of the model's parameters
-    trained: the names of those that train
-
-    Raises KeyError if ``key`` is not a trainable parameter.
+    named: all names of the model's parameters    trained: the names of those that train
     """
     wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
     names = [name for name, p in named if p is wanted]
@@ -183,22 +150,22 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
 
 
 def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
-    """Each pattern with the names that it matches.
-
-    Raises ValueError for a pattern that matches nothing, and for a parameter that several patterns match.
-    """
+    """Each pattern with the names that it matches.  Raises ValueError if it matches none, or some that others match."""
     parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
     given = [name for _, own in parts for name in own]
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
     if none:
-        raise ValueError(
-            f"{who}: {some(none)} matches no trainable parameter; expected names or patterns of {some(names)}." + ON_VERBS
-        )
+        raise ValueError(f"{who}: {some(none)} matches no trainable parameter; expected some of {some(names)}." + ON_VERBS)
     if twice:
-        raise ValueError(
-            f"{who}: several patterns match {some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
-        )
+        raise ValueError(f"{who}: several patterns match {some(twice)}; expected one for each parameter." + ON_VERBS)
     return parts
+
+
+def check_kind(who: str, page: str, kinds: Any, expected: str, **given: object) -> None:
+    """Raises TypeError for arguments of other types.  expected: what to give, and the end `page`, for the message"""
+    for name, value in given.items():
+        if not isinstance(value, kinds):
+            raise TypeError(f"{who} was given {name}={kind_of(value)}; expected {expected}" + page)
 
 
 def check_loader(who: str, loader: object, page: str) -> None:
@@ -211,9 +178,7 @@ def check_state(who: str, state: object, own: Collection[str], page: str) -> Non
     """Raises unless a state has the entries that ``state_dict()`` of the same object has.  own: these"""
     if not isinstance(state, Mapping) or not set(own) <= state.keys():
         found = some(list(map(str, state))) or "no entry" if isinstance(state, Mapping) else kind_of(state)
-        raise ValueError(
-            f"{who}.load_state_dict was given {found}; expected what its state_dict() returned: {some(list(own))}" + page
-        )
+        raise ValueError(f"{who}.load_state_dict was given {found}; expected its state_dict(): {some(list(own))}" + page)
 
 
 def kind_of(value: object) -> str:

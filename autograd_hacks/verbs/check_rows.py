@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MethodType
@@ -30,10 +30,13 @@ from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.verbs.arguments import check_kind, kind_of, some
 from autograd_hacks.verbs.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
 
 _PREFIXES = ("_module.", "module.", "_orig_mod.")
 """Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
+Losses = tuple[Tensor, list[nn.Parameter]]
+"""N losses and a model's trainable parameters."""
 
 
 @checked(ON_CHECKING)
@@ -98,31 +101,19 @@ def check_rows(
 
 def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
     check_module("check_rows", model, ON_CHECKING)
-    if not callable(loss):
-        raise TypeError(
-            f"check_rows was given {type(loss).__name__} for the loss; expected a function of the model "
-            "and the batch that returns N losses" + ON_CHECKING
-        )
+    given = partial(check_kind, "check_rows", ON_CHECKING)
+    given(Callable, "a function of the model and the batch that returns N losses", loss=loss)
     if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
-        raise TypeError(
-            "check_rows was given a list for the batch, which is one argument, loss(model, batch). To have it unpacked give "
-            "a tuple: tuple(batch)" + ON_CHECKING
-        )
-    if not isinstance(rows, Mapping | Tensor):
-        raise TypeError(
-            f"check_rows was given {type(rows).__name__} for the rows; expected a mapping from names of "
-            f"parameters to tensors, N norms, or an N × N Gram matrix{_from_array(rows)}" + ON_CHECKING
-        )
+        why = "a list for the batch, which is one argument; expected a tuple, which is unpacked: tuple(batch)"
+        raise TypeError(f"check_rows was given {why}" + ON_CHECKING)
+    kinds = "a mapping from names of parameters to tensors, N norms, or an N × N Gram matrix"
+    given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
-        if not isinstance(x, Tensor | None):
-            raise TypeError(
-                f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms"
-                f"{_from_array(x) or '. From autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
-            )
+        mend = _from_array(x) or ". From autograd_hacks.per_sample_grads give dense()."
+        given(Tensor | None, "a tensor of N rows, or of N norms" + mend, **{f"rows[{name!r}]": x})
     if has_parts(model):
         raise ShardedParameters(
-            "check_rows was given a model that is split over processes. Give it the whole model, in one process."
-            + ON_CHECKING
+            "check_rows was given a model that is split over processes; give it a whole one" + ON_CHECKING
         )
 
 
@@ -175,10 +166,8 @@ def _comparison(
     for name, x in given.items():
         expected = (n, *own[places[name]])
         if x.shape != expected and not are_norms:
-            raise ValueError(
-                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, one for "
-                f"each loss, or norms of shape {(n,)} for all parameters" + ON_CHECKING
-            )
+            wrong = f"rows of shape {tuple(x.shape)} for {name!r}"
+            raise ValueError(f"check_rows was given {wrong}; expected {expected}, or only norms, {(n,)}" + ON_CHECKING)
     by_name = {name: (places[name], x) for name, x in given.items()}
     return Comparison(by_name, "norms" if are_norms else "rows", *basis)
 
@@ -187,38 +176,21 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     """The index of a parameter among the trainable ones.  name: any of its names"""
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
-        some = ", ".join(map(repr, list(known)[:3]))
+        ways = [
+            f"without the prefix {p!r} of a wrapper: removeprefix({p!r})" for p in _PREFIXES if name.removeprefix(p) in every
+        ]
+        ways += [f"with the prefix {p!r} of a wrapper, or the model in it" for p in _PREFIXES if p + name in every]
+        mend = f". Give names {ways[0]}" if ways else ""
         raise ValueError(
-            f"check_rows was given rows of {name!r}, which the model lacks; it has {some}, ...{_prefix_of(name, every)}"
-            + ON_CHECKING
+            f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}{mend}" + ON_CHECKING
         )
     if not every[name].requires_grad:
-        raise ValueError(
-            f"check_rows was given rows of {name!r}, which is frozen. Leave them out, or let it train: requires_grad_()"
-            + ON_CHECKING
-        )
+        raise ValueError(f"check_rows was given rows of {name!r}, which is frozen; leave them out" + ON_CHECKING)
     return next(place for place, p in enumerate(known.values()) if p is every[name])
 
 
-def _prefix_of(name: str, every: Collection[str]) -> str:
-    """Advice for a name that differs from one of the model's only by a wrapper's prefix."""
-    for prefix in _PREFIXES:
-        if name.removeprefix(prefix) in every:
-            return f". Give names without the prefix {prefix!r} of a wrapper: name.removeprefix({prefix!r})"
-        if prefix + name in every:
-            return f". Give names with the prefix {prefix!r} of a wrapper, or the model that it wraps"
-    return ""
-
-
-def _look_again(
-    comparison: Comparison,
-    values: Tensor,
-    again: Callable[[bool], AbstractContextManager[tuple[Tensor, list[nn.Parameter]]]],
-) -> None:
-    """Allows for rounding in samples whose losses change only a little by it.
-
-    values: the losses    again: a forward with all weights rounded once more, in double precision or in their own
-    """
+def _look_again(comparison: Comparison, values: Tensor, again: Callable[[bool], AbstractContextManager[Losses]]) -> None:
+    """Allows for rounding in samples whose losses, ``values``, change only a little by it.  again: `_losses`, rounded"""
     half = torch.finfo(comparison.dtype).eps ** 0.5
     for is_double in (True, False):
         try:
@@ -234,13 +206,8 @@ def _look_again(
 
 
 @contextmanager
-def _losses(
-    model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None
-) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
-    """A context with the N losses of a copy of the model, and its trainable parameters.
-
-    is_double: whether rounded weights run in double precision or in their own; None for the weights as they are
-    """
+def _losses(model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None) -> Iterator[Losses]:
+    """A context with the losses of a copy.  is_double: with rounded weights, in double precision or in their own"""
     is_method = isinstance(loss, MethodType)
     copy = Copy(model, (batch, None if is_method else loss))
     model, (own, function) = copy.model, copy.given
@@ -257,13 +224,14 @@ def _losses(
             stack.enter_context(without_autocast([*model.parameters(), *model.buffers()]))
         losses = loss(model, *own) if isinstance(batch, tuple) else loss(model, own)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
-            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(f"the loss given to check_rows returned {what}; expected {A_LOSS_EACH}" + ON_CHECKING)
+            raise ValueError(
+                f"the loss given to check_rows returned {kind_of(losses)}; expected {A_LOSS_EACH}" + ON_CHECKING
+            )
         if not len(losses):
-            raise ValueError("the loss given to check_rows returned no losses; give it at least one sample" + ON_CHECKING)
+            raise ValueError("check_rows: the loss returned no losses; give it at least one sample" + ON_CHECKING)
         if not losses.requires_grad or losses.is_complex():
             why = "complex numbers" if losses.is_complex() else "losses that depend on no trainable parameter"
-            raise ValueError(f"the loss given to check_rows returned {why}; expected N differentiable losses" + ON_CHECKING)
+            raise ValueError(f"check_rows: the loss returned {why}; expected N differentiable losses" + ON_CHECKING)
         # A reentrant checkpoint's graph doesn't lead to the parameters inside it, whose gradients would be zero.
         if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
             raise UnsupportedLayer(f"check_rows {REENTRANT}" + ON_CHECKING)
@@ -271,10 +239,7 @@ def _losses(
 
 
 def _round(model: nn.Module, is_double: bool) -> None:
-    """Changes each weight at random by a relative error of up to half its dtype's ε, or 2 ε if it stays in that dtype.
-
-    is_double: whether the weights become double precision
-    """
+    """Changes each weight at random by a relative error of up to half its dtype's ε, or 2 ε if it doesn't become double."""
     draws = torch.Generator().manual_seed(0)  # its own generator, so that the model draws the same numbers again
     with torch.no_grad():
         for p in model.parameters():

@@ -14,7 +14,7 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.reading.scale import is_unscaled
 from autograd_hacks.support.ranges import check
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import check_kind, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 
@@ -45,8 +45,7 @@ def clip_grad1_norm_(
     sum.  One backward pass is enough, and nothing of size N × P is written.  The old ``.grad`` is replaced unless ``add`` is
     set, so run the backward pass of a penalty afterwards.
 
-    max_norm: the largest norm, above 0
-    loss_type: as in `compute_grad1`
+    max_norm: the largest norm, above 0    loss_type: as in `compute_grad1`
     scale: must be 1; use ``scaler`` instead
     error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
     budget: bytes to use beside the result
@@ -108,28 +107,22 @@ def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) ->
     """Raises if ``scaler.step`` would divide by the scale twice, or not at all."""
     if scale != 1:
         raise ValueError(
-            f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself: scaler=scaler. .grad then "
-            "keeps the scale, and scaler.step() divides by it. If you scaled the loss yourself, clip to max_norm * scale "
-            "and divide afterwards: p.grad /= scale." + ON_SCALERS
+            f"clip_grad1_norm_ was given scale={float(scale)}; expected scaler=scaler, the GradScaler, whose step() divides "
+            ".grad by its scale. For a scale of your own clip to max_norm * scale, then p.grad /= scale." + ON_SCALERS
         )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler" + ON_SCALERS)
+    check_kind("clip_grad1_norm_", ON_SCALERS, torch.amp.GradScaler | None, "a torch.amp.GradScaler", scaler=scaler)
     # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
     if scaler is not None and scaler.is_enabled() and is_unscaled(scaler):
         raise RuntimeError(
-            "clip_grad1_norm_ was called after scaler.unscale_(optimizer). It writes scaled gradients into .grad, and "
-            "scaler.step(optimizer) would not divide by the scale again. Call unscale_ after clip_grad1_norm_, or not at "
-            "all. If the unscaled optimizer belongs to another model, step it first, or clip before its unscale_."
-            + ON_SCALERS
+            "clip_grad1_norm_ was called after scaler.unscale_(optimizer), so scaler.step(optimizer) would not divide its "
+            "scaled gradients. Call unscale_ later, or not at all. If it was another model's, step that first." + ON_SCALERS
         )
 
 
 def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
     """The norms without the scale, N.  Raises for norms of the wrong shape, and if asked for norms that aren't finite."""
     if not isinstance(norms, Tensor) or norms.shape != (samples,):
-        raise ValueError(
-            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples} norms, one for each sample" + ON_CLIPPING
-        )
+        raise ValueError(f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples} norms" + ON_CLIPPING)
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
@@ -144,8 +137,7 @@ def write_where_it_saves(
 ) -> PerSampleGrads:
     """The same gradients, with rows written out where that makes norms and weighted sums together cheaper.
 
-    budget: see `BUDGET`
-    written: receives the memory of these rows, for `give_back`
+    budget: see `BUDGET`    written: receives the memory of these rows, for `give_back`
     """
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
     forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool

@@ -85,10 +85,7 @@ def counted(number: int, what: str) -> str:
 
 
 class _Line:
-    """One parameter's rows or norms, or those over all parameters: the given ones and the right ones, by sample.
-
-    given: N of them    index: the parameter's number; None over all
-    """
+    """The given and the right rows or norms of one parameter, or over all (index None), by sample."""
 
     def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
         self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
@@ -123,45 +120,37 @@ class _Line:
         samples = range(len(self.error))
         off = [n for n in samples if self.is_off(n, tolerance)]
         worst = max(off or samples, key=self.relative)
-        verdict = "right"
-        if off:
-            verdict = f"wrong: {len(off)} of {counted(len(samples), 'sample')}"
-            if not math.isfinite(self.right[worst]):
-                verdict = f"autograd's own is not finite: {len(off)} of {counted(len(samples), 'sample')}"
-            elif not math.isfinite(self.given[worst]):
-                verdict = f"not finite: {len(off)} of {counted(len(samples), 'sample')}"
-        elif few := sum(self.relative(n) > tolerance for n in samples):
-            verdict = f"right; too few digits in {digits}: {few} of {counted(len(samples), 'sample')}"
+        number = len(off) or sum(self.relative(n) > tolerance for n in samples)
+        if not off:
+            verdict = f"right; too few digits in {digits}" if number else "right"
+        elif not math.isfinite(self.right[worst]):
+            verdict = "autograd's own is not finite"
+        else:
+            verdict = "wrong" if math.isfinite(self.given[worst]) else "not finite"
+        verdict += f": {number} of {counted(len(samples), 'sample')}" if number else ""
         return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
 
 
+@dataclass(eq=False)
 class Comparison:
-    """Compares given numbers with those of plain backward passes.
+    """Compares given numbers with those of plain backward passes."""
 
-    given: {name: (index of the parameter, (N, *shape))}, rows; (index, (N,)), norms; or for norms over all parameters
-    {WHOLE: (None, (N,))}    what: the word for the numbers
-    parameters: {name: shape} of all trainable ones, each once
-    tolerance: the relative error of right numbers    dtype: the one whose digits they have
-    """
-
+    # {name: (index of the parameter, N rows or norms)}; {WHOLE: (None, (N,))} for norms over all parameters
+    given: Mapping[str, tuple[int | None, Tensor]]
+    what: str  # the word for the numbers
+    parameters: Mapping[str, torch.Size]  # all trainable ones, each once
+    samples: int
+    tolerance: float  # the relative error of right numbers
+    dtype: torch.dtype  # the one whose digits they have
     power = ""
 
-    def __init__(
-        self,
-        given: Mapping[str, tuple[int | None, Tensor]],
-        what: str,
-        parameters: Mapping[str, torch.Size],
-        samples: int,
-        tolerance: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self.what, self.parameters, self.samples, self.tolerance, self.dtype = what, parameters, samples, tolerance, dtype
-        self.reached = [False] * len(parameters)
-        self.lengths: list[list[float]] = [[]] * samples  # of each sample's gradients, by parameter
-        self.length = [0.0] * samples  # of whole gradients
-        shapes = list(parameters.values())
-        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in given.items()]
-        self.is_whole = WHOLE in given  # then small parameters may be missing from the numbers unnoticed
+    def __post_init__(self) -> None:
+        self.reached = [False] * len(self.parameters)
+        self.lengths: list[list[float]] = [[]] * self.samples  # of each sample's gradients, by parameter
+        self.length = [0.0] * self.samples  # of whole gradients
+        shapes = list(self.parameters.values())
+        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in self.given.items()]
+        self.is_whole = WHOLE in self.given  # then small parameters may be missing from the numbers unnoticed
 
     def look(self, n: int, gradients: Gradients) -> None:
         """Compares sample n."""
@@ -229,7 +218,12 @@ class Comparison:
                 numbers += shape.numel()
                 covered += 0 if lacking else shape.numel()
             checked += own or ([CheckedParameter(name, tuple(shape), None, None, lacking, True)] if lacking else [])
-        hint = self.advice(covered == numbers) if all(line.is_right for line in checked) else self.hint()
+        hint = "" if all(line.is_right for line in checked) else self.hint()
+        if all(line.is_right for line in checked) and self.is_whole and covered < numbers:
+            hint = (
+                "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
+                f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
+            )
         return CheckedRows(checked, self.samples, covered, numbers, hint)
 
     def lacking(self, index: int) -> str:
@@ -240,23 +234,23 @@ class Comparison:
         is_small = self.reached[index] and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
         return TOO_SMALL if is_small else ""
 
-    def advice(self, is_all: bool) -> str:
-        """Advice if everything is right.  is_all: whether all parameters are certainly included"""
-        if is_all or not self.is_whole:
-            return ""
-        return (
-            "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
-            f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
-        )
-
     def hint(self) -> str:
         """A property that all wrong numbers share."""
         pairs = [(given, right) for line in self.lines for given, right in zip(line.given, line.right)]
         if self.what == "norms" and all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
             return "All norms are the squares of the right ones; take their roots."
-        common = self._factor(range(self.samples))
+        common, n = self._factor(range(self.samples)), self.samples ** (1 + len(self.power))
         if common is not None:
-            return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
+            times, why = f"{common:.6g} times the samples' own." if common else "zero.", ""
+            if self.samples > 1 and abs(common * n - 1) < _ALIKE:
+                times = f"1/N{self.power} times the samples' own, N = {self.samples}: they are of the mean of the losses. "
+                why = "Multiply them, or tell the engine so (loss_reduction='mean')."
+            elif self.samples > 1 and abs(common / n - 1) < _ALIKE:
+                times = (
+                    f"N{self.power} times the samples' own, N = {self.samples}: the engine took the sum of the losses for "
+                )
+                why = "their mean. Divide them, or tell the engine so (loss_reduction='sum')."
+            return "" if abs(common - 1) < _ALIKE else f"All {self.what} are {times}{why}"
         factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
         if len(factors) < self.samples or self.is_whole:  # one number always has the right direction
             return ""
@@ -264,23 +258,6 @@ class Comparison:
             f"All {self.what} have the right direction and the wrong length, {min(factors):.3g} to {max(factors):.3g} times "
             "the right one: clipped or weighted, or of losses that are divided by something other than N."
         )
-
-    def _of_factor(self, c: float) -> str:
-        """The hint if all numbers are c times the right ones."""
-        n = self.samples ** (1 + len(self.power))
-        if c == 0:
-            return f"All {self.what} are zero."
-        if self.samples > 1 and abs(c * n - 1) < _ALIKE:
-            return (
-                f"All {self.what} are 1/N{self.power} times the samples' own, N = {self.samples}: they are of the "
-                "mean of the losses. Multiply them, or tell the engine so (loss_reduction='mean')."
-            )
-        if self.samples > 1 and abs(c / n - 1) < _ALIKE:
-            return (
-                f"All {self.what} are N{self.power} times the samples' own, N = {self.samples}: the engine took the "
-                "sum of the losses for their mean. Divide them, or tell the engine so (loss_reduction='sum')."
-            )
-        return f"All {self.what} are {c:.6g} times the samples' own."
 
     def _factor(self, samples: Sequence[int]) -> float | None:
         """The factor between some samples' right numbers and the given ones; None if there is no common factor."""
@@ -317,7 +294,8 @@ class Gram(Comparison):
                 if len(block) < height:
                     block.append(gradients)
                     self.note(m, gradients)
-                products = self._right.new_tensor([_product(own, gradients) for own in block])
+                pairs = [[(x, y) for x, y in zip(own, gradients) if x is not None and y is not None] for own in block]
+                products = self._right.new_tensor([sum(float((x.conj() * y).sum().real) for x, y in own) for own in pairs])
                 self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
         self._conclude()
 
@@ -359,16 +337,9 @@ def exact(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _product(a: Gradients, b: Gradients) -> float:
-    return sum(float((x.conj() * y).sum().real) for x, y in zip(a, b) if x is not None and y is not None)
-
-
 def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:
     """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
-
-    index: of the parameter; None for all
-    Source: Charikar, Chen, Farach-Colton 2002, count sketch.
-    """
+    Source: Charikar, Chen, Farach-Colton 2002, count sketch.  index: of the parameter; None for all"""
     total = torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
     for seed, g in enumerate(gradients):
         if g is None or index not in (None, seed):

@@ -123,10 +123,7 @@ def _independence(told: Told) -> str:
 
 
 def _how(name: str, parameter: nn.Parameter, layer: nn.Module, told: Told) -> str:
-    """How a parameter's gradients are computed.
-
-    layer: the layer that uses it
-    """
+    """How a parameter's gradients are computed.  layer: the one that uses it"""
     if not parameter.requires_grad:
         return "frozen"
     if reason := told.refused.get(name):

@@ -13,16 +13,9 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Pass, Segment, disagreement
-from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import (
-    ON_DURING_BACKWARD,
-    ON_PASSES,
-    HigherOrderError,
-    NothingRecorded,
-    NotReduced,
-)
+from autograd_hacks.errors import ON_DURING_BACKWARD, ON_PASSES, HigherOrderError, NothingRecorded, NotReduced
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import TOKENS
@@ -36,13 +29,13 @@ from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
-from autograd_hacks.verbs.matrix import along_own, check_map, joint_norms, random_map
+from autograd_hacks.verbs.matrix import along_own, joint_norms, random_maps
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
 """The default number of bytes to use beside the results."""
-WHAT = ("grad1", "norms", "gram")
-"""The quantities that `during_backward` computes by name."""
+Verb = Callable[[str, Form], Tensor | None]
+"""``verb(name, form)``; None if it has written its result."""
 
 
 @checked(ON_DURING_BACKWARD)
@@ -76,68 +69,54 @@ def during_backward(
     samples of the same pass, for example held-out ones
     weights: N weights; sets ``.grad`` to Σₙ wₙ gₙ. After ``add_hooks(param_grad=False)`` it costs as much as ordinary
     gradients. Give held-out samples weight 0
-    project: the number of coordinates to project to
-    seed: as in ``PerSampleGrads.project``
-    kind: as in ``PerSampleGrads.project``
-    entries: as in ``PerSampleGrads.project``
-    loss_type: as in `compute_grad1`
-    scale: as in `compute_grad1`
-    budget: bytes to use beside the results
+    project: the number of coordinates to project to    seed, kind, entries: as in ``PerSampleGrads.project``
+    loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
     quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch.
     """
-    asked = what or any(own is not None for own in (dot, project, weights))
-    if (unknown := [word for word in what if word not in WHAT]) or not asked:
-        given = f"was given {unknown[0]!r}" if unknown else "was given nothing to compute"
+    by_name: dict[str, Verb] = {
+        "grad1": lambda name, form: stream.write(name, form),
+        "norms": lambda name, form: form.norms(budget),
+        "gram": lambda name, form: form.gram(form, budget),
+    }
+    unknown = [word for word in what if word not in by_name]
+    if unknown or not (what or any(own is not None for own in (dot, project, weights))):
         raise ValueError(
-            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, dot=, project= and "
-            "weights=." + ON_DURING_BACKWARD
+            f"during_backward was given {repr(unknown[0]) if unknown else 'nothing to compute'}; expected one or several of "
+            f"{', '.join(map(repr, by_name))}, dot=, project= and weights=." + ON_DURING_BACKWARD
         )
     recorder = recorder_of(model)
     record = recorder.record
     check_unsharded(model)
-    verbs: dict[str, Callable[[str, Form], Tensor | None]] = {}
-    if "grad1" in what:
-        verbs["grad1"] = lambda name, form: stream.write(name, form)
-    if "norms" in what:
-        verbs["norms"] = lambda name, form: form.norms(budget)
+    verbs = {word: verb for word, verb in by_name.items() if word in what}
     if isinstance(dot, Tensor):
         check_weights("dot", dot)
         among = dot.detach().nonzero()[:, 0]  # those that aren't zero; few, as they are meant
         theirs = dot.detach()[among]
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
-        check_direction(dot, {name: p.shape for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
+        check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: stream.along(name, form, dot[name], weights, budget)
-    if "gram" in what:
-        verbs["gram"] = lambda name, form: form.gram(form, budget)
     if weights is not None:
         check_weights("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
         if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
             verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     if project is not None:
-        check_map("during_backward: project", project, kind, entries)
-        verbs["projection"] = lambda name, form: form.project(
-            random_map(name, form.shape, project, seed, kind, entries), budget
-        )
+        maps = random_maps("during_backward: project", project, seed, kind, entries)
+        verbs["projection"] = lambda name, form: form.project(maps(name, form), budget)
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
         raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_DURING_BACKWARD)
     if record.accumulating:
-        raise RuntimeError(
-            "during_backward is for one backward pass, but this model is accumulating several; leave accumulate(model) first"
-            + ON_PASSES
-        )
+        raise RuntimeError("during_backward is for one backward pass; leave accumulate(model) first" + ON_PASSES)
     record.clear()
     found, stream = Quantities(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
 
     def undo() -> None:
         record.on_arrival = None
-        record.clear(
-            "its rows were read during the backward pass; run a forward and a backward pass outside of `during_backward`"
-        )
+        record.clear("its rows were read during the backward pass; run another outside of `during_backward`")
         if not stream.has_ended:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(model.parameters() if "grad1" in what else ())
 
@@ -150,8 +129,7 @@ def during_backward(
 def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
-            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor"
-            + ON_DURING_BACKWARD
+            f"during_backward was given {what}={kind_of(w)}; expected N weights, floating-point" + ON_DURING_BACKWARD
         )
 
 
@@ -170,10 +148,7 @@ class Quantities(Shown):
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ("norms", "dot", "gram", "projection"):
-            raise NothingRecorded(
-                f"there is no {name!r}: no backward pass has ended inside the context, or the context has not ended, or "
-                f"{name!r} was not requested."
-            )
+            raise NothingRecorded(f"there is no {name!r}: it was not requested, or no backward pass and context have ended.")
         raise AttributeError(name)
 
 
@@ -183,7 +158,7 @@ class _Stream:
 
     model: nn.Module
     recorder: Recorder
-    verbs: Mapping[str, Callable[[str, Form], Tensor | None]]
+    verbs: Mapping[str, Verb]
     loss_type: str | None
     scaling: float | Tensor
     sets_grads: bool
@@ -202,15 +177,9 @@ class _Stream:
         self._found: dict[str, list[Tensor]] = {what: [] for what in self.verbs}  # each verb's results
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
-        """Takes a parameter to which a pass has brought all its gradients.
-
-        grad: its ordinary gradient, if that is computed
-        """
+        """Takes a parameter to which a pass has brought all its gradients.  grad: its ordinary one, if that is computed"""
         if current.is_hess:
-            raise RuntimeError(
-                "backprop_hess was called inside during_backward, which is for one ordinary backward pass"
-                + ON_DURING_BACKWARD
-            )
+            raise RuntimeError("during_backward is for one ordinary backward pass, not backprop_hess" + ON_DURING_BACKWARD)
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
         if self._gate.segment.passes[0] is not current:
@@ -219,9 +188,8 @@ class _Stream:
             raise HigherOrderError("during_backward does not support a backward pass with create_graph=True")
         if name in self._taken:
             raise RuntimeError(
-                f"{self.names.get(name, name)} received gradient a second time in one backward pass, because reentrant "
-                "checkpoints share its layer; its rows were already read. Use use_reentrant=False, or read after the pass."
-                + ON_DURING_BACKWARD
+                f"{self.names.get(name, name)} received gradient a second time, because reentrant checkpoints share its "
+                "layer; its rows were already read. Use use_reentrant=False, or read after the pass." + ON_DURING_BACKWARD
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
@@ -230,7 +198,10 @@ class _Stream:
                 check_shown(call)
             if call in current.received:  # else it was read already
                 check_own_documents(call, current.received[call], self.recorder.segments is not None)
-                self._check_size(call, current.received[call])
+                size = call.batch_size(current.received[call])
+                self._told = self._told or (size, call.what)
+                if size != self._told[0]:
+                    raise disagreement({self._told[1]: self._told[0], call.what: size})
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)
             if form is not None and name in self.names:
@@ -241,12 +212,6 @@ class _Stream:
         current.calls_of[name] = []
         for call in done:
             current.received.pop(call)
-
-    def _check_size(self, call: Use, grads: OutputGrads) -> None:
-        size = call.batch_size(grads)
-        self._told = self._told or (size, call.what)
-        if size != self._told[0]:
-            raise disagreement({self._told[1]: self._told[0], call.what: size})
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
@@ -269,9 +234,9 @@ class _Stream:
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
         """The form.  Raises ValueError unless there is one weight for each of its samples."""
         if len(w) != form.samples:
+            expected = f"({form.samples},), because {name!r} has {form.samples} samples"
             raise ValueError(
-                f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
-                f"has {form.samples} samples" + ON_DURING_BACKWARD
+                f"during_backward was given {what} of shape {tuple(w.shape)}; expected {expected}" + ON_DURING_BACKWARD
             )
         return form
 
@@ -305,9 +270,8 @@ class _Stream:
             write_rows(name, parameter, parameter, parameter.requires_grad, None, self.recorder.pool)
         if self.sets_grads and spread_of(self.model, self.recorder).mesh is not None:
             raise NotReduced(
-                "during_backward was given weights, but this process has only a part of the samples, and .grad would hold "
-                "that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
-                "processes."
+                "during_backward was given weights, but this process has only a part of the samples. Read after the pass: "
+                "per_sample_grads(model).weighted_sum(w) sums over processes."
             )
         if self.sets_grads:
             set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, ON_NOISE, ON_VERBS, BlockTooLarge, NothingRecorded, needed
+from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, ON_VERBS, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import BUDGET, Form, scale
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import versions_of
-from autograd_hacks.verbs import arguments, matrix, statistics
-from autograd_hacks.verbs.algebra import Algebra
-from autograd_hacks.verbs.arguments import LIMIT, kind_of
+from autograd_hacks.verbs import arguments, matrix
+from autograd_hacks.verbs.arguments import LIMIT, check_kind
 from autograd_hacks.verbs.metric import Metric
-from autograd_hacks.verbs.statistics import NoiseScale
+from autograd_hacks.verbs.statistics import Statistics
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 
-class PerSampleGrads(Algebra):
+class PerSampleGrads(Statistics):
     """The matrix J of a whole model: N samples by all trainable parameters.
 
     It maps each parameter's name to a form.  Row n is the gradient of sample n's loss, as in `compute_grad1`; a parameter
@@ -58,75 +57,18 @@ class PerSampleGrads(Algebra):
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a PerSampleGrads refers to its model's activations and can't be copied or pickled; take dense()")
 
-    # Noise and directions.
-
-    @checked(ON_NOISE)
-    def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The unbiased variance over the samples, Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.
-
-        budget: bytes to use beside the result
-
-        Raises ValueError for fewer than two samples, and for rows of `per_sample_jacobian`.
-        """
-        with self._counted("variance") as samples:
-            means = statistics.means(self, self.spread, samples, budget)
-            return statistics.variances(self, means, self.spread, samples, budget)
-
-    @checked(ON_NOISE)
-    def snr(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The gradient signal-to-noise ratio, ḡ² / `variance`, elementwise, {name: shape}.
-
-        It is the ratio for one sample; the mean of N samples has N times as much.  It is 0 where all samples have gradient
-        zero, and infinite where all have the same gradient.
-
-        budget: bytes to use beside the result
-
-        Raises as `variance` does.
-        Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
-        """
-        with self._counted("snr") as samples:
-            return statistics.signal_to_noise(self, self.spread, samples, budget)
-
-    @overload
-    def noise_scale(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> NoiseScale: ...
-    @overload
-    def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
-    @checked(ON_NOISE)
-    def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
-        """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
-
-        per_parameter: return {name: NoiseScale} instead
-        budget: bytes to use beside the result
-
-        Raises as `variance` does, and NothingRecorded for the rows of `backprop_hess`.
-        Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
-        batches of 1 and N samples.
-        """
-        if self.hess_type is not None and not self.entries:
-            raise NothingRecorded(
-                "noise_scale: these rows come from backprop_hess or a Jacobian; they are not gradients of losses. Run "
-                "loss.backward() instead."
-            )
-        with self._counted("noise_scale") as samples:
-            each = statistics.noise_scales(self, self.spread, samples, budget)
-        if per_parameter:
-            return each
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        return NoiseScale(*(sum((x.to(parts[0].device) for x in parts), zero) for parts in zip(*each.values())))
-
     @checked(ON_VERBS)
     def cosine(self, other: PerSampleGrads | Mapping[str, Tensor] | None = None, budget: int = BUDGET) -> Tensor:
         """The cosines between gradients, (N, M); or between gradients and a direction, N.  A zero gradient has cosine 0.
 
         other: the gradients of another batch of the same model; or a direction, {name: shape}; by default these gradients
         themselves
-        budget: bytes to use beside the result
 
         Raises as `gram` and `dot` do.
         """
         other = self if other is None else other
         if not isinstance(other, PerSampleGrads):
-            arguments.check_direction(other, self._shapes())
+            arguments.check_direction(other, self)
             wide = {name: whole_of(x).to(torch.promote_types(x.dtype, torch.float32)) for name, x in other.items()}
             length = matrix.nonzero(matrix.joint_norms([row_norms(x.reshape(1, -1)).cpu() for x in wide.values()], 1))
             along = self.dot({name: x / length.to(x.device) for name, x in wide.items()}, budget)
@@ -165,8 +107,7 @@ class PerSampleGrads(Algebra):
 
         Raises ValueError for a parameter without a map, and for a map that doesn't fit a parameter's shape.
         """
-        if not isinstance(metric, Metric):
-            raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
+        check_kind("preconditioned", ON_METRICS, Metric, "a Metric", metric=metric)
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
         maps, forms = metric._of(named, list(self)), dict[str, Form]()
@@ -199,10 +140,7 @@ class PerSampleGrads(Algebra):
         """
         model = self._model()
         if self._by_token is None or model is None:
-            raise NothingRecorded(
-                "tokens() must be called on the result of per_sample_grads(model) itself. Select, group, scale or "
-                "precondition afterwards, the result of tokens()."
-            )
+            raise NothingRecorded("call tokens() on per_sample_grads(model) itself, and select, group or scale afterwards.")
         return self._by_token(model)
 
     # Curvature.
@@ -232,8 +170,7 @@ class PerSampleGrads(Algebra):
         """
         if self.hess_type is None:
             raise NothingRecorded(
-                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead of loss.backward(); or "
-                "take the empirical Fisher matrix, fisher_matvec."
+                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead, or take fisher_matvec."
             )
         return self._narrowed(self._matvec(v))
 
@@ -255,22 +192,17 @@ class PerSampleGrads(Algebra):
         self._check_alone("natural_gradient")
         if damping is None:
             raise TypeError(
-                f"natural_gradient: damping is missing; expected λ > 0. JᵀJ / N has rank {self._row_count} at most, one for "
-                "each pass and sample, so it has no inverse. Start with natural_gradient(v, damping=1e-2) and try powers of "
-                "ten: with a large damping the step is close to v / λ, with a small one it follows the curvature of these "
-                "samples." + ON_CURVATURE
+                f"natural_gradient: damping is missing; expected λ > 0, because JᵀJ / N has rank {self._row_count} at most. "
+                "Start with 1e-2 and try powers of ten: with a large one the step is close to v / λ." + ON_CURVATURE
             )
-        damping = float(damping)
-        self._check_real()
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
-                f"natural_gradient: J Jᵀ has {self._row_count:,} rows, one for each pass and sample, and takes "
-                f"{size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Sample vectors, backprop_hess(output, "
-                "samples=1); or use conjugate gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or "
-                "raise limit."
+                f"natural_gradient: J Jᵀ has {self._row_count:,} rows and takes {size / 2**20:,.0f} MiB; the limit is "
+                f"{limit / 2**20:,.0f} MiB. Raise limit; or sample vectors, backprop_hess(output, samples=1); or use conjugate "
+                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...)."
             )
         products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
-        products.diagonal().add_(count * damping)
+        products.diagonal().add_(count * float(damping))
         along = self.dot(v)
         inside = torch.linalg.solve(products, along.double().flatten()) if len(products) else along
         back = self._transposed(inside.view(along.shape))
@@ -289,7 +221,6 @@ class PerSampleGrads(Algebra):
         self._check_alone("block")
         other = name if other is None else other
         mine, theirs = self[name], self[other]
-        self._check_real()
         arguments.check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
         with self.reading():
             return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
@@ -302,10 +233,8 @@ class PerSampleGrads(Algebra):
         """One vector, P, as {name: shape}: the inverse of `to_vector`."""
         sizes = [form.shape.numel() for form in self.values()]
         if vector.shape != (sum(sizes),):
-            raise ValueError(
-                f"from_vector was given shape {tuple(vector.shape)}; expected ({sum(sizes)},), a number per parameter"
-                + ON_CURVATURE
-            )
+            shape = tuple(vector.shape)
+            raise ValueError(f"from_vector was given shape {shape}; expected ({sum(sizes)},)" + ON_CURVATURE)
         return {name: part.view(form.shape) for part, (name, form) in zip(vector.split(sizes), self.items())}
 
     @checked(ON_CURVATURE)
@@ -319,9 +248,6 @@ class PerSampleGrads(Algebra):
         Raises ImportError without scipy, ValueError for a negative damping.
         """
         self._check_alone("as_linear_operator")
-        damping = float(damping)
-        self._check_real()
-
         with needed("curvature"):
             from scipy.sparse.linalg import LinearOperator
         like = next(iter(self.values())).like
@@ -331,7 +257,7 @@ class PerSampleGrads(Algebra):
             if x.dtype.kind == "c":
                 return product(x.real) + 1j * product(x.imag)
             v = torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)
-            return (self.to_vector(self._matvec(self.from_vector(v))) + damping * v).cpu().numpy()
+            return (self.to_vector(self._matvec(self.from_vector(v))) + float(damping) * v).cpu().numpy()
 
         size, of = sum(form.shape.numel() for form in self.values()), torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         return LinearOperator((size, size), matvec=product, rmatvec=product, dtype=of)

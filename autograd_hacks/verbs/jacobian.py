@@ -1,7 +1,7 @@
 """Rows of outputs: the gradient of each entry of each sample's output."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -69,14 +69,20 @@ def per_sample_jacobian(
         count = prod(first.shape[1:])
         size, chunks, reached = chunk_size or count, list[dict[str, Form]](), set[str]()
         losses = _announcement(first)
-        for number, s in enumerate(progress(_each_entry(first), "Jacobian", "pass", count), 1):
+        for number in progress(range(1, count + 1), "Jacobian", "pass", count):
+            s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)  # 1 at this entry of every sample
+            s.view(len(first), count)[:, number - 1] = 1
             with announced(first, losses) as root:
                 if leaves:
                     run_pass(WHAT, root, leaves, s, retain_graph or number < count)
             if number % size == 0 or number == count:
                 losses.complete = True
                 grads = _read(model, recorder, losses)
-                chunks.append(dict(grads) if chunk_size is None else _smallest(grads))
+                chunks.append(dict(grads))
+                if chunk_size is not None:  # rows are written out where that takes less memory
+                    large = [name for name, form in grads.items() if held_bytes(form) > written_bytes(form)]
+                    with torch.no_grad(), grads.reading():
+                        chunks[-1] |= {name: Dense(grads[name].dense()) for name in large}
                 reached |= grads.reached
                 losses = _announcement(first)
         forms = chunks[0]
@@ -88,19 +94,14 @@ def per_sample_jacobian(
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
-    """A backward pass that runs hooks and doesn't change ``.grad``.
-
-    what: the function that runs it, for the message
-    """
+    """A backward pass that runs hooks and doesn't change ``.grad``.  what: the function that runs it, for the message"""
     try:
         torch.autograd.grad(root, leaves, s, retain_graph=retain_graph, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
-        raise NothingRecorded(
-            f"{what}: an earlier backward pass freed the graph of this output. Run that pass with retain_graph=True; or run "
-            f"{what} first, with retain_graph=True."
-        ) from None
+        mend = f"Run that pass, or {what} before it, with retain_graph=True."
+        raise NothingRecorded(f"{what}: an earlier backward pass freed the graph of this output. {mend}") from None
 
 
 def leaves_of(root: Tensor) -> list[Tensor]:
@@ -129,26 +130,13 @@ def _check_function(first: Tensor) -> None:
             )
     if at := read_outside(first):
         raise SamplesMixed(
-            f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}. It is not an output of the "
-            "model, and one index of axis 0 depends on several samples. If samples are on another axis, move them there: "
-            "output.transpose(0, 1). A sample's loss must not depend on other samples."
+            f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}: it is not an output of the "
+            "model, and one index of axis 0 depends on several samples. If they are on axis 1: output.transpose(0, 1)."
         )
 
 
 def _announcement(first: Tensor) -> Announcement:
     return Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
-
-
-def _each_entry(first: Tensor) -> Iterator[Tensor]:
-    """For each entry, a tensor that is 1 at that entry of every sample and 0 elsewhere.
-
-    first: an output, N ...
-    """
-    count = prod(first.shape[1:])
-    for entry in range(count):
-        s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
-        s.view(len(first), count)[:, entry] = 1
-        yield s
 
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:
@@ -164,39 +152,22 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
     mine.clear()
     if grads is None or not grads.reached:
         raise NothingRecorded(
-            f"{WHAT}: the output of shape {tuple(losses.shape)} does not come from a forward of this "
-            f"{type(model).__name__} with hooks and trainable parameters. Call add_hooks(model), then model(...) as a whole "
-            "with hooks enabled, and give that output."
+            f"{WHAT}: the output of shape {tuple(losses.shape)} does not come from a forward of this {type(model).__name__} "
+            "with hooks and trainable parameters. Give the output of model(...) as a whole, after add_hooks(model)."
         )
     return grads
 
 
-@torch.no_grad()
-def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
-    """The forms, written out where that takes less memory."""
-    large = {name for name, form in grads.items() if held_bytes(form) > written_bytes(form)}
-    with grads.reading():
-        return {name: Dense(form.dense()) if name in large else form for name, form in grads.items()}
-
-
 def check_output(what: str, output: object, page: str) -> None:
-    """Raises unless ``output`` is a real tensor with entries and a graph.
-
-    what: the function that was given it, for the message
-    page: the end of the message, where outputs are explained
-    """
+    """Raises unless ``output`` is a real tensor with entries and a graph.  page: ends the message"""
     if not isinstance(output, Tensor) or not output.is_floating_point():
-        is_complex = isinstance(output, Tensor) and output.is_complex()
-        real = " View a complex output as real numbers: torch.view_as_real(output)." if is_complex else ""
-        part = "" if isinstance(output, Tensor) else " From an object with several, give one: output.logits."
-        raise TypeError(
-            f"{what} was given {'' if isinstance(output, Tensor) else 'a '}{kind_of(output)}; expected a floating-point "
-            f"tensor, an output of the model.{real}{part}" + page
-        )
+        mend = " From an object with several, give one: output.logits."
+        if isinstance(output, Tensor):
+            mend = " View it as real numbers: torch.view_as_real(output)." if output.is_complex() else ""
+        expected = f"a floating-point tensor, an output of the model.{mend}"
+        raise TypeError(f"{what} was given output={kind_of(output)}; expected {expected}" + page)
     if 0 in output.shape[1:]:
         raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, which has no entries" + page)
     if not output.requires_grad:
-        raise NothingRecorded(
-            f"{what} was given an output without a graph: it is detached, or was computed under torch.no_grad. Give it an "
-            "output of the model that was computed with gradients enabled."
-        )
+        why = "it is detached, or was computed under torch.no_grad. Give it one that was computed with gradients."
+        raise NothingRecorded(f"{what} was given an output without a graph: {why}")

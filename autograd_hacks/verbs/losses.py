@@ -10,6 +10,7 @@ from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
 from autograd_hacks.reading.loss_graphs import read_outside
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
+from autograd_hacks.verbs.arguments import check_kind
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
@@ -32,29 +33,21 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
 def backward_to(
     losses: Tensor, inputs: Sequence[Tensor] | None, loss_type: str = "mean", retain_graph: bool | None = None
 ) -> None:
-    """`backward` for some parameters.
-
-    inputs: the parameters that need gradients; None for all
-    """
-    if not isinstance(losses, Tensor):
-        raise TypeError(
-            f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample" + ON_REDUCTION
-        )
+    """`backward` for some parameters.  inputs: those that need gradients; None for all"""
+    check_kind("backward", ON_REDUCTION, Tensor, "a tensor of N losses, one for each sample", losses=losses)
     if losses.ndim != 1:
         raise ValueError(f"backward was given losses of shape {tuple(losses.shape)}; expected {A_LOSS_EACH}" + ON_REDUCTION)
     check_loss_type(loss_type)
     if not losses.requires_grad:
         raise NothingRecorded(
-            "backward was given losses without a graph: they are detached, or were computed under torch.no_grad, or from "
-            "rows of a pass without create_graph=True. For losses made of rows run the first pass by "
-            "torch.autograd.grad(loss, parameters, create_graph=True)."
+            "backward was given losses without a graph: they are detached, or computed under torch.no_grad, or from rows of "
+            "a pass without create_graph=True. For these run torch.autograd.grad(loss, parameters, create_graph=True) first."
         )
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     if at := read_outside(losses):
         raise SamplesMixed(
-            "samples mix in the losses given to backward: a sample's loss depends on the model's outputs for other "
-            "samples, as in a contrastive loss or a loss with statistics of the batch. Such losses have no per-sample "
-            f"gradients. Samples mix at {at}."
+            "samples mix in the losses given to backward, as in a contrastive loss or one with statistics of the batch, so "
+            f"there are no per-sample gradients. Samples mix at {at}."
         )
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:

@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
-from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
+from autograd_hacks.distributed.spread import Spread
+from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled
@@ -25,8 +25,9 @@ from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.patterns import unwrapped
+from autograd_hacks.support.ranges import check_word
 from autograd_hacks.support.trees import overwritten_in, versions_of
-from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among
+from autograd_hacks.verbs.arguments import kind_of, name_among
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
@@ -38,11 +39,7 @@ INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
 
 
 def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
-    """Σₙ wₙ (gₙ - about)², elementwise, {name: shape}.
-
-    w: N weights, None for all 1
-    about: {name: shape}, zero for other parameters
-    """
+    """Σₙ wₙ (gₙ - about)², elementwise, {name: shape}.  w: N, None for all 1    about: {name: shape}, else zero"""
     moments: dict[str, Tensor] = {}
     for name, form in forms.items():
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
@@ -51,11 +48,7 @@ def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], 
 
 
 def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
-    """The inner products of unit rows, (N, M).  Rows are divided by their lengths before the products.
-
-    n: the lengths of the form's rows, N
-    m: the lengths of the other form's rows, M
-    """
+    """The inner products of rows that are first divided by their lengths, N and M: (N, M)."""
     total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
     for rows, block in form.blocks(int(budget * share) // 3):
         theirs = other if block is form else other.block(rows)
@@ -70,11 +63,7 @@ def nonzero(lengths: Tensor) -> Tensor:
 
 
 def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Which of our rows have products with some of theirs that overflow or underflow.
-
-    mine: the lengths of our rows, (N, ...)
-    theirs: the lengths of theirs
-    """
+    """Which of our rows have products with some of theirs that overflow or underflow, from both rows' lengths."""
     finite = theirs[(theirs > 0) & theirs.isfinite()].detach()
     if not len(finite):
         return torch.zeros_like(mine, dtype=torch.bool)
@@ -83,10 +72,7 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def joint_norms(norms: Collection[Tensor], samples: int) -> Tensor:
-    """The norms of rows from the norms of their parts, N.
-
-    norms: N for each part
-    """
+    """The norms of rows, N, from those of each of their parts."""
     if not norms:
         return torch.zeros(samples, device="cpu")
     # A model's parts may differ in dtype and device.
@@ -108,11 +94,7 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
-    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.
-
-    w: M weights
-    some: the numbers of the M samples
-    """
+    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M weights    some: the numbers of the M samples"""
     plain, factor = unscaled(form)
     w, some = w.to(form.like.device, form.sum_dtype), some.to(form.like.device)
     if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
@@ -129,48 +111,21 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     return form.dot(form[some].weighted_sum(w, budget).conj().resolve_conj(), budget)
 
 
-def whole_parts(v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A direction without shards.  v: {name: shape}, in shards, or whole and equal on all processes"""
-    return {name: whole_of(x) for name, x in v.items()}
-
-
-KINDS = ("signs", "sjlt")
-"""The kinds of random maps."""
-
-
-def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
-    """Raises for settings that a random map can't have.
-
-    what: the verb and its name for ``dim``, for the message
-    """
-    if dim is None:
-        raise TypeError(f"{what} is missing; expected a whole number, how many coordinates to project to." + ON_VERBS)
-    if kind not in KINDS:
-        raise ValueError(f"{what}={dim} with kind={kind!r}; expected one of {', '.join(map(repr, KINDS))}" + ON_VERBS)
+def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Callable[[str, Form], AnyMap]:
+    """The random map of each parameter.  Raises ValueError for settings that none has.  what: the verb's name for ``dim``"""
+    check_word(what.partition(":")[0], ON_VERBS, ("signs", "sjlt"), kind=kind)
     if kind == "signs" and entries != 1:
-        raise ValueError(
-            f"{what}={dim} with kind='signs' and entries={entries}; entries is for kind='sjlt'. Leave it out, or give "
-            "kind='sjlt'" + ON_VERBS
-        )
+        raise ValueError(f"{what}={dim} with entries={entries}; entries is for kind='sjlt': leave it out" + ON_VERBS)
     if dim % entries:
-        raise ValueError(
-            f"{what}={dim} with entries={entries}; expected a multiple of entries, for example {dim + -dim % entries}"
-            + ON_VERBS
-        )
-
-
-def random_map(name: str, shape: torch.Size, dim: int, seed: int, kind: str = "signs", entries: int = 1) -> AnyMap:
-    """A parameter's random map."""
+        near = dim + -dim % entries
+        raise ValueError(f"{what}={dim} with entries={entries}; expected a multiple of entries: {near}" + ON_VERBS)
     if kind == "sjlt":
-        return SparseMap(unwrapped(name), shape, dim, seed, entries)
-    return RandomMap(unwrapped(name), shape, dim, seed)
+        return lambda name, form: SparseMap(unwrapped(name), form.shape, dim, seed, entries)
+    return lambda name, form: RandomMap(unwrapped(name), form.shape, dim, seed)
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
-    """The matrix J of a whole model without the verbs.  See `PerSampleGrads` for the arguments.
-
-    spread: the processes that have other samples
-    """
+    """`PerSampleGrads` without the verbs.  spread: the processes that have other samples"""
 
     def __init__(
         self,
@@ -197,11 +152,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         return [name for name in super().__dir__() if name not in INTERNAL]
 
     def __getitem__(self, name: str | nn.Parameter) -> Form:
-        """A parameter's form.
-
-        name: its name (any of a shared parameter's), or the parameter itself
-        Raises KeyError if it is not a trainable parameter.
-        """
+        """A parameter's form, by any of its names or by the parameter itself.  Raises KeyError for what doesn't train."""
         form = self._forms.get(name) if isinstance(name, str) else None
         if form is not None:
             return form
@@ -249,18 +200,11 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         return rows.unflatten(axis, (*self.entries, self.samples)).movedim(axis + len(self.entries), axis)
 
     def _rows_of(self, samples: Tensor, count: int) -> Tensor:
-        """The numbers of the rows of some samples, entry by entry.
-
-        samples: their numbers, in [0, count)
-        """
+        """The numbers of the rows of some samples, entry by entry.  samples: their numbers, in [0, count)"""
         return (torch.arange(prod(self.entries), device=samples.device)[:, None] * count + samples).flatten()
 
     def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
-        """Weights in the order of the rows.
-
-        w: N, or (N, *entries)
-        several: whether ``w`` may have an axis K in front
-        """
+        """Weights, (N, *entries), in the order of the rows.  several: whether they may have an axis K in front"""
         shape = (self.samples, *self.entries)
         axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
         expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
@@ -269,9 +213,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
         before = w.ndim - len(shape)
         if before not in range(1 + several) or w.shape[before:] != shape:
-            raise ValueError(
-                f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples" + ON_VERBS
-            )
+            wrong = f"the weights have shape {tuple(w.shape)}"
+            raise ValueError(f"{wrong}; expected {expected} with N = {self.samples} samples" + ON_VERBS)
         return w.movedim(before, -1).flatten(before) if self.entries else w
 
     # When the forms may be read, and how verbs combine them.
@@ -285,10 +228,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     @contextmanager
     def summing(self, here: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
-        """`reading` for sums over the samples of all processes.
+        """`reading` for sums over the samples of all processes.  If ``here()`` raises on one of them, all raise.
 
-        It yields the result of ``here()`` on this process and the sum of all counts.  If ``here()`` raises on one process,
-        all raise.
+        It yields the result of ``here()`` on this process and the sum of all counts.
         """
 
         def checked() -> T:
@@ -300,21 +242,6 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             with without_autocast(form.like for form in self.values()):
                 yield result, total
 
-    @contextmanager
-    def _counted(self, what: str) -> Iterator[int]:
-        """A context for statistics over samples.  It yields the number of samples of all processes."""
-        if self.entries:
-            raise ValueError(
-                f"{what}: these are the gradients of {self._origin()}, so the variance over samples is ambiguous. Take "
-                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_NOISE
-            )
-        with self.summing(lambda: None, self.samples) as (_, count):
-            if count < 2:
-                raise ValueError(
-                    f"{what}: a variance needs two samples or more, but there are gradients of {count:.0f}" + ON_NOISE
-                )
-            yield int(count)
-
     def _check(self) -> None:
         self.spread.check()
         for name, versions in self._versions:
@@ -323,15 +250,6 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
                     f"a tensor that the per-sample gradients of {name!r} need, {wrong} since they were taken. Read before "
                     "that, or give the layer a copy: x.clone()."
                 )
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the parameters."""
-        return {name: form.shape for name, form in self.items()}
-
-    def _direction(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A direction without shards, {name: shape}."""
-        check_direction(v, self._shapes())
-        return whole_parts(v)
 
     def _added(self, verb: Verb, *shape: int) -> Tensor:
         """A verb's results summed over parameters, (N, *shape)."""
@@ -347,10 +265,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
 
     def _between(self, other: Matrix, product: Verb) -> Tensor:
-        """Products with another batch, summed over parameters, (N, M).
-
-        product: returns the products of a parameter's rows with the other batch's
-        """
+        """The products of all parameters' rows with another batch's, summed over parameters, (N, M)."""
         with self.reading(), other.reading():
             total = self._added(product, other._row_count)
             return other._placed(total, total.ndim - 1)
@@ -372,18 +287,16 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             return self.spread.settled(self._totals(w, BUDGET))
 
     def _check_alone(self, what: str) -> None:
-        """Raises NotReduced if other processes have rows, too."""
+        """Raises NotReduced if other processes have rows, too, and TypeError for complex parameters."""
+        self._check_real()
         if self.spread.mesh is not None:
             raise NotReduced(
-                f"{what} needs the inner products of all rows, but this process has only {self.samples} samples; "
-                f"{self.spread.mesh.size()} processes share the batch. Use this process's samples only, "
-                f"grads.local().{what}(...), or products with JᵀJ, which cover all: fisher_matvec, ggn_matvec."
+                f"{what} needs the inner products of all rows, but {self.spread.mesh.size()} processes share the batch. Use "
+                f"this one's alone, grads.local().{what}(...), or products with JᵀJ of all: fisher_matvec, ggn_matvec."
             )
 
     def _check_real(self) -> None:
         """Raises TypeError for complex parameters, which have no curvature."""
         for name, form in self.items():
             if form.like.is_complex():
-                raise TypeError(
-                    f"parameter {name!r} is complex; curvature is supported for real parameters only" + ON_CURVATURE
-                )
+                raise TypeError(f"parameter {name!r} is complex; curvature exists for real parameters only" + ON_CURVATURE)

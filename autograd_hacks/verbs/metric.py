@@ -19,17 +19,17 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of, parts_by
-from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
+from autograd_hacks.verbs.arguments import kind_of, parts_by, some
+from autograd_hacks.verbs.optimizers import SCALINGS, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
 SHARE = 0.1
 """The default damping of Kronecker factors, as a share of the mean eigenvalue.
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
-
-
+_JOINT = "share one block (kfac_bias='joint'), but a metric needs one for each parameter"
 K = TypeVar("K", bound=Hashable)
+Inverse = Callable[[nn.Parameter, Any, Tensor | float], LinearMap]
 
 
 def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
@@ -74,10 +74,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         return Table(f"Metric of {len(self)} parameters", rows)
 
     def _of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
-        """{name: map} for some parameters.
-
-        named: the model's parameters, with all their names
-        names: the names to return maps for
+        """{name: map} for some names, of the model's parameters with all their names.
 
         Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
         parameter of the metric is the model's.
@@ -85,18 +82,14 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         by_id = {id(key): by for key, by in self.items() if not isinstance(key, str)}
         found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
         if by_id and not any(id(p) in by_id for _, p in named):
-            raise ValueError(
-                f"preconditioned was given a metric of {len(by_id)} parameters, none of which is the model's; expected a "
-                "metric of this model, for example from its optimizer" + ON_METRICS
-            )
+            raise ValueError("preconditioned was given a metric of parameters that are another model's" + ON_METRICS)
         patterns = [key for key in self if isinstance(key, str)]
         for pattern, own in parts_by(patterns, names, "the metric") if patterns else ():
             found |= dict.fromkeys(own, self[pattern])
         if missing := [name for name in names if name not in found]:
             raise ValueError(
-                f"preconditioned: the metric has no map for {', '.join(map(repr, missing[:5]))}"
-                f"{' ...' if len(missing) > 5 else ''}. Give them a map, None for the identity; or leave them out: "
-                "per_sample_grads(model, only=...)." + ON_METRICS
+                f"preconditioned: the metric has no map for {some(missing)}. Give them a map, None for the identity; or "
+                "leave them out: per_sample_grads(model, only=...)." + ON_METRICS
             )
         return {name: found[name] for name in names}
 
@@ -124,12 +117,14 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         docs/examples/less.py, which has Γ by the paper's formula.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
-        scaling = next((of for names, of in SCALINGS.items() if is_one_of(inner, names)), None)
-        if scaling is None:
+        kind = type(inner)
+        scaling = next((of for names, of in SCALINGS.items() if kind.__name__ in names), None)
+        # A subclass of torch's or transformers' classes may divide by something else.
+        if scaling is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            known = ", ".join(name for names in SCALINGS for name in names)
             raise TypeError(
-                f"Metric.from_optimizer was given {type(inner).__name__}; expected one of "
-                f"{', '.join(name for names in SCALINGS for name in names)}. Or give the maps yourself: "
-                "Metric({name: factor, ...}); for Shampoo's or SOAP's factors see 'J M: metrics'" + ON_METRICS
+                f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
+                "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
             )
         maps: dict[str | nn.Parameter, Given] = {}
         for group in inner.param_groups:
@@ -141,14 +136,11 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 if p.is_complex() and scaling is not of_sgd:
                     raise TypeError(
                         f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
-                        f"{tuple(p.shape)}. The optimizer scales real and imaginary parts separately, which is not a "
-                        "complex-linear map. Leave the parameter out by only=..., or store its parts as real parameters."
+                        f"{tuple(p.shape)}, whose two parts it scales separately. Store them as real parameters."
                         + ON_METRICS
                     )
                 with torch.no_grad():
-                    maps[p] = scaling({name: whole_of(x) for name, x in state.items() if isinstance(x, Tensor)} | {
-                        name: x for name, x in state.items() if not isinstance(x, Tensor)
-                    }, group)  # fmt: skip
+                    maps[p] = scaling({name: whole_of(x) for name, x in state.items()}, group)
         unstepped = [by for by in maps.values() if isinstance(by, _Unstepped)]
         if unstepped and len(unstepped) == len(maps):
             raise unstepped[0].error(where="")
@@ -170,19 +162,22 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
+        def means(both: Sequence[Tensor]) -> list[Tensor]:
+            """The mean eigenvalues of each block, on the left and on the right."""
+            axes = 2 if both[1].ndim == 3 else 1
+            return [(x if x.ndim == axes else x.diagonal(dim1=-2, dim2=-1)).double().mean(-1) for x in both]
+
         def inverse(p: nn.Parameter, kfac: Any, total: Tensor | float) -> LinearMap:
-            both = [x.double() for x in _sides_of(p, kfac)]
-            means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
-            ratio = (means[1] / means[0]).sqrt()
+            both = _sides_of(p, kfac)
+            of_left, of_right = means(both)
+            ratio = (of_right / of_left).sqrt()
             pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # 1 for an expert that got no tokens
-            left, right = (
-                _damped_inverse(x, shift).to(kfac[1]) for x, shift in zip(both, (total**0.5 / pi, total**0.5 * pi))
-            )
+            shifts = total**0.5 / pi, total**0.5 * pi
+            left, right = (_damped_inverse(x.double(), shift).to(kfac[1]) for x, shift in zip(both, shifts))
             return _sides(left, right, p.shape)
 
         def mean(p: nn.Parameter, kfac: Any) -> Tensor:
-            left, right = _sides_of(p, kfac)
-            return (_mean(left.double(), right.ndim == 3) * _mean(right.double(), right.ndim == 3)).mean()
+            return torch.stack(means(_sides_of(p, kfac))).prod(0).mean()
 
         return cls._from(model, "kfac", damping, mean, inverse)
 
@@ -202,30 +197,21 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         def inverse(p: nn.Parameter, block: Any, shift: Tensor | float) -> LinearMap:
             if len(block.names) > 1:
-                raise ValueError(
-                    f"Metric.from_ekfac: {' and '.join(block.names)} share one block (kfac_bias='joint'), but a metric "
-                    "needs one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
-                )
+                share = f"{' and '.join(block.names)} {_JOINT}"
+                raise ValueError(f"Metric.from_ekfac: {share}. Use ekfac_solve, or another kfac_bias." + ON_METRICS)
             return in_eigenbasis(block.sides, 1 / (block.values + shift), p.shape)
 
         return cls._from(model, "ekfac", damping, lambda _, block: block.values.mean(), inverse)
 
     @classmethod
     def _from(
-        cls,
-        model: nn.Module,
-        attribute: str,
-        damping: float | None,
-        mean: Callable[[nn.Parameter, Any], Tensor],
-        inverse: Callable[[nn.Parameter, Any, Tensor | float], LinearMap],
+        cls, model: nn.Module, attribute: str, damping: float | None, mean: Callable[..., Tensor], inverse: Inverse
     ) -> Metric:
-        """mean: a parameter's mean eigenvalue    inverse: its map, from its curvature and the damping"""
+        """mean: a parameter's mean eigenvalue, from its curvature    inverse: its map, also from the damping"""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
-            raise NothingRecorded(
-                f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run backprop_hess(output) and "
-                f"compute_hess(model, kind={attribute!r}), or compute_hess_over(model, loader, kind={attribute!r})."
-            )
+            run = f"compute_hess_over(model, loader, kind={attribute!r})"
+            raise NothingRecorded(f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run {run}.")
         shifts = dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
         return cls({p: inverse(p, block, shifts[p] if damping is None else damping) for p, block in found.items()})
 
@@ -236,8 +222,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         A vector's gradient becomes at most rank² numbers.  A side of at most ``rank`` entries is left as it is.
 
-        model: the model
-        rank: the number of columns of P and Q
+        model: the model    rank: the number of columns of P and Q
         seed: the seed of P and Q, random signs over √rank, which keep inner products in expectation:
         E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
         pca: use the first eigenvectors of ``kfac``'s factors B and A for P and Q instead
@@ -299,18 +284,14 @@ def _map_of(key: object, given: Given) -> LinearMap:
     what = key if isinstance(key, str) else "a parameter"
     for x in given if isinstance(given, tuple) else (given,):
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta or x.is_nested):
-            raise TypeError(
-                f"Metric was given a {'meta' if x.is_meta else 'nested' if x.is_nested else x.layout} tensor for {what}; "
-                "expected a dense tensor: to_dense()" + ON_METRICS
-            )
+            kind = "meta" if x.is_meta else "nested" if x.is_nested else x.layout
+            raise TypeError(f"Metric was given a {kind} tensor for {what}; expected a dense one: to_dense()" + ON_METRICS)
     if isinstance(given, Tensor):
         return Elementwise(given)
     if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
         return Sides(*given)
-    raise TypeError(
-        f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
-        "or None" + ON_METRICS
-    )
+    expected = "a tensor, a pair (L, R) of tensors or None, a LinearMap, or None"
+    raise TypeError(f"Metric was given {kind_of(given)} for {what}; expected {expected}" + ON_METRICS)
 
 
 # Random and principal directions.
@@ -345,7 +326,16 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
             f"Metric.low_rank(pca=True): {name} has separate factors for {len(sides[1])} blocks (groups or experts). Use "
             "random directions, pca=False; or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
         )
-    left, right = (None if len(x) <= rank else _first_eigenvectors(x, rank) for x in sides)
+
+    def first(x: Tensor) -> Tensor | None:
+        """The eigenvectors of the largest eigenvalues, in columns.  x: (F, F), or F for a diagonal matrix"""
+        if len(x) <= rank:
+            return None
+        if x.ndim == 1:
+            return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
+        return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
+
+    left, right = map(first, sides)
     return Sides(None if left is None else left.mT, right)
 
 
@@ -353,45 +343,19 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     """The factors on the left and on the right of a parameter."""
     if not hasattr(kfac, "sides"):
         raise TypeError(
-            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight has shape (O, I), as in Linear, or "
-            "(I, O), as in Conv1D; expected the kfac that compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned)"
-            " of autograd_hacks.curvature.kronecker" + ON_METRICS
+            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight is (O, I) or (I, O); expected the one of "
+            "compute_hess(model, kind='kfac'), or autograd_hacks.curvature.kronecker.KFAC.of(a, b, is_turned)" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
     fans = p.shape[:1].numel(), p.shape[1:].numel()
     if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
-        raise ValueError(
-            f"the weight of shape {tuple(p.shape)} and its bias share one Kronecker block (kfac_bias='joint'), but a metric "
-            "needs one for each parameter. Use another kfac_bias in compute_hess." + ON_METRICS
-        )
+        share = f"the weight of shape {tuple(p.shape)} and its bias {_JOINT}"
+        raise ValueError(f"{share}. Use another kfac_bias in compute_hess." + ON_METRICS)
     return found
 
 
-def _first_eigenvectors(x: Tensor, rank: int) -> Tensor:
-    """The eigenvectors of the largest eigenvalues, in columns.
-
-    x: (F, F), or the diagonal of a diagonal matrix, F
-    """
-    if x.ndim == 1:
-        return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
-    return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
-
-
-def _mean(x: Tensor, has_blocks: bool) -> Tensor:
-    """The mean eigenvalue of each block.
-
-    x: a matrix, or a diagonal
-    """
-    diagonals = x if x.ndim == 1 + has_blocks else x.diagonal(dim1=-2, dim2=-1)
-    return diagonals.mean(-1)
-
-
 def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:
-    """(x + shift)⁻¹.
-
-    x: a matrix or a diagonal, or one for each block
-    shift: a number, or one for each block
-    """
+    """(x + shift)⁻¹.  x: a matrix or a diagonal, or one for each block, as the shift"""
     if x.ndim == shift.ndim + 1:
         return 1 / (x + shift[..., None])
     return torch.linalg.inv(x + shift[..., None, None] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))

@@ -12,9 +12,8 @@ from torch import Tensor
 from autograd_hacks.errors import ON_NOISE
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table
-from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs import statistics
-from autograd_hacks.verbs.arguments import check_state, kind_of
+from autograd_hacks.support.ranges import check_word, checked
+from autograd_hacks.verbs.arguments import check_kind, check_state
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.statistics import NoiseScale
 
@@ -55,10 +54,8 @@ class NoiseScales(Shown):
         Raises what ``grads.noise_scale`` raises, for example for fewer than two samples, and ValueError if gradients are not
         finite, as in a step that a GradScaler skips.  The means don't change then.
         """
-        if not isinstance(grads, PerSampleGrads):
-            raise TypeError(f"NoiseScales.update was given {kind_of(grads)}; expected per_sample_grads(model)" + ON_NOISE)
+        check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
-        assert isinstance(scales, dict)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
         if self.elementwise:
             self._take_each(grads, budget)
@@ -67,27 +64,24 @@ class NoiseScales(Shown):
         """Adds a step's noise and signal, {parameter's name: both}."""
         wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
         if wrong:
-            raise ValueError(
-                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}), as in a "
-                "step that overflowed; expected numbers. Skip update() in steps that the optimizer skips." + ON_NOISE
-            )
-        keep = self.smoothing
+            why = f"the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]})"
+            raise ValueError(f"NoiseScales: {why}. Skip update() in steps that the optimizer skips." + ON_NOISE)
         for name, own in found.items():
-            before = self._means.get(name, (0.0, 0.0, 0.0))
-            noise, signal, weight = (keep * old + (1 - keep) * new for old, new in zip(before, (*own, 1.0)))
-            self._means[name] = noise, signal, weight
+            self._means[name] = self._added(self._means.get(name, (0.0, 0.0, 0.0)), (*own, 1.0))
+
+    def _added(self, before: Any, now: Any) -> Any:
+        """Running means with a step's numbers added to them."""
+        return tuple(self.smoothing * old + (1 - self.smoothing) * new for old, new in zip(before, now))
 
     @torch.no_grad()
     def _take_each(self, grads: PerSampleGrads, budget: int) -> None:
-        keep = self.smoothing
         with grads._counted("NoiseScales.update") as samples:
-            about = statistics.means(grads, grads.spread, samples, budget)
-            noises = statistics.variances(grads, about, grads.spread, samples, budget)
+            about = grads._means(samples, budget)
+            noises = grads._variances(grads, about, samples, budget)
         for name, own in noises.items():
             noise = own.double()
             new = noise, about[name].abs().double().square() - noise / samples
-            before = self._each.get(name, (0.0, 0.0))
-            self._each[name] = (keep * before[0] + (1 - keep) * new[0], keep * before[1] + (1 - keep) * new[1])
+            self._each[name] = self._added(self._each.get(name, (0.0, 0.0)), new)
 
     @overload
     def noise_scale(self, per: Literal["model"] = "model") -> NoiseScale: ...
@@ -99,8 +93,7 @@ class NoiseScales(Shown):
         per: 'layer' returns {path of a layer: for its parameters together}, 'parameter' returns {name: for this parameter}
         Raises ValueError before the first `update`, and for another ``per``.
         """
-        if per not in ("model", "layer", "parameter"):
-            raise ValueError(f"noise_scale was given per={per!r}; expected 'model', 'layer' or 'parameter'" + ON_NOISE)
+        check_word("noise_scale", ON_NOISE, ("model", "layer", "parameter"), per=per)
         self._check()
         sums: dict[str, list[tuple[float, float]]] = {}
         for name, (noise, signal, weight) in self._means.items():
@@ -122,17 +115,14 @@ class NoiseScales(Shown):
         """
         if not self.elementwise:
             raise ValueError(
-                "snr needs noise and signal of each number, which are kept with NoiseScales(elementwise=True) alone. A "
-                "layer's ratio is 1 / noise_scale('layer')[path].scale." + ON_NOISE
+                "snr needs NoiseScales(elementwise=True); a layer's is 1 / noise_scale('layer')[path].scale" + ON_NOISE
             )
         self._check()
         return {name: torch.where(signal == 0, signal, signal / noise) for name, (noise, signal) in self._each.items()}
 
     def _check(self) -> None:
         if not self._means:
-            raise ValueError(
-                "NoiseScales has seen no step; call update(per_sample_grads(model)) after a backward pass" + ON_NOISE
-            )
+            raise ValueError("NoiseScales has seen no step; call update(per_sample_grads(model)) after one" + ON_NOISE)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint."""

@@ -1,6 +1,6 @@
 """The scalings that optimizers apply to gradients, from their state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -70,10 +70,4 @@ SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]],
     ("Muon",): _of_muon,
     ("SGD",): of_sgd,
 }
-"""{names of classes: the scaling, from a parameter's state and its group's settings}"""
-
-
-def is_one_of(optimizer: object, names: Sequence[str]) -> bool:
-    """Whether an optimizer is exactly one of torch's or transformers' classes.  A subclass may divide by something else."""
-    kind = type(optimizer)
-    return kind.__name__ in names and kind.__module__.partition(".")[0] in ("torch", "transformers")
+"""{names of torch's or transformers' classes: the scaling, from a parameter's state and its group's settings}"""

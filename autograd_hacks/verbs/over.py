@@ -28,7 +28,7 @@ from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
-from autograd_hacks.verbs.arguments import check_loader, kind_of
+from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -43,9 +43,8 @@ KEPT = 2**28
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
 """Verbs that compare samples with each other."""
 _WITHIN = (
-    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give "
-    "the batches of the other samples, and a verb of both, for example lambda grads, others: grads.gram(others). To compare "
-    "the data with itself give the loader again: over(..., against=loader)"
+    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give the "
+    "other batches, against=loader for the same ones, and a verb of both: lambda grads, others: grads.gram(others)"
 )
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
@@ -165,26 +164,19 @@ def _check(
 ) -> None:
     """Raises TypeError for arguments of another kind, and ValueError for some that don't go together."""
     check_loader("over", loader, ON_DATA_SETS)
-    for name, given, example in (("loss", loss, "of the model and a batch"), ("verb", verb, "such as PerSampleGrads.norms")):
-        if not callable(given):
-            raise TypeError(f"over was given {name}={given!r}; expected a function, {example}" + ON_DATA_SETS)
+    check_kind("over", ON_DATA_SETS, Callable, "a function of the model and a batch", loss=loss)
+    check_kind("over", ON_DATA_SETS, Callable, "a function, such as PerSampleGrads.norms", verb=verb)
     if out is not None and total:
-        raise ValueError(
-            "over was given out= and total=True, but out= is for rows. Save the returned sums: torch.save(sums, path)"
-            + ON_DATA_SETS
-        )
+        raise ValueError("over was given out= for rows and total=True; expected only one of them" + ON_DATA_SETS)
     if total and (against is not None or verb in _ROWS):
         raise ValueError(
-            "over was given total=True, but this verb returns rows, which belong to different samples in each batch. Leave "
-            "total out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
+            "over was given total=True, but this verb returns rows; expected one that returns sums" + ON_DATA_SETS
         )
     if verb in _BETWEEN and against is None:
         raise ValueError(_WITHIN + ON_DATA_SETS)
     if isinstance(against, Iterator):
-        raise ValueError(
-            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader, "
-            "because it is iterated again for each batch" + ON_DATA_SETS
-        )
+        given = f"against={kind_of(against)}, which can be iterated only once"
+        raise ValueError(f"over was given {given}; expected a list or a DataLoader" + ON_DATA_SETS)
 
 
 def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], total: bool) -> None:
@@ -193,8 +185,7 @@ def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], tota
     if now != first:
         raise ValueError(
             f"over: verb returned {'sums' if total else 'rows'} of shape {now.get(_ALONE, now)} for one batch, and of "
-            f"{first.get(_ALONE, first)} for the first; expected the same for all. A row must not depend on the other "
-            "samples of its batch. For inner products with samples of another data set use against=" + ON_DATA_SETS
+            f"{first.get(_ALONE, first)} for the first; expected rows of their own samples only, or against=" + ON_DATA_SETS
         )
 
 
@@ -217,10 +208,7 @@ class _Step:
         self._seen: list[str] = []  # digests of the other data's batches
 
     def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
-        """The verb's result by name, or by `_ALONE` if it is one tensor.
-
-        checkpoint: the number of the checkpoint that the model has
-        """
+        """The verb's result by name, or by `_ALONE` if it is one tensor.  checkpoint: the number of the one loaded"""
         grads = self._grads(batch)
         if self.against is None:
             taken: list[str] = []
@@ -254,12 +242,12 @@ class _Step:
             if number == len(self._seen):
                 self._seen.append(seen)
             elif self._seen[number] != seen:
-                raise ValueError(
-                    "over: against returned other batches, or another order, when it was iterated again. It must not "
-                    "shuffle or sample: DataLoader(data, shuffle=False)" + ON_DATA_SETS
-                )
+                raise ValueError("over: against returned other batches or another order; it must not shuffle" + ON_DATA_SETS)
             grads = self._grads(batch)
-            if number == len(kept) and (size := _size_copied(grads)) <= self._left:
+            products, others = ([form for form in grads.values() if _stays(form) is stays] for stays in (True, False))
+            size = sum(x.nbytes for form in products for leaf in form.leaves() for x in leaf.held)
+            size += sum(map(written_bytes, others))
+            if number == len(kept) and size <= self._left:
                 self._left -= size
                 kept.append(grads := _copied(grads))
             yield grads
@@ -290,10 +278,7 @@ class _Step:
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
-    """A verb's result by name, on the CPU.
-
-    samples: the expected number of rows; None for sums
-    """
+    """A verb's result by name, on the CPU.  samples: the expected number of rows; None for sums"""
     named = by_file(returned if isinstance(returned, Mapping) else {_ALONE: returned})
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
@@ -322,8 +307,7 @@ def _of_process(out: str | os.PathLike[str]) -> Path:
     path, rank = os.fspath(out), torch.distributed.get_rank() if has_processes() else 0
     if has_processes() and "{rank}" not in path and torch.distributed.get_world_size() > 1:
         raise ValueError(
-            f"over: out={path!r} is the same on several processes; expected a name that contains {{rank}}: rows-{{rank}}.npy"
-            + ON_DATA_SETS
+            f"over: out={path!r} is the same on several processes; expected a name with {{rank}}" + ON_DATA_SETS
         )
     return Path(path.replace("{rank}", str(rank)))
 
@@ -341,9 +325,8 @@ def _load(model: nn.Module, state: State) -> None:
     if not isinstance(loaded, Mapping) or model.state_dict().keys().isdisjoint(loaded):
         what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
         raise ValueError(
-            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
-            f"state dictionary of this {type(model).__name__}. If more was saved with it, select it: "
-            "torch.load(path)['model']" + ON_DATA_SETS
+            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the state "
+            f"dictionary of this {type(model).__name__} alone: torch.load(path)['model']" + ON_DATA_SETS
         )
     model.load_state_dict(loaded)
 
@@ -374,10 +357,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
             live += not places.isdisjoint(trained)
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
-        raise ValueError(
-            f"over: {live} of the checkpoints are the model's current weights. model.state_dict() holds no copies, so "
-            "training overwrote them. Save copies: copy.deepcopy(model.state_dict())" + ON_DATA_SETS
-        )
+        why = f"{live} of the checkpoints are the model's current weights; expected copies"
+        raise ValueError(f"over: {why}: copy.deepcopy(model.state_dict())" + ON_DATA_SETS)
     return states
 
 
@@ -396,14 +377,6 @@ def _copied(grads: PerSampleGrads) -> PerSampleGrads:
         made = grads.with_forms(forms, grads.samples)
     made._versions = made._versions[len(grads._versions) :]
     return made
-
-
-def _size_copied(grads: PerSampleGrads) -> int:
-    """The number of bytes that `_copied` takes."""
-    return sum(
-        sum(x.nbytes for leaf in form.leaves() for x in leaf.held) if _stays(form) else written_bytes(form)
-        for form in grads.values()
-    )
 
 
 def _stays(form: Form) -> bool:

@@ -1,7 +1,7 @@
 """The last backward pass's per-sample gradients: as lazy matrices, as ``param.grad1``, and as a new ``.grad``."""
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -40,6 +40,8 @@ from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 
+Reader = Callable[[nn.Module, Recorder], PerSampleGrads]
+
 
 @checked(ON_REDUCTION)
 def per_sample_grads(
@@ -51,8 +53,7 @@ def per_sample_grads(
 ) -> PerSampleGrads:
     """The per-sample gradients of the last backward pass, lazily.  Nothing of size N × P is written until you ask for it.
 
-    loss_type: as in `compute_grad1`
-    scale: as in `compute_grad1`
+    loss_type, scale: as in `compute_grad1`
     process_group: the processes that share the batch, a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``. None, the
     default, means those of DistributedDataParallel or ``fully_shard``; False means this process only
     only: names or patterns of the parameters to read: ``'8.*'``, ``['*.weight', 'head.bias']``. 'norms' means all biases
@@ -74,34 +75,27 @@ def grads_of(
     scale: float | Tensor = 1.0,
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:
-    """The result of `per_sample_grads`.
-
-    spread: the processes that share the batch
-    """
+    """The result of `per_sample_grads`.  spread: the processes that share the batch"""
     record = recorder.record
     parameters = record.as_seen(spread.parameters)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
     samples = _samples(forms.values())
     names = list(forms)
-    if only is not None:
-        names = names_matching(only, model, names)
+    names = names if only is None else names_matching(only, model, names)
     reached = frozenset(name for name in names if forms[name] is not None)
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
-            raise NothingRecorded(
-                f"rows of tokens need a single batch, but {len(record.segments)} were accumulated. Read after each batch, "
-                "or call add_hooks(model) again without segments." + ON_SEGMENTS
-            )
+            count = len(record.segments)
+            raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
     made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
-    made._by_token = partial(
-        _read_tokens, weakref.ref(recorder), [*map(weakref.ref, record.segments)], spread, loss_type, scale, names
-    )
+    again = partial(grads_of, spread=spread, loss_type=loss_type, scale=scale, only=names)
+    made._by_token = partial(_read_tokens, again, weakref.ref(recorder), [*map(weakref.ref, record.segments)])
     return made
 
 
@@ -111,25 +105,19 @@ def _uses(record: Record) -> Iterator[Use]:
 
 
 def _read_tokens(
-    of: weakref.ref[Recorder],
-    segments: Sequence[weakref.ref[Segment]],
-    spread: Spread,
-    loss_type: str | None,
-    scale: float | Tensor,
-    names: Sequence[str],
-    model: nn.Module,
+    again: Reader, of: weakref.ref[Recorder], segments: Sequence[weakref.ref[Segment]], model: nn.Module
 ) -> PerSampleGrads:
-    """The rows of positions, from the same record as the rows of samples."""
+    """The rows of positions, from the same record as the rows of samples.  again: reads it"""
     recorder = of()
     known = [own() for own in segments]  # None once the record is freed
     if recorder is None or len(known) != 1 or recorder.record.segments != known:
         raise NothingRecorded(
-            "tokens: the record of the backward pass was freed, or holds several batches; expected the record of one batch. "
-            "Call tokens() before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
+            "tokens: the record of the backward pass was freed, or holds several batches. Call tokens() after one batch and "
+            "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
     uses = list(dict.fromkeys(_uses(recorder.record)))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
-        return grads_of(model, recorder, spread, loss_type, scale, names)
+        return again(model, recorder)
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
     if shape is None:
         raise BatchSizeError(
@@ -139,16 +127,13 @@ def _read_tokens(
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
-            raise UnsupportedLayer(
-                f"tokens: {use.place}, was read for whole samples during the backward pass. Ask for positions before the "
-                "forward: add_hooks(model, segments='tokens'). Or leave the parameter out: add_hooks(model, only=...)."
-                + ON_SEGMENTS
-            )
+            mend = "Before the forward, add_hooks(model, segments='tokens'), or leave it out by only=..."
+            raise UnsupportedLayer(f"tokens: {use.place}, was read for whole samples. {mend}" + ON_SEGMENTS)
     before = [use.documents for use in uses]
     try:
         for use in uses:
             use.documents = documents
-        return grads_of(model, recorder, spread, loss_type, scale, names)
+        return again(model, recorder)
     finally:
         for use, own in zip(uses, before):
             use.documents = own
@@ -188,8 +173,12 @@ def compute_grad1(
         check("compute_grad1", ON_REDUCTION, scale=scale)
         try:
             check_ordinary(recorder.record, "grad1")
+            if set_grad and scale != 1:
+                raise ValueError(
+                    f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide "
+                    ".grad by the scale again. Leave scale out; rows and .grad then contain it." + ON_SCALERS
+                )
             if set_grad:
-                _check_unscaled(scale)
                 check_may_set(recorder, "compute_grad1(set_grad=True)")
             with spread.reading():
                 forms = read(model, seen, recorder, loss_type, scale)
@@ -217,21 +206,8 @@ def _samples(forms: Iterable[Form | None]) -> int:
     return next((form.samples for form in forms if form is not None), 0)
 
 
-def _check_unscaled(scale: float | Tensor) -> None:
-    """Raises ValueError if ``scaler.step`` would divide by the scale twice."""
-    if scale != 1:
-        raise ValueError(
-            f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide .grad "
-            "by the scale again. Leave scale out: rows and .grad then contain the scale, and scaler.step() divides .grad "
-            "by it." + ON_SCALERS
-        )
-
-
 def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
-    """Sets a parameter's ``grad1``, in the memory of the last step's rows if nothing else refers to that.
-
-    like: the parameter, or the whole one that it is a shard of
-    """
+    """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
     key, attributes, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
@@ -265,20 +241,19 @@ def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
 def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool = False) -> None:
     """Raises if ``.grad`` can't be set from the rows of the record.
 
-    what: the function that sets it, for the message
-    add: whether it adds to ``.grad``
-    once: whether rows may be used only once, because each use spends privacy budget
+    what: the function that sets it, for the message    add: whether it adds to ``.grad``    once: whether rows may be used
+    only once, because each use spends privacy budget
     """
     record = recorder.record
     if record.left_out:
         raise ValueError(
             f"{what}: {len(record.left_out)} parameters have no rows, {min(record.left_out)!r} among them, because the "
-            "model was hooked with only=...; expected rows of all, because .grad of all is set. Call add_hooks(model) "
-            "again without only." + ON_HOOKS
+            "model was hooked with only=..., but .grad of all is set. Call add_hooks(model) again without only." + ON_HOOKS
         )
     check_ordinary(record, "gradient to clip")
     check_sets_all(record, what)
-    if once and any(segment.replaced for segment in record.segments):
+    was_used = any(segment.replaced for segment in record.segments)
+    if once and was_used:
         raise NothingRecorded(
             f"{what}: there was no backward pass since the last step. Using its rows again would spend privacy budget that "
             "the accountant doesn't count. Run another forward and backward pass, also for an empty batch."
@@ -286,10 +261,9 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
     if add and (recorder.backward.wants_grad or any(p.fills_grad for p in record.passes)):
         raise ValueError(
             f"{what}: add=True, but .grad already holds the unclipped gradient of the backward pass. Hook the model by "
-            "add_hooks(model, param_grad=False), so that backward() leaves .grad alone; or run all micro-batches within "
-            "accumulate(model) and clip once." + ON_PASSES
+            "add_hooks(model, param_grad=False); or clip once for all passes within accumulate(model)." + ON_PASSES
         )
-    if add and any(segment.replaced for segment in record.segments):
+    if add and was_used:
         raise NothingRecorded(
             f"{what}: add=True would add the last backward pass to .grad a second time. Run another forward and backward "
             "pass first. Within accumulate(model), which keeps all passes, clip once at its end." + ON_PASSES
@@ -297,15 +271,10 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
 
 
 def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
-    """Raises NotImplementedError if processes share the batch.
-
-    what: what needs all samples, for the message
-    instead: what to do then, for the message
-    """
+    """Raises NotImplementedError if processes share the batch.  what, instead: what needs all samples, and what to do"""
     if grads.spread.mesh is not None:
         raise NotImplementedError(
-            f"{what}: the model shares its batches with other processes, and this sum would cover one process only. "
-            f"{instead}" + ON_PROCESSES
+            f"{what}: the sum would cover one process, but others share the batch. {instead}" + ON_PROCESSES
         )
 
 
@@ -321,10 +290,8 @@ def set_grads(
     A ``.grad`` that is a view of larger memory, such as a flat buffer of gradients, is written in place, with zeros if the
     loss did not reach the parameter.
 
-    sums: {name: shape}, in memory of their own
-    reached: the names of the parameters that the loss reached
-    add: add to the old ``.grad``
-    recorder: its passes are marked as used for ``.grad``
+    sums: {name: shape}, in memory of their own    reached: the names of the parameters that the loss reached
+    add: add to the old ``.grad``    recorder: its passes are marked as used for ``.grad``
     """
     for name, parameter in parameters_of(model).items():
         total, before = sums.get(name), parameter.grad

@@ -17,7 +17,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.row_files import RowFile, by_file, digest_of, names_in
-from autograd_hacks.verbs.arguments import differing, kind_of, some
+from autograd_hacks.verbs.arguments import check_kind, differing, kind_of, some
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""
@@ -50,14 +50,12 @@ class Store(Shown):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Store was given {kind_of(path)}; expected the path of rows that over has written" + ON_STORES)
+        check_kind("Store", ON_STORES, str | os.PathLike, "the path of rows that over has written", path=path)
         self.path = Path(path)
         names = names_in(self.path)
         if self.path.is_dir() and not names:
             raise FileNotFoundError(
-                f"{self.path} is a folder without rows; expected a folder that over(..., out={str(path)!r}) has written"
-                + ON_STORES
+                f"{self.path} has no rows; expected a folder that over(..., out=) has written" + ON_STORES
             )
         files = {name: RowFile.written(self.path / f"{name}.npy") for name in names} or {"": RowFile.written(self.path)}
         self._files, self._is_one = files, not names
@@ -112,9 +110,8 @@ class Store(Shown):
                 )
             if stored != given:
                 raise ValueError(
-                    f"{file.path} has rows of other weights than this {type(model).__name__}: the digest of state_dict() "
-                    f"was {stored[:12]}… when they were written, and is {given[:12]}… now. Load the old weights, or write "
-                    "the rows again by over(model, ..., out=...)" + ON_STORES
+                    f"{file.path} has rows of other weights than this {type(model).__name__}: digests {stored[:12]}… and "
+                    f"{given[:12]}…. Load the old weights, or write the rows again by over(model, ..., out=...)" + ON_STORES
                 )
 
     # Searches.
@@ -138,8 +135,7 @@ class Store(Shown):
         ``{name: (Q, *shape)}``, or the result of `PerSampleGrads.low_rank`
         k: how many rows to find for each query
         metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
-        model: a model to `check` first
-        budget: bytes to use beside the result
+        model: a model to `check` first    budget: bytes to use beside the result
 
         Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows, and for
         an unknown metric; TypeError for queries of another dtype, or that are not tensors.
@@ -147,9 +143,7 @@ class Store(Shown):
         given = self._named(queries)
         check_word("search", ON_STORES, METRICS, metric=metric)
         if k > len(self):
-            raise ValueError(
-                f"search was given k={k}, but {self.path} has {len(self)} rows; expected at most that many" + ON_STORES
-            )
+            raise ValueError(f"search was given k={k}; expected at most the {len(self)} rows of {self.path}" + ON_STORES)
         if model is not None:
             self.check(model)
         is_cosine = metric == "cosine"
@@ -176,8 +170,7 @@ class Store(Shown):
 
         Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
-        threshold: above 0, at most 1
-        limit: the largest number of pairs
+        threshold: above 0, at most 1    limit: the largest number of pairs
         budget: bytes to use beside the result
 
         Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
@@ -197,10 +190,8 @@ class Store(Shown):
                     near &= next(numbers)[:, None] < next(numbers)
                     places = near.nonzero()
                     if (total := total + len(places)) > limit:
-                        raise ValueError(
-                            f"{self.path} has more than {limit:,} pairs of rows with a cosine of {threshold} or more; raise "
-                            "threshold, or limit" + ON_STORES
-                        )
+                        many = f"more than {limit:,} pairs of rows with a cosine of {threshold} or more"
+                        raise ValueError(f"{self.path} has {many}; raise threshold, or limit" + ON_STORES)
                     cosines.append(found[near].clamp(max=1))
                     pairs.append(places + torch.tensor([first.start, second.start], device=cpu))
         self._tell(odd)
@@ -235,18 +226,12 @@ class Store(Shown):
                     f"search was given queries{of} with NaN or ∞, the first of them {bad[:5].tolist()}. Remove those samples"
                     + ON_STORES
                 )
-        sizes = {len(x) for x in given.values()}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"search was given queries of {sorted(sizes)} samples; expected the same number for each name" + ON_STORES
-            )
+        if len(sizes := {len(x) for x in given.values()}) > 1:
+            raise ValueError(f"search was given queries of {sorted(sizes)} samples; expected one number of them" + ON_STORES)
         return {name: x.detach() for name, x in given.items()}
 
     def _blocks(self, budget: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
-        """The rows in blocks of samples, with a progress bar.
-
-        queries: how many queries are compared with each block
-        """
+        """The rows in blocks of samples, with a progress bar.  queries: how many are compared with each block"""
         numbers = sum(x.shape[1:].numel() for x in self._rows.values())
         products = queries * max([1, *(int(self._rows[f"{pair}.left"].shape[2]) ** 2 for pair in self._pairs)])
         for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + products))), what, "block"):
@@ -257,16 +242,12 @@ class Store(Shown):
 
     def _products(self, mine: Named, theirs: Named) -> Tensor:
         """The inner products of Q rows with n others, (Q, n)."""
-        total: Any = 0
-        for name in self._plain:
-            total = total + mine[name].flatten(1) @ theirs[name].flatten(1).mT
+        found = [mine[name].flatten(1) @ theirs[name].flatten(1).mT for name in self._plain]
         for name in self._pairs:
-            left, right = (
-                torch.tensordot(mine[side], theirs[side], dims=([1], [1])) for side in (f"{name}.left", f"{name}.right")
-            )
-            total = total + (left * right).sum((1, 3))
-        found: Tensor = total  # of one file or more
-        return found
+            sides = (f"{name}.left", f"{name}.right")
+            left, right = (torch.tensordot(mine[side], theirs[side], dims=([1], [1])) for side in sides)
+            found.append((left * right).sum((1, 3)))
+        return sum(found[1:], found[0])
 
     def _units(self, rows: Named) -> Named:
         """Rows of length one; zeros stay as they are."""
@@ -276,13 +257,8 @@ class Store(Shown):
             parts.append(((left.mT @ left) * (right.mT @ right)).sum((1, 2)).clamp(min=0).sqrt())
         lengths = row_norms(torch.stack(parts, 1))
         self._checked(lengths.masked_fill(_is_odd(rows), 0))
-        divisors = torch.where(lengths == 0, 1, lengths)
-
-        def unit(name: str, x: Tensor) -> Tensor:
-            is_second = any(name == f"{pair}.right" for pair in self._pairs)
-            return x if is_second else x / divisors.view(-1, *[1] * (x.ndim - 1))
-
-        return {name: unit(name, x) for name, x in rows.items()}
+        divisors, seconds = torch.where(lengths == 0, 1, lengths), [f"{pair}.right" for pair in self._pairs]
+        return {n: x if n in seconds else x / divisors.view(-1, *[1] * (x.ndim - 1)) for n, x in rows.items()}
 
     def _checked(self, found: Tensor) -> Tensor:
         if not bool(found.isfinite().all()):

@@ -39,10 +39,12 @@ from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
+from autograd_hacks.verbs.arguments import kind_of
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
 
 
 @checked(ON_WRONG)
@@ -58,8 +60,8 @@ def verify(
 
     It runs a copy of the model, with random gradients g at the model's outputs and random weights w.  For every trainable
     parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
-    mixed samples or a wrong axis can't pass.  If a step is recorded, it
-    also compares the sum of its rows with ``.grad``, which must have been cleared before the step.
+    mixed samples or a wrong axis can't pass.  If a step is recorded, it also compares the sum of its rows with ``.grad``,
+    which must have been cleared before the step.
 
     With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
     that the outputs of the others in the same sample don't change.
@@ -103,18 +105,14 @@ def last_step(record: Record) -> Arguments:
         return held(args), held(kwargs)
     except ReferenceError:
         raise NothingRecorded(
-            "verify(model) needs the arguments of the last forward pass, which no longer exist. Keep a reference to them, "
-            "or give arguments: verify(model, args=(x,))."
+            "verify(model) needs the last forward's arguments, which no longer exist. Give them: verify(model, args=(x,))"
         ) from None
 
 
 def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: str) -> None:
-    """Checks that the recorded forward's samples are independent, and makes later forwards check it, too.
+    """Checks that the recorded forward's samples are independent, by a copy that repeats it, and makes later ones check it.
 
-    It has the effect of ``add_hooks(independent=True)``; a copy of the model repeats the recorded forward for it.  All
-    processes that share a batch call it.
-
-    verb: the function that needs it, for the message
+    It has the effect of ``add_hooks(independent=True)``.  All processes that share a batch call it.  verb: what needs it
 
     Raises SamplesMixed if samples are not independent, and ProbeFailed if that can't be checked.
     """
@@ -143,9 +141,8 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
         arguments = last_step(record)
     except NothingRecorded as error:
         raise ProbeFailed(
-            f"{verb} needs a check that no sample's outputs depend on other samples' values. The recorded forward was not "
-            "checked, and it can't be repeated, because its arguments no longer exist or another forward ran after it. Hook "
-            "the model by add_hooks(model, independent=True)."
+            f"{verb} needs a check that no sample's outputs depend on other samples' values. The recorded forward can't be "
+            "repeated: its arguments are gone, or another ran. Hook it by add_hooks(model, independent=True)."
         ) from error
     copy = Copy(model, arguments)
     with copy.running(), hooked_copy(copy.model, recorder, independent=True, knows=True) as own:
@@ -170,10 +167,7 @@ class _Comparison:
         """Rows of the table."""
 
     def add(self, parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, size: float = 1.0) -> None:
-        """Compares a weighted sum of rows with the expected one, and notes a difference.
-
-        size: how many times longer the sum's terms are than the gradients at outputs
-        """
+        """Compares a weighted sum of rows with the expected one.  size: its terms' length over that of outputs' gradients"""
         difference = expected
         if form is not None:
             w = w.to(form.like.device, form.sum_dtype)
@@ -205,12 +199,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
 
 
 def _with_autograd(
-    model: nn.Module,
-    recorder: Recorder,
-    arguments: Arguments,
-    singles: int,
-    loss: Callable[[Any], Tensor] | None,
-    independent: bool,
+    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, loss: Loss | None, independent: bool
 ) -> list[tuple[str, ...]]:
     """Compares weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
@@ -219,10 +208,7 @@ def _with_autograd(
     if recorder.segments is not None:
         told = documents_of(recorder.segments, *arguments)
         if told.is_of_tokens:
-            raise ValueError(
-                "verify(model) can't check rows of segments='tokens', which are parts of samples' gradients. Verify with "
-                "add_hooks(model), without segments." + ON_SEGMENTS
-            )
+            raise ValueError("verify can't check rows of segments='tokens'; hook the model without segments" + ON_SEGMENTS)
         _check_values(model, recorder, arguments, told)
     copy = Copy(model, arguments)
     parameters = record.asked({name: p for name, p in copy.model.named_parameters() if p.requires_grad})
@@ -236,10 +222,10 @@ def _with_autograd(
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
         if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
-            raise ProbeFailed(
-                "verify(model, independent=True) could not check that samples are independent: no argument has samples that "
-                "can be replaced by others of the batch. Give it a batch of tensors in which samples differ."
+            why = (
+                "no argument has samples that can be replaced by others of the batch. Give tensors in which samples differ."
             )
+            raise ProbeFailed(f"verify(model, independent=True): {why}")
         places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
@@ -302,40 +288,32 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
     for kept in kept_samples(documents.count, draws) if documents.count > 1 else ():
         others = documents.replaced(recorder.segments, *arguments, kept)
         if others is None:
-            raise ProbeFailed(
-                "verify could not check that documents are independent. Apart from the argument that separates documents, "
-                "no argument has values for each position, (B, T, ...), that can be replaced. Use documents with other "
-                "tokens."
-            )
+            why = "no other argument has values for each position, (B, T, ...), that can be replaced. Use other tokens."
+            raise ProbeFailed(f"verify could not check that documents are independent: {why}")
         for slot, (x, y) in enumerate(zip(outputs, run(others))):
             weights = documents.over(x, kept)
             if weights is not None and bool((differs(x, y, rounding_of(x)) & (weights > 0)).any()):
                 raise SamplesMixed(
-                    f"documents mix: when the tokens of some documents were replaced, the model's output {slot}, of shape "
-                    f"{tuple(x.shape)}, changed at the positions of others. Mask attention by document, and check whatever "
-                    "else reads all positions."
+                    f"documents mix: when the tokens of some were replaced, the model's output {slot}, of shape "
+                    f"{tuple(x.shape)}, changed at the positions of others. Mask attention, and all else, by document."
                 )
 
 
-def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:
+def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None:
     """Raises SamplesMixed if the losses of some samples change with the outputs of others."""
     draws, places = torch.Generator().manual_seed(0), iter(layouts)
     here = [(x.detach(), next(places, None)) for x in tensors_of(output)]
     with torch.no_grad():
         losses = loss(map_tensors(Tensor.detach, output))
         if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            raise ValueError(
-                f"verify: the loss returned {tuple(losses.shape) if isinstance(losses, Tensor) else type(losses)}; "
-                f"expected {samples} losses, one for each sample (reduction='none')" + ON_WRONG
-            )
+            expected = f"{samples} losses, one for each sample (reduction='none')"
+            raise ValueError(f"verify: the loss returned {kind_of(losses)}; expected {expected}" + ON_WRONG)
         for kept in kept_samples(samples, draws):
             others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
             again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
             if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
-                raise SamplesMixed(
-                    "verify: samples mix in the loss. When the model's outputs for some samples were replaced, the losses "
-                    "of the others changed. Compute each sample's loss from its own outputs only."
-                )
+                why = "when the model's outputs for some samples were replaced, the losses of others changed"
+                raise SamplesMixed(f"verify: samples mix in the loss: {why}. Use each sample's own outputs only.")
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

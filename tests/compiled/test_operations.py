@@ -84,6 +84,8 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda h: h[:, 1:4],
     "selected": lambda h: h[:, 2] + h[:, -1],
     "concatenated": lambda h: torch.cat([h, 2 * h], 1),
+    "beside constants": lambda h: torch.cat([h, torch.ones_like(h)], 1),
+    "written into parts": lambda h: h.slice_scatter(2 * h[:, 1:3], 1, 0, 2).select_scatter(h[:, 0], 2, 1),
     "stacked": lambda h: torch.stack([h, h.tanh()], 0).sum(0),
     "two views behind each other": lambda h: (lambda a, b: a * b)(*torch.cat([h, 2 * h]).tanh().chunk(2)),
     "split": lambda h: (lambda a, b, c: a * b + c)(*h.split(2, 1)),
@@ -198,6 +200,21 @@ def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
     with pytest.raises((SamplesMixed, UnsupportedOperation)) as error:
         autograd_hacks.compile(model, "rows", backend=None)(x)
     assert "test_operations.py" in str(error.value) or "functional.py" in str(error.value)  # the line is named
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.cat([h, torch.ones_like(h)])[:N],
+        lambda h: F.pad(h, (0, 0, 0, 0, N, 0))[N:],
+        lambda h: torch.zeros(2 * N, N, N).double().slice_scatter(h, 0, 0, N)[:N],
+    ],
+)
+def test_what_is_of_no_sample_is_refused_on_the_axis_of_samples(function: Callable[[Tensor], Tensor]) -> None:
+    """As many rows of padding as samples fit this batch, and no other."""
+    model, x = Around(plain(function)).double(), torch.randn(N, N, N).double()
+    with pytest.raises(SamplesMixed):
+        autograd_hacks.compile(model, "rows", backend=None)(x)
 
 
 def bags(model: Around, h: Tensor) -> Tensor:

@@ -120,16 +120,16 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     other(torch.randn(2, 4)).sum().backward()
     with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 'weight'"):
         autograd_hacks.ekfac_solve(model, autograd_hacks.per_sample_grads(other, "sum"))
-    with pytest.raises(ValueError, match="'head', which is not a parameter of this model"):
+    with pytest.raises(ValueError, match="'head'; expected names such as"):
         autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
     model.weight.ekfac = other.weight.ekfac
-    with pytest.raises(ValueError, match="has 12 numbers, but this model's parameters 9: it is another model's"):
+    with pytest.raises(ValueError, match="has 12 numbers, but this model's parameters 9"):
         autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
     # A pair of square matrices doesn't say which is which.
     model.weight.kfac = tuple(model.weight.kfac)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight has shape \(O, I\)"):
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight is \(O, I\)"):
         Metric.from_kfac(model)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight has shape \(O, I\)"):
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight is \(O, I\)"):
         Metric.low_rank(model, 2, pca=True)
 
 

@@ -52,7 +52,7 @@ def products(way: str, name: str) -> None:
     if way == "shards":  # a direction that lies as the weights do
         assert_close(grads.dot(found), rows[own(SIZES)] @ expected)
     for verb in (lambda: grads.natural_gradient(v, 0.1), lambda: grads.block(next(iter(grads))), grads.as_linear_operator):
-        with pytest.raises(NotReduced, match=r"this process has only \d samples; 2 processes.*grads\.local\(\)"):
+        with pytest.raises(NotReduced, match=r"2 processes share the batch.*grads\.local\(\)"):
             verb()
 
 

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.forms import Form, Lookup, Outer, cost, scale
-from autograd_hacks.forms.experts import of_experts
+from autograd_hacks.forms.terms import of_experts
 
 pytest.importorskip("triton")
 
@@ -42,7 +42,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         taken.extend(["taken"] if is_taken else [])
         return is_taken
 
-    for name in ("outer", "lookup", "experts"):
+    for name in ("outer", "lookup", "terms"):
         monkeypatch.setattr(f"autograd_hacks.forms.{name}.takes_kernel", noting)
     monkeypatch.setattr("autograd_hacks.formulas.norms.takes_kernel", noting)
     with torch.device(DEVICE):

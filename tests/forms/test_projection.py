@@ -274,7 +274,7 @@ def test_maps_that_there_are_not_are_refused() -> None:
         ({"dim": 0}, "dim=0; expected a whole number"),
         ({"dim": 8, "kind": "gauss"}, "expected one of 'signs', 'sjlt'"),
         ({"dim": 8, "kind": "sjlt", "entries": 0}, "entries=0"),
-        ({"dim": 8, "kind": "sjlt", "entries": 3}, "expected a multiple of entries, for example 9"),
+        ({"dim": 8, "kind": "sjlt", "entries": 3}, "expected a multiple of entries: 9"),
         ({"dim": 8, "entries": 2}, "entries is for kind='sjlt'"),
     ]:
         with pytest.raises(ValueError, match=words):

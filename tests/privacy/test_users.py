@@ -121,7 +121,8 @@ def test_every_user_is_drawn_with_its_probability_and_with_all_samples() -> None
 
 def test_at_most_some_samples_of_a_user_each_as_likely_as_others() -> None:
     users, count = Users(USERS, per_user=3), Counter[int]()
-    assert users.most == 3
+    with pytest.raises(ValueError, match="micro_batch_size=2, but a user has 3 samples"):
+        users.check(len(USERS), 2)
     numbers_of_a_step = torch.Generator().manual_seed(0)
 
     def draws(count: int) -> Tensor:

@@ -10,9 +10,21 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.support.graph import Value
 from autograd_hacks.support.row_files import digest_of
+from autograd_hacks.support.sweep import sweep
 from autograd_hacks.support.trees import ByTensor, Tree, leaves_of, modules_of
+
+
+def test_no_gradient_is_brought_through_a_reentrant_checkpoint() -> None:
+    w = torch.randn(3, requires_grad=True)
+    made = checkpoint(torch.tanh, w, use_reentrant=True)
+    with pytest.raises(UnseenGradient, match="use_reentrant=False"):
+        sweep({Value(made.grad_fn, 0): [torch.ones(3)]}, lambda node, passes: None)
+    assert w.grad is None
 
 
 def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:

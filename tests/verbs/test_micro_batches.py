@@ -241,7 +241,7 @@ def test_norms_that_are_given() -> None:
     assert_close(autograd_hacks.clip_grad1_norm_(net, 2.0, norms=given), given)
     assert_close(net.weight.grad, torch.tensordot(torch.tensor([1.0, 1.0, 0.5, 0.25]) / 4, net.weight.grad1, 1))
     for wrong in (given[:3], given[None], 2.0):
-        with pytest.raises(ValueError, match="expected 4 norms, one for each sample"):
+        with pytest.raises(ValueError, match="expected 4 norms"):
             autograd_hacks.clip_grad1_norm_(net, 2.0, norms=wrong)
 
 

@@ -60,7 +60,7 @@ def test_checkpoints_that_training_has_overwritten(net: nn.Module) -> None:
     for _ in range(3):
         states.append((net.state_dict(), 0.1))
         move(net, 0.1)
-    with pytest.raises(ValueError, match=r"3 of the checkpoints.*holds no copies.*deepcopy"):
+    with pytest.raises(ValueError, match=r"3 of the checkpoints.*expected copies.*deepcopy"):
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=states)
 
 
@@ -112,7 +112,7 @@ def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind
 @pytest.mark.parametrize("budget", [0, 150])
 def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
     shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
-    with pytest.raises(ValueError, match=r"or another order, when it was iterated.*shuffle=False"):
+    with pytest.raises(ValueError, match="or another order; it must not shuffle"):
         autograd_hacks.over(net, X.split(2), loss, PerSampleGrads.gram, against=shuffled, budget=budget)
     states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
     with pytest.raises(ValueError, match="or another order"):

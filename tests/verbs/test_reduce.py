@@ -162,7 +162,7 @@ MIXING: dict[str, Function] = {
 @crossed(budget=[1, 2**26], what=MIXING)
 def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"changes with the other numbers .* elementwise function"):
+    with pytest.raises(ValueError, match=r"changes with the other numbers .* elementwise one"):
         stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], budget)
 
 

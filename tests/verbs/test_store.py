@@ -144,7 +144,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(error, match=words):
             store.search(queries, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"k=5, .* has 4 rows"):
+    with pytest.raises(ValueError, match=r"k=5; expected at most the 4 rows"):
         store.search(rows, 5)
     with pytest.raises(ValueError, match="k=0"):
         store.search(rows, 0)
@@ -157,7 +157,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no .*none\.npy"):
         Store(tmp_path / "none.npy")
-    with pytest.raises(FileNotFoundError, match="a folder without rows"):
+    with pytest.raises(FileNotFoundError, match="has no rows; expected a folder that over"):
         Store(tmp_path)
     (tmp_path / "rows.npy").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match=r"rows\.npy\.progress"):
