@@ -198,8 +198,8 @@ class PerSampleGrads(Statistics):
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
                 f"natural_gradient: J Jᵀ has {self._row_count:,} rows and takes {size / 2**20:,.0f} MiB; the limit is "
-                f"{limit / 2**20:,.0f} MiB. Raise limit; or sample vectors, backprop_hess(output, samples=1); or use conjugate "
-                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...)."
+                f"{limit / 2**20:,.0f} MiB. Raise limit; or sample vectors, backprop_hess(output, samples=1); or use "
+                "conjugate gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...)."
             )
         products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
         products.diagonal().add_(count * float(damping))
