@@ -127,11 +127,11 @@ CURVES: list[Row] = [
     (RuntimeError, PASSES, "Leave accumulate",
      lambda s: s.within(accumulate(s.model), lambda: compute_hess_over(s.model, [s.x]))),
     *of(TypeError, CURVATURE, [
-        (r"compute_hess_over.*a dict, and model\(batch\) raised TypeError.*forward=lambda model, batch",
+        (r"compute_hess_over.*model\(batch\) raised TypeError for a dict.*forward=lambda model, batch",
          lambda s: compute_hess_over(hooked(Named()), [{"x": s.x}], "diag")),
-        ("compute_hess_over.*the model returned a dict.*forward=lambda model, batch",
+        ("compute_hess_over.*output=dict.*forward=lambda model, batch",
          lambda s: compute_hess_over(hooked(Named()), [s.x], "diag")),
-        (r"was given a dict; .*output\.logits", lambda s: backprop_hess(hooked(Named())(s.x))),
+        (r"was given output=dict; .*output\.logits", lambda s: backprop_hess(hooked(Named())(s.x))),
         ("damping is missing.*rank 10.*damping=1e-2", lambda s: s.passes.natural_gradient(s.v)),
         *[("damping", lambda s, d=damping: s.passes.natural_gradient(s.v, d)) for damping in (True, "much")],
         ("damping", lambda s: s.passes.as_linear_operator("x")),
@@ -269,7 +269,7 @@ LOADERS: list[Row] = [
         ("without batches", lambda s: autograd_hacks.over(s.model, [], len, PerSampleGrads.norms)),
         (r"shape \(12,\); expected 3 rows",
          lambda s: s.over(lambda g: g.weighted_sum(torch.ones(g.samples).double())["0.weight"].flatten())),
-        ("out= is for rows", lambda s: s.over(SUMS, total=True, out="a.npy")),
+        ("out= for rows and total=True", lambda s: s.over(SUMS, total=True, out="a.npy")),
         ("returned a dictionary", lambda s: s.over(lambda g: g.norms(per_parameter=True), out="a.npy")),
         ("without against=, so it would compare samples of one batch only", lambda s: s.over(PerSampleGrads.gram)),
         *[("this verb returns rows", lambda s, verb=verb, more=more: s.over(verb, total=True, **more))
@@ -330,8 +330,8 @@ CHECKS: list[Row] = [
          lambda s: (s.model[2].requires_grad_(False), checked(s, lambda r: {"2.bias": torch.zeros(5)}))),
         *[(words, lambda s, of=of: checked(s, loss=lambda m, x: of(losses_of(m, x), m(x))))
           for of, words in [
-             (lambda losses, out: losses.mean(), r"returned shape \(\); expected a vector of N losses"),
-             (lambda losses, out: out, r"returned shape \(5, 2\)"),
+             (lambda losses, out: losses.mean(), r"of shape \(\); expected a vector of N losses"),
+             (lambda losses, out: out, r"tensor of shape \(5, 2\)"),
              (lambda losses, out: None, "returned NoneType"),
              (lambda losses, out: losses[:0], "no losses"),
              (lambda losses, out: losses.detach(), "depend on no trainable parameter"),
@@ -343,9 +343,9 @@ CHECKS: list[Row] = [
     ]),
     *of(TypeError, CHECKING, [
         ("function for the model", lambda s: check_rows(losses_of, (s.x,), s.model, {})),
-        ("Tensor for the loss", lambda s: check_rows(s.model, (s.x,), s.x, {})),
-        ("list for the rows", lambda s: checked(s, lambda r: list(r.values()))),
-        ("list for '0.weight'", lambda s: checked(s, lambda r: {"0.weight": r["0.weight"].tolist()})),
+        ("loss=a torch.float64 tensor", lambda s: check_rows(s.model, (s.x,), s.x, {})),
+        ("rows=list", lambda s: checked(s, lambda r: list(r.values()))),
+        (r"rows\['0.weight'\]=list", lambda s: checked(s, lambda r: {"0.weight": r["0.weight"].tolist()})),
     ]),
     (UnsupportedLayer, CHECKING, "use_reentrant=False", lambda s: checked(s, loss=of_a_checkpoint)),
     (ShardedParameters, CHECKING, "the whole model, in one process", parts_of_parameters),

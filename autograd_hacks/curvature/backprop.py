@@ -66,10 +66,18 @@ def passes_for(
     """`backprop_hess`, with passes only for some parameters.  chosen: these, as layers see them; all by default"""
     check_output("backprop_hess", output, ON_CURVATURE)
     check_word("backprop_hess", ON_CURVATURE, ROOTS, hess_type=hess_type)
-    check_kind("backprop_hess", ON_CURVATURE, torch.Generator | None, "a torch.Generator", generator=generator)
+    check_kind(
+        "backprop_hess",
+        ON_CURVATURE,
+        torch.Generator | None,
+        "a torch.Generator, from torch.manual_seed(n)",
+        generator=generator,
+    )
     given = f"backprop_hess was given an output of shape {tuple(output.shape)}"
     if output.ndim not in (2, 3):
-        raise ValueError(f"{given}; expected (N, C), or (N, T, C): output.flatten(2).mT for (N, C, H, W)" + ON_CURVATURE)
+        raise ValueError(
+            f"{given}; expected (N, C), as output[:, None], or (N, T, C), as output.flatten(2).mT" + ON_CURVATURE
+        )
     if hess_type == "CrossEntropy" and output.shape[-1] == 1:
         raise ValueError(
             f"{given} and hess_type='CrossEntropy', whose Hessian is zero for a single class. For a logit give "
@@ -94,7 +102,9 @@ def passes_for(
                 record.clear(why)
         raise
     if not losses.heard_by:
-        raise NothingRecorded(f"{given}, from no hooked layer with trainable parameters; expected a hooked model's output.")
+        raise NothingRecorded(
+            f"{given}, from no hooked layer with trainable parameters; expected a hooked model's output, with hooks enabled."
+        )
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
 

@@ -18,7 +18,7 @@ from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import MIX, NOBODY, At, Entries, Label, Owned, varying
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, varying
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
@@ -47,7 +47,6 @@ class Chosen:
     in_order: bool | None  # whether the arguments have the samples there; None if parameters meet no argument itself
     found: Read | None = None  # what was read of an equal forward
     untold: str = ""  # why an output's entries can't be assigned to documents
-    is_odd: bool = False  # whether parameters say that the samples are elsewhere, though no law contradicts
 
     @property
     def by_values(self) -> bool:
@@ -56,7 +55,7 @@ class Chosen:
 
     @property
     def is_sure(self) -> bool:
-        return not (self.is_mixed or self.by_values or self.is_odd or self.lost())
+        return not (self.is_mixed or self.by_values or self.lost())
 
     @property
     def is_mixed(self) -> bool:
@@ -75,7 +74,7 @@ class Chosen:
         the arguments, or an output on their axis.
         """
         if before is None or not (before.is_mixed or before.lost()):
-            return before is None or ((before.by_values or before.is_odd) and self.is_sure)
+            return before is None or (before.by_values and self.is_sure)
         if self.is_mixed or self.lost():
             return False
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
@@ -95,18 +94,13 @@ def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
     is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
-    is_odd = in_order is None and _is_elsewhere(reader, None)
-    return Chosen(hypothesis, reader, in_order if is_taken_in_order else False, is_odd=is_odd)
+    return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
 
 
-def _is_elsewhere(reader: Reader, axis: int | None) -> bool:
+def _is_elsewhere(reader: Reader, axis: int) -> bool:
     """Whether the samples are along an axis of a parameter, which may be as long, or along another axis than the arguments'
-    where parameters meet tensors without a graph.
-
-    axis: the arguments'; None for any, but only one"""
+    where parameters meet tensors without a graph."""
     trace, walk = reader.trace, reader.walk
-    if any(isinstance(use.label, At) for use in walk.uses):
-        return True
     for k, edges in enumerate(trace.edges):
         kind, outs, own = trace.kinds[k], trace.shapes[k], [edge is not None and walk.own[edge[0]] for edge in edges]
         if walk.own[k] or not any(own):
@@ -114,14 +108,11 @@ def _is_elsewhere(reader: Reader, axis: int | None) -> bool:
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in edges]
         for o, label in enumerate(walk.labels[k]):
             along = set(varying(label)) if isinstance(label, Owned) else set()
-            if None in edges and (len(along) > 1 if axis is None else along - {axis % max(1, len(outs[o] or ()))}):
+            if None in edges and along - {axis % max(1, len(outs[o] or ()))}:
                 return True
             links = kind.links(o, outs, ins, trace.numbers[k]) if along and kind.entry is not None else []
-            meet = [along.intersection(own_links) for own_links in links]
-            if any(is_own and there for is_own, there in zip(own, meet)):
+            if any(is_own and along.intersection(own_links) for is_own, own_links in zip(own, links)):
                 return True
-            if any(edge is None and MIX in own_links and not there for edge, own_links, there in zip(edges, links, meet)):
-                return True  # they would mix in a tensor without a graph
     return False
 
 

@@ -113,7 +113,8 @@ def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
         given(Tensor | None, "a tensor of N rows, or of N norms" + mend, **{f"rows[{name!r}]": x})
     if has_parts(model):
         raise ShardedParameters(
-            "check_rows was given a model that is split over processes; give it a whole one" + ON_CHECKING
+            "check_rows was given a model that is split over processes; give it the whole model, in one process"
+            + ON_CHECKING
         )
 
 

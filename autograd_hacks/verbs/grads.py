@@ -193,7 +193,7 @@ class PerSampleGrads(Statistics):
         if damping is None:
             raise TypeError(
                 f"natural_gradient: damping is missing; expected λ > 0, because JᵀJ / N has rank {self._row_count} at most. "
-                "Start with 1e-2 and try powers of ten: with a large one the step is close to v / λ." + ON_CURVATURE
+                "Start with damping=1e-2 and try powers of ten: with a large one the step is close to v / λ." + ON_CURVATURE
             )
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(

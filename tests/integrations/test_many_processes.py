@@ -29,7 +29,7 @@ def losses_refused() -> None:
     model, (x, y) = DistributedDataParallel(net()), data()
     autograd_hacks.add_hooks(model)
     losses = F.cross_entropy(model(x), y, reduction="none")
-    with pytest.raises(NotImplementedError, match="jacobian_descent: the model shares its batches"):
+    with pytest.raises(NotImplementedError, match="jacobian_descent: the sum would cover one process"):
         jacobian_descent(model, Mean(), losses=torch.stack([losses, 2 * losses], 1))
 
 

@@ -102,28 +102,6 @@ def test_a_statistic_that_a_module_keeps_is_refused_if_a_loss_reads_it() -> None
             autograd_hacks.compute_grad1(model, "sum")
 
 
-TURNED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear layers": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (4,)),
-    "a layer norm": (lambda: nn.LayerNorm(4), (4,)),
-    "a convolution": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten(2), nn.AvgPool1d(3), nn.Flatten()), (3, 5)),
-    "bare parameters": (
-        lambda: Bare(lambda m, x: x.tanh() * m.scale + m.shift, scale=torch.ones(4), shift=torch.ones(4)),
-        (4,),
-    ),
-}
-
-
-@crossed(kind=TURNED, param_grad=[True, False])
-def test_as_many_features_as_samples_in_an_output_with_samples_on_its_last_axis(kind: str, param_grad: bool) -> None:
-    """Parameters meet no argument itself, so nothing but the parameters' own axes shows that the axes are turned."""
-    make, shape = TURNED[kind]
-    model = Bare(lambda m, x: m.inner(2 * x).t() if m.turns else m.inner(2 * x), inner=make(), turns=True).double()
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples, model.turns in ((4, True), (3, True), (4, True), (4, False), (4, True), (4, False)):
-            turns = model.turns
-            check(model, data(samples, *shape), run=lambda x, turns=turns: model(x).t() if turns else model(x))
-
-
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),

@@ -179,7 +179,7 @@ def test_streaming_of_a_layer_that_reentrant_checkpoints_share() -> None:
                 expected = autograd_hacks.per_sample_grads(model).norms()
                 model.zero_grad()
                 if reentrant:
-                    with pytest.raises(RuntimeError, match="a second time in one backward pass"):
+                    with pytest.raises(RuntimeError, match="received gradient a second time"):
                         norms(model, lambda model=model: squares(model(x)))
                 else:
                     torch.testing.assert_close(norms(model, lambda model=model: squares(model(x))), expected)
