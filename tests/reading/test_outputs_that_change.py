@@ -141,3 +141,25 @@ def test_a_refusal_while_a_pass_runs_says_as_much_as_one_after_it() -> None:
         streamed = autograd_hacks.during_backward(model, "norms", loss_type="sum")
         with pytest.raises(SamplesMixed, match=r"reaches other samples at .*backward\(losses\)"), streamed:
             out.backward()
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_scale_that_is_used_and_returned_in_a_batch_of_one(param_grad: bool) -> None:
+    """It is expanded to the batch's size.  Of one sample it looks like a parameter's own, to which the loss adds."""
+    model = Bare(
+        lambda m, x: (m.layer(x) * (scale := m.scale.expand(len(x), 4)), scale), layer=nn.Linear(4, 4), scale=torch.ones(4)
+    ).double()
+
+    def losses(x: Tensor) -> Tensor:
+        out, scale = model(x)
+        return out.square().sum(1) + scale.sin().sum(1)
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples in (4, 3, 1, 1, 4, 1):
+            x = data(samples, 4)
+            if samples > 1:
+                check_losses(model, lambda x=x: losses(x))
+                continue
+            losses(x).sum().backward()
+            with pytest.raises(SamplesMixed, match="output number 1"):
+                autograd_hacks.compute_grad1(model, "sum")
