@@ -115,8 +115,8 @@ def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...]
         owner |= b.long() << digit
     if bool(several.any()):  # what no axis has as many places as there are samples has no axis of theirs
         return MIXED if any(size % samples == 0 for size in several.shape) else SUM
-    if not bool(anybody.any()):
-        return None
+    if not bool(anybody.any()):  # today: behind it there may be uses
+        return Entries(torch.full([1] * owner.ndim, NOBODY, device="cpu"))
     # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.
     at = outs.get(tuple(owner.shape))
     if isinstance(at, At) and not bool(((entries(at, owner.shape, samples, owner.device) != owner) & anybody).any()):

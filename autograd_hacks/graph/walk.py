@@ -223,7 +223,7 @@ def _walked(
                     walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
                 if law.was_asked:
                     walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
-                    walk.met_zero |= any(edge is not None and label is None for edge, label in zip(ahead, answer))
+                    walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
@@ -274,6 +274,10 @@ def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
     """Whether no gradient has an entry."""
     return all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes))
+
+
+def _is_nobodys(label: Label) -> bool:
+    return label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
 
 
 def _of_nobody(shape: Sequence[int], samples: int) -> Label:

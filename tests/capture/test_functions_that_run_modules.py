@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
-from steps import check_batches, check_losses
+from steps import check, check_batches, check_losses
 from torch import Tensor
 
 import autograd_hacks
@@ -118,3 +118,37 @@ def test_what_is_made_of_weights_and_of_tensors_without_a_graph(made: Callable[[
             return Product.apply(self.first(x), made(self.weight))
 
     check_batches(Net().double(), *(_batch(samples) for _ in range(3)))
+
+
+class Gate(torch.autograd.Function):
+    """x times a gate, as kernels of others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        return g * gate, (g * x).sum(0)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_gate_that_is_closed_in_some_steps(param_grad: bool) -> None:
+    """As branches begin.  What is behind it gets zeros, and not nothing."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3, 5))
+            self.gate, self.last = nn.Parameter(torch.zeros(5)), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Gate.apply((x * self.scale) @ self.weight, self.gate))
+
+    model = Net().double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for is_closed in (True, True, False, False, True, False):
+            nn.init.zeros_(model.gate) if is_closed else nn.init.normal_(model.gate)
+            check(model, _batch())
