@@ -8,6 +8,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -85,6 +86,10 @@ class Mark(NamedTuple):
     def units(self) -> int:
         """The number of samples without padding, or of their users."""
         return self.samples if self.users is None else len(set(self.users[: self.samples]))
+
+    def groups(self) -> Tensor | None:
+        """The number of each sample's user, with padding."""
+        return None if self.users is None else torch.tensor(self.users, dtype=torch.long, device="cpu")
 
     def check(self, losses: int) -> None:
         """Raises ValueError unless each sample has a loss.  losses: 0 if nothing was recorded, which isn't refused here"""

@@ -356,9 +356,8 @@ class PrivateTraining:
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise = self._secure or Stream.of(self._seed, "noise", mark.step)
-        groups = None if mark.users is None else torch.tensor(mark.users, dtype=torch.long, device="cpu")
         return clip_and_noise_(
-            model, bound, multiplier, expected, groups, noise, bool(self._parts), self.loss_type, clip=clip,
+            model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
             mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,
         )  # fmt: skip
 

@@ -37,6 +37,6 @@ def refused() -> None:
     model, steps, (x, y) = DistributedDataParallel(net()), Steps(), data()
     steps.attach(model)
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(NotImplementedError, match="a step's gradients: the model shares its batches"):
+    with pytest.raises(NotImplementedError, match="a step's gradients: the sum would cover one process"):
         steps.read()
     steps.detach()
