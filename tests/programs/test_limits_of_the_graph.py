@@ -291,7 +291,7 @@ def test_mixing_of_values_alone(what: str) -> None:
 
 
 def test_a_gate_that_opens_on_bare_parameters() -> None:
-    """Behind zero there may be mixing or none."""
+    """Behind zero samples may mix: as long as it is zero, nothing comes there."""
 
     def how(m: Bare, x: Tensor) -> Tensor:
         h = x @ m.a
@@ -303,4 +303,4 @@ def test_a_gate_that_opens_on_bare_parameters() -> None:
         with autograd_hacks.add_hooks(model):
             for gate in (0.0, 0.0, 0.5, 0.3):
                 nn.init.constant_(model.gate, gate)
-                (check_refused if mixes else check_right)(model, (torch.randn(4, 3),), run=of_squares)
+                (check_refused if mixes and gate else check_right)(model, (torch.randn(4, 3),), run=of_squares)
