@@ -281,16 +281,13 @@ class LayerCall(Use, Call):
         if layout is not None or not all(_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)):
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
-        given = self.training, at, self.state
         outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
-        call = Call(self.path, layer, args, kwargs, *given, *outputs, self._is_compared(grads))
+        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, *outputs, self._is_compared(grads))
         try:
             forms = rule.formula(layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        # An abstract class takes 2 µs to ask.
-        is_mapping = type(forms) is dict or isinstance(forms, Mapping)
-        if not is_mapping or not all(isinstance(form, Form) for form in forms.values()):
+        if not isinstance(forms, dict | Mapping) or not all(isinstance(form, Form) for form in forms.values()):
             raise TypeError(
                 f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
             )
@@ -418,16 +415,15 @@ class NodeUse(Use):
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""
-        owners: list[Tensor | None] = []
-        if self.documents is not None:
-            for slot, g in enumerate(grads):
+        owners, documents = list[Tensor | None](), self.documents
+        for slot, g in enumerate(grads):
+            if documents is not None:
                 at = self.layouts[slot] if self.labels is None and slot < len(self.layouts) else None
-                own = None if g is None else self.documents.owners(g.shape, at, g.device)
+                own = None if g is None else documents.owners(g.shape, at, g.device)
                 if g is not None and own is None:
                     check_told(None, self.place, g.shape)
                 owners.append(own)
-            return Dense(by_node(node, value.place, grads, owners, self.documents.count, value.shape))
-        for slot, g in enumerate(grads):
+                continue
             layout = self.layouts[slot] if slot < len(self.layouts) else None
             labels, axis = self.labels, 0 if layout is None or self.labels is not None else layout.axis
             if g is not None and labels is None and layout is not None:
@@ -435,7 +431,8 @@ class NodeUse(Use):
             if g is not None and labels is not None and labels.ndim == 1:
                 labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
             owners.append(None if g is None or labels is None else labels.to(g.device))
-        return Dense(by_node(node, value.place, grads, owners, self.samples or 0, value.shape))
+        count = (self.samples or 0) if documents is None else documents.count
+        return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         if isinstance(grads.kept, Exception):

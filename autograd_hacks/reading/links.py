@@ -8,6 +8,7 @@ from typing import cast
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.graph.trace import Trace
+from autograd_hacks.support.graph import is_users
 
 INSIDE = "TBackward0"
 """What ``F.linear`` makes of its weight, where nobody else can add to it."""
@@ -38,7 +39,7 @@ def links_of(
             k, place, number = met[0]
             if path:  # a node that passes on what it gets
                 path[-1] = path[-1]._replace(output=number)
-            if k < 0:
+            if k < 0 or is_users(trace.nodes[k]):  # a Function may not be linear, so its rows are compared
                 break
             if not own[k]:
                 whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]

@@ -14,9 +14,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
-from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
-from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -206,20 +206,30 @@ def outside_passes(run: Callable[[], Made]) -> Made:
         return threads.submit(in_thread).result()
 
 
+APART = 2**12
+"""How far what a user's node makes of the whole may be from the sum of what it makes of parts, in units of magnitudes."""
+
+
 def by_node(
-    node: Any, place: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None], samples: int, shape: torch.Size
-) -> Tensor:
+    node: Any, place: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None], samples: int, shape: torch.Size,
+    where: str,
+) -> Tensor:  # fmt: skip
     """The rows of any value, ``(N, *shape)``, from the node's own derivative for each sample's part of the gradients.
 
     grads: at each output of the node
     owners: the sample of each entry
     place: the number of the node's input that is the value
+    where: the node, for messages
+
+    Raises SamplesMixed if a user's node makes something else of the whole than of the parts: it may clip gradient.
     """
+    whole = [samples] if is_users(node) and samples else []
 
     def rows() -> list[Tensor | None]:
         found, put_back = list[Tensor | None](), put_back_by(node)
-        for n in range(samples):
-            parts = [None if g is None or own is None else g.where(own == n, 0) for g, own in zip(grads, owners)]
+        for n in (*range(samples), *whole):
+            of_part = [None if own is None else own >= 0 if n == samples else own == n for own in owners]
+            parts = [None if g is None or own is None else g.where(own, 0) for g, own in zip(grads, of_part)]
             made = call_node(node, parts)
             found.append(None if made is None else made[place])
             put_back()
@@ -229,7 +239,16 @@ def by_node(
     if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient
         found = outside_passes(rows)
     like = next(g for g in grads if g is not None)
-    return torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])
+    every = torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])
+    if whole and every[0].numel():
+        own = every.detach()[:-1]
+        apart, most = (every.detach()[-1] - own.sum(0)).abs().nan_to_num(0, 0, 0), own.abs().sum(0).max()
+        if bool((apart > APART * torch.finfo(own.dtype).eps * most).any()):
+            raise SamplesMixed(
+                f"{where}: its backward is not linear in the gradient. What it makes of the batch's is not the sum of what "
+                "it makes of the samples', so there are no rows of what it was given. Change gradients by hooks on tensors."
+            )
+    return every[:samples]
 
 
 def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:

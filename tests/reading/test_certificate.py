@@ -11,10 +11,11 @@ from oracle import squares
 from steps import check, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.errors import SamplesMixed, UnseenGradient
 
 
 class Checkpointed(nn.Module):
@@ -151,6 +152,34 @@ def test_a_penalty_on_a_cast_that_autocast_keeps() -> None:
                 autograd_hacks.compute_grad1(model)
                 arrived = [own.along for own in recorder_of(model).record.passes]
                 assert n < 2 or not any(arrived), "what one use brings is compared again"
+
+
+class Normed(torch.autograd.Function):
+    """x wᵀ, whose backward divides large gradients by their norm over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        g = g / g.norm().clamp(min=1)
+        return g @ w, g.T @ x
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_function_that_begins_to_normalise_gradient(param_grad: bool) -> None:
+    model = Bare(lambda m, x: Normed.apply(x, m.w), w=torch.randn(4, 3)).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for n in range(6):
+            (squares(model(data(model))).sum() * (1e-6 if n < 3 else 10)).backward()
+            if n < 3:
+                autograd_hacks.compute_grad1(model, "sum")
+            else:
+                with pytest.raises(SamplesMixed, match="not linear in the gradient"):
+                    autograd_hacks.compute_grad1(model, "sum")
 
 
 @pytest.mark.parametrize("begins", [0, 3])
