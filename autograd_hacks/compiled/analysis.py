@@ -22,11 +22,11 @@ from autograd_hacks.probe.tape import ARGUMENT, OUTSIDE, Tape, numbers_of
 from autograd_hacks.support.copies import Marks
 from autograd_hacks.support.trees import tensors_of
 
-FILLS = "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill_".split()  # noqa: SIM905
+FILLS = "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill_".split()  # noqa: SIM905  # to be read
 """Operations that overwrite a tensor with numbers of their own, if no tensor but that is among their arguments."""
-LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905
+LIKE = "zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones".split()  # noqa: SIM905  # to be read
 """Operations that read sizes of their first argument only."""
-TURNS = "transpose_ t_ unsqueeze_ squeeze_ detach_".split()  # noqa: SIM905
+TURNS = "transpose_ t_ unsqueeze_ squeeze_ detach_".split()  # noqa: SIM905  # to be read
 """Operations that turn a tensor into a view of itself."""
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 """Operations whose result is memory.  What is read from it before an operation wrote there came another way."""
