@@ -97,7 +97,7 @@ def test_channels_last(device: torch.device) -> None:
 def test_memory_elsewhere(device: torch.device, name: str) -> None:
     """What the graph keeps is moved to the CPU, into pinned memory where there is a GPU, and comes back as a copy.
 
-    With pinned memory torch 2.11's own gradients of an LSTM by cuDNN are wrong, which raises UnseenGradient."""
+    With pinned memory torch 2.11's own gradients of an LSTM by cuDNN are wrong, which a first reading refuses."""
     model, x = FAMILIES[name].on(device)
     expected = rows_of(model, x)
     with autograd_hacks.add_hooks(model):
