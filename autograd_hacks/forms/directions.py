@@ -20,7 +20,7 @@ def _numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
     Their magnitudes lie in [1/2, 3/2], so that none hides an entry and products of them have no long tails."""
     draws = torch.Generator("cpu").manual_seed(size)
-    found = torch.rand(2 * PAIRS, size, generator=draws, device="cpu").mul_(2).sub_(1)
+    found = torch.rand(2 * PAIRS, size, generator=draws, dtype=torch.float, device="cpu").mul_(2).sub_(1)
     return (found + found.sign() / 2).bfloat16().to(device, dtype)  # the same numbers in each dtype
 
 

@@ -19,7 +19,7 @@ from autograd_hacks.forms import (
     Scaled,
     Sum,
 )
-from autograd_hacks.forms.directions import PAIRS, along, directions
+from autograd_hacks.forms.directions import PAIRS, _numbers, along, directions
 
 N = 5
 
@@ -84,7 +84,14 @@ def test_directions_are_the_same_again_and_others_elsewhere() -> None:
     assert all(map(torch.equal, (u, v), directions("a", 1, shape, *kind)))
     assert not torch.equal(u, directions("a", 2, shape, *kind)[0])
     assert not torch.equal(u, directions("b", 1, shape, *kind)[0])
-    assert torch.equal(u.double(), directions("a", 1, shape, torch.double, kind[1])[0])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)  # what a user sets changes no number
+    try:
+        directions.cache_clear()
+        _numbers.cache_clear()
+        assert torch.equal(u.double(), directions("a", 1, shape, torch.double, kind[1])[0])
+    finally:
+        torch.set_default_dtype(before)
     state = torch.get_rng_state()
     directions("c", 1, torch.Size((3_000_000,)), *kind)
     assert torch.equal(state, torch.get_rng_state())
