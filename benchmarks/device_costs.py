@@ -49,6 +49,7 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     tiny, is_cuda = Outer(new(n, 2, 4), new(n, 2, 4)), device.type == "cuda"
     call = seconds(lambda: norms_of_pairs([tiny.pair], 2**20, is_cuda), device)
     call -= seconds(lambda: tiny.dense().flatten(1).norm(dim=1), device)
+    begin = took(lambda: torch.bmm(left[:, :17], left[:, :17].mT), n) - 17**2 * o * unit
     place = torch.randint(512, (rows[0].numel(),), device=device)
     scatter = took(lambda: new_zeros(rows, 512).index_add_(1, place, rows.flatten(1)), rows.numel())
     put = took(lambda: new_zeros(rows, 512).index_add_(1, place[:o], left[:, 0]), n * o)
@@ -58,7 +59,7 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     double = took(lambda: doubles @ doubles, (large // 2) ** 3)
     found = Costs(
         short / unit, of_kernel / unit, write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,
-        max(0.0, call) / unit, scatter / unit, put / unit, fft / unit, double / unit,
+        max(0.0, call) / unit, max(0.0, begin) / unit, scatter / unit, put / unit, fft / unit, double / unit,
         fused(device, left, right, unit) if device.type == "cuda" else None,
     )  # fmt: skip
     return {name: value and float(f"{value:.3g}") for name, value in asdict(found).items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.factored import Factored, Paired, takes_positions
 from autograd_hacks.forms.numerics import pairs_of, slices_of
+from autograd_hacks.forms.outer import Zero
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
 
@@ -32,7 +33,7 @@ def unscaled(form: Form) -> tuple[Form, float]:
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
     """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
     plain = {name: unscaled(form) for name, form in forms.items()}
-    factors = {factor for _, factor in plain.values()}
+    factors = {factor for form, factor in plain.values() if type(form) is not Zero}
     return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 

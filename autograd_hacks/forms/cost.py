@@ -6,18 +6,19 @@ clock, and ``--device cuda --write`` measures a card's numbers and adds them the
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import inf, log2, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
+from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications, outline
 
+T = TypeVar("T")
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
@@ -47,6 +48,7 @@ class Costs:
     pair: float  # to multiply and add up the products of two positions
     shift: float  # to add a product of two pixels to another, or to write a number of a window
     call: float  # the operations of norms by products, beside those of writing; for all samples together
+    matrix: float  # to begin a product of small matrices, of a batch of them
     scatter: float  # to add a number of a row at its place in a sketch
     place: float  # to put a number of a factor at its place
     fft: float  # for each of m · log₂ m, a Fourier transform of m real numbers
@@ -87,6 +89,7 @@ def costs_by_bandwidth(card: Any) -> Costs:
         pair=6 * moved,  # both products are written and read, theirs is written and read
         shift=3 * moved,
         call=8 * LAUNCH * rate,
+        matrix=0.0,
         scatter=4 * moved,
         place=2 * moved,
         fft=moved / 8,
@@ -109,13 +112,25 @@ def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
     return is_plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
+def _kept(cost: Callable[..., T]) -> Callable[..., T]:
+    """Keeps what a function of pairs has returned, by their shapes, because verbs ask for each parameter in each step."""
+    known = lru_cache(4096)(cost)
+
+    @wraps(cost)
+    def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
+        return known(tuple([(outline(left), outline(right)) for left, right in pairs]), *more)
+
+    return of_pairs
+
+
+@_kept
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
     """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds.
     in_double: whether these are taken in float64"""
     if len({(left.shape[2], right.shape[2], isinstance(right, Windows)) for left, right in pairs}) > 1:
         return inf
     costs = _costs(pairs)
-    each = costs.pair * _positions(pairs) ** 2 + costs.call / max(1, pairs[0][0].shape[0])
+    each = costs.pair * _positions(pairs) ** 2 + costs.matrix + costs.call / max(1, pairs[0][0].shape[0])
     return (each + costs.short * products(pairs)) * (costs.double if in_double else 1)
 
 
@@ -132,6 +147,7 @@ def products(pairs: Sequence[Pair]) -> float:
     return total
 
 
+@_kept
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
     (left, right), costs = pairs[0], _costs(pairs)
@@ -171,6 +187,7 @@ def gram_by_positions(
     return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
+@_kept
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
     """The saving per number if a row is written once for both its norm and a weighted sum.
     fresh: whether it is written to new memory"""
@@ -213,6 +230,7 @@ def cuts_windows(windows: int, others: int, row: int) -> bool:
     return windows <= others + 3 * row
 
 
+@_kept
 def memory_of_products(pairs: Sequence[Pair]) -> int:
     """Numbers that are held for a sample's products."""
     cut = (max(right.shifts, right.shape[1:].numel()) for _, right in pairs if isinstance(right, Windows))

@@ -46,7 +46,7 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
         if exact is not None and len(written := (~exact).nonzero()[:, 0]):
             norms = norms.index_put((written,), Form.norms(part[written], budget))
         found.append(norms.to(form.sum_dtype))
-    return torch.cat(found)
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Factored(Form):

@@ -31,8 +31,8 @@ def row_norms(rows: Tensor) -> Tensor:
     # Squares may have overflowed to ∞, or be so small that they have lost digits.
     info, found = torch.finfo(norms.dtype), norms.detach()
     least = smallest(norms.dtype) ** 0.5
-    low, high = torch.stack(found.aminmax()).tolist()
-    if least <= low and high < info.max:  # and not NaN
+    low, high = found.aminmax()
+    if least <= float(low) and float(high) < info.max:  # and not NaN
         return norms
     again = (~(found < info.max) | (found < least)).nonzero()[:, 0]
     scale = divisors(torch.linalg.vector_norm(rows[again].detach(), torch.inf, dim=1))

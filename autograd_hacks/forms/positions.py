@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ class OneHot:
     def double(self) -> OneHot:
         return self
 
+    def outline(self) -> OneHot:
+        return replace(self, index=outline(self.index))
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -59,7 +62,7 @@ class Windows:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.x), prod(self.counts), self.x.shape[1] * prod(self.kernel)))
+        return torch.Size((self.x.shape[0], prod(self.counts), self.x.shape[1] * prod(self.kernel)))
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +88,9 @@ class Windows:
 
     def double(self) -> Windows:
         return replace(self, x=self.x.double())
+
+    def outline(self) -> Windows:
+        return replace(self, x=outline(self.x))
 
     def cut(self) -> Tensor:
         """The windows, N C *K *L, in the order that is cheapest to copy; a view if there is no padding."""
@@ -115,6 +121,18 @@ class Windows:
         start, stride = place * self.dilation[axis], self.stride[axis]
         inside = slice(start, start + (self.counts[axis] - 1) * stride + 1, stride)
         return values[(slice(None),) * (1 + skipped + axis) + (inside,)]
+
+
+class Sizes(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: torch.Size
+    device: torch.device
+
+
+def outline(factor: Any) -> Any:
+    """A factor without numbers, which can be hashed."""
+    return Sizes(factor.shape, factor.device) if isinstance(factor, Tensor | Sizes) else factor.outline()
 
 
 Factor = Tensor | OneHot | Windows
@@ -154,7 +172,7 @@ def own_products(a: Factor, b: Factor) -> Tensor:
         return a.index[:, :, None] == b.index[:, None, :] if isinstance(a, OneHot) else own_products(b, a).mT
     if isinstance(a, OneHot):
         return b.mT.gather(1, a.index[:, :, None].expand(-1, -1, b.shape[1]))
-    return a @ b.mT
+    return torch.bmm(a, b.mT)
 
 
 def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
@@ -172,29 +190,36 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) 
     Each product has an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on the diagonals.  The total error is at most
     eps·(Σaₜ)², and about eps·Σaₜ² if errors are independent.  If the square isn't far above both, cancellation leaves no
     correct digits (for nearly equal positions of opposite sign: 100 % off in float32).  The square must not overflow either,
-    nor be so small that lengths below √tiny would count, because their squares underflow.
+    nor be so small that lengths below √tiny would count, because their squares underflow: not below
+    tiny·(1/eps + 10⁵·Σ(‖lₜ‖ + ‖rₜ‖))², for which a bound is taken from Σ(‖lₜ‖² + ‖rₜ‖²), which the diagonals have.
 
     in_double: for single or half precision, take products in float64.  Then all results are accurate, so the host needn't
     look: the products' errors are smaller than those that single precision leaves in the positions, and their range is
     twice as large
 
-    Returns N, and N booleans; None instead, in double.
+    Returns N, and N booleans, or None if all are accurate.
     """
     pairs = [(left.double(), right.double()) for left, right in pairs] if in_double else pairs
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
-    square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
+    square = size = spread = reach = like.new_zeros(like.shape[0])
     for start, lefts, rights in _between(pairs, like, budget):
-        square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
+        products = lefts * rights
+        found = products.sum((1, 2))
+        square = square + (2 * found if start is None else found)
         if start is not None and not in_double:
-            own, others = (p.detach().diagonal(start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
-            lengths, reach = own * others, reach + (own + others).sum(1)
-            size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
+            squares = products.detach().diagonal(start, 1, 2)
+            size, spread = size + squares.sqrt().sum(1), spread + squares.sum(1)
+            own, others = (p.detach().diagonal(start, 1, 2) for p in (lefts, rights))
+            reach = reach + (own + others).sum(1)
     if in_double:
         is_nothing = square <= 0
         return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing, None
-    info, found = torch.finfo(square.dtype), square.detach()
-    exact = (found > info.eps * 2e3 * size.square()) & (found > info.eps * 1e4 * spread) & (found <= info.max)
-    exact &= found > info.tiny * (1 / info.eps + 1e5 * reach).square()
+    info, found, count = torch.finfo(square.dtype), square.detach(), sum(left.shape[1] for left, _ in pairs)
+    least = torch.add(1e4 * info.eps * spread, reach, alpha=4e10 * count * info.tiny)
+    least = torch.addcmul(least, size, size, value=2e3 * info.eps)
+    exact = (found > least + 2 * info.tiny / info.eps**2) & (found <= info.max)
+    if bool(exact.all()):  # as nearly always
+        return square.sqrt(), None
     nothing, blank = torch.zeros_like(exact), (found == 0).nonzero()[:, 0]
     if len(blank):
         nothing[blank] = torch.stack([_is_zero((left[blank], right[blank])) for left, right in pairs]).all(0)

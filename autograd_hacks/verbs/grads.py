@@ -118,7 +118,7 @@ class PerSampleGrads(Statistics):
                 except ValueError as error:
                     raise ValueError(f"preconditioned, {name!r}: the metric has {error}" + ON_METRICS) from error
         made = self.with_forms(forms, self.samples)
-        made._versions += [(name, versions_of(by.tensors())) for name, by in maps.items()]
+        made._versions += [(name, x, n) for name, by in maps.items() for x, n in versions_of(by.tensors())]
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None

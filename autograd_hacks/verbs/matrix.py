@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import reduce
 from itertools import starmap
@@ -26,7 +26,7 @@ from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.ranges import check_word
-from autograd_hacks.support.trees import overwritten_in, versions_of
+from autograd_hacks.support.trees import overwritten_in, versions_among
 from autograd_hacks.verbs.arguments import kind_of, name_among
 
 T = TypeVar("T")
@@ -71,13 +71,26 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def joint_norms(norms: Collection[Tensor], samples: int) -> Tensor:
-    """The norms of rows, N, from those of each of their parts."""
-    if not norms:
+def norms_of(forms: Iterable[Form], samples: int, budget: int) -> Tensor:
+    """The norms of rows of all parameters together, N.  A kernel for each of the small ones would take far longer."""
+    found, alike, left = list[Tensor](), dict[Hashable, list[Form]](), budget // 8
+    for form in forms:
+        left -= sum(x.nbytes for x in form.held) if (key := form.joint_key) is not None else 0
+        if key is None or left < 0:
+            found.append(form.norms(budget))
+        else:
+            alike.setdefault(key, []).append(form)
+    return joint_norms(found + [group[0].joint(group) for group in alike.values()], samples)
+
+
+def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
+    """The norms of rows, N, from those of their parts, N each, or from numbers that have these norms, (N, F)."""
+    if not parts:
         return torch.zeros(samples, device="cpu")
     # A model's parts may differ in dtype and device.
-    dtype, device = reduce(torch.promote_types, (part.dtype for part in norms)), next(iter(norms)).device
-    return row_norms(torch.stack([part.to(device, dtype) for part in norms], dim=1))
+    dtype, device = reduce(torch.promote_types, (part.dtype for part in parts)), parts[0].device
+    parts = [part if part.ndim == 2 else part[:, None] for part in parts]
+    return row_norms(torch.cat([part.to(device, dtype) for part in parts], 1))
 
 
 def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -144,9 +157,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self.batches, self.batch = batches, sum(batches)
         self.spread = Spread({}, None) if spread is None else spread
         # The tensors that forms hold, with their version counters now.
-        self._versions = [
-            (name, versions_of(x for leaf in form.leaves() for x in leaf.held)) for name, form in forms.items()
-        ]
+        held = [(name, x) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held]
+        self._versions = [(name, x, n) for (name, x), n in zip(held, versions_among(*[x for _, x in held]))]
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in INTERNAL]
@@ -244,8 +256,10 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     def _check(self) -> None:
         self.spread.check()
-        for name, versions in self._versions:
-            if wrong := overwritten_in(versions):
+        if versions_among(*[x for _, x, _ in self._versions]) == [n for _, _, n in self._versions]:
+            return
+        for name, x, n in self._versions:
+            if wrong := overwritten_in([(x, n)]):
                 raise StaleRecord(
                     f"a tensor that the per-sample gradients of {name!r} need, {wrong} since they were taken. Read before "
                     "that, or give the layer a copy: x.clone()."

@@ -1,0 +1,109 @@
+"""Norms over several parameters: small rows at once, and each as accurate as by itself."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import forms
+from torch import Tensor
+from torch.testing import assert_close
+
+from autograd_hacks.forms import Dense, Form, Outer, Zero, factored, scale
+from autograd_hacks.forms.composite import without_factor
+from autograd_hacks.forms.numerics import SMALL
+from autograd_hacks.verbs import matrix
+
+ULPS = 8 * torch.finfo(torch.float32).eps
+N = 4
+
+
+def vector(size: float = 1.0, width: int = 30) -> Dense:
+    return Dense(size * torch.randn(N, width))
+
+
+def product(left: float = 1.0, right: float = 1.0, positions: tuple[int, ...] = ()) -> Outer:
+    return Outer(left * torch.randn(N, *positions, 20), right * torch.randn(N, *positions, 30))
+
+
+def written(found: list[Form]) -> Tensor:
+    """The norms of rows that are written out in double precision."""
+    rows = [form.to(torch.float64).dense().flatten(1) for form in found]
+    return torch.linalg.vector_norm(torch.cat(rows, 1), dim=1)
+
+
+@given(st.data(), st.integers(0, 4), st.sampled_from([1, 1000, 2**26]))
+def test_norms_of_any_forms_are_those_of_all_rows_beside_each_other(data: st.DataObject, samples: int, budget: int) -> None:
+    found = [data.draw(forms(samples, (2, 3))) for _ in range(data.draw(st.integers(0, 4)))]
+    expected = written(found) if found else torch.zeros(samples)
+    assert_close(matrix.norms_of(found, samples, budget), expected)
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-20, 1.0, 1e18, 1e25, 1e36])
+@pytest.mark.parametrize("others", [0.0, 1e-30, 1.0, 1e25])
+def test_small_rows_near_the_ends_of_the_range(size: float, others: float) -> None:
+    torch.manual_seed(0)
+    found: list[Form] = [vector(size), vector(others), product(others), product(1e-20 * size, 1e20), vector(size, 2 * SMALL)]
+    tiny = 40 * torch.finfo(torch.float32).smallest_normal  # below it, numbers have fewer digits
+    for some in (found, found[:3], found[:1], found[3:]):
+        assert_close(matrix.norms_of(some, N, 2**26).double(), written(some), rtol=ULPS, atol=tiny)
+
+
+def test_one_row_that_overflows_or_is_no_number_spoils_no_other() -> None:
+    found = [vector(), product(), vector(), product(1.0, 1.0, (5,))]
+    found[0].values[1], found[1].left[2] = 3e38, torch.nan  # type: ignore[union-attr]
+    norms = matrix.norms_of(found, N, 2**26)
+    assert norms.isinf().tolist() == [False, True, False, False]
+    assert norms.isnan().tolist() == [False, False, True, False]
+    assert_close(norms[[0, 3]].double(), written(found)[[0, 3]], rtol=ULPS, atol=0)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_positions_that_cancel_in_one_parameter_of_many(looks: bool) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(N, 1, 60).expand(-1, 2, -1), torch.randn(N, 1, 50) + 1e-5 * torch.randn(N, 2, 50)
+    cancels = Outer(left * torch.tensor([1.0, -1.0])[:, None], right)
+    found: list[Form] = [product(1e-6, 1.0, (3,)) for _ in range(6)]
+    found.insert(3, cancels)
+    with mock.patch.multiple(factored, by_products=lambda *_: 0.0, looks_free=lambda _: looks):
+        assert_close(matrix.norms_of(found, N, 2**26).double(), written(found), rtol=1e-3, atol=0)
+
+
+def test_parameters_of_several_dtypes() -> None:
+    found: list[Form] = [vector(), vector().to(torch.float64), product().to(torch.bfloat16), vector().to(torch.float16)]
+    norms = matrix.norms_of(found, N, 2**26)
+    assert norms.dtype == torch.float64
+    assert_close(norms, written(found), rtol=1e-5, atol=0)
+
+
+def test_no_more_memory_than_the_budget_is_joined() -> None:
+    joined = list[int]()
+
+    def noting(joint: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, forms: joined.append(len(forms)) or joint(self, forms)
+
+    found = [vector() for _ in range(10)]
+    with mock.patch.object(Dense, "joint", noting(Dense.joint)):
+        assert_close(matrix.norms_of(found, N, 8 * 4 * N * 30 * 4).double(), written([*found]), rtol=ULPS, atol=0)
+    assert joined == [4]
+
+
+def test_joint_norms_lead_back_to_all_factors() -> None:
+    held = [torch.randn(N, 3, requires_grad=True) for _ in range(6)]
+    found = [Dense(held[0]), Outer(held[1], held[2]), Outer(held[3], held[4]), Dense(held[5])]
+    rows = torch.cat([form.dense().flatten(1) for form in found], 1)
+    w = torch.rand(N)
+    slopes = [torch.autograd.grad(w @ x, held) for x in (matrix.norms_of(found, N, 2**26), torch.linalg.vector_norm(rows, dim=1))]
+    for own, expected in zip(*slopes):
+        assert_close(own, expected)
+
+
+def test_rows_that_the_loss_does_not_reach_have_any_factor() -> None:
+    zero, rows = Zero(N, torch.Size((3,)), torch.zeros(1)), vector()
+    forms, factor = without_factor({"reached": scale(rows, 5), "not": zero})
+    assert (forms, factor) == ({"reached": rows, "not": zero}, 5)
+    forms, factor = without_factor({"one": scale(rows, 5), "other": scale(rows, 3)})
+    assert factor == 1
+    assert without_factor({"not": zero})[1] == 1
