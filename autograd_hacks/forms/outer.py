@@ -147,7 +147,7 @@ class Outer(Paired):
 
     @property
     def joint_key(self) -> Hashable:
-        left, right = self.pair if self.flat is None else self.flat
+        left, right = (self.left, self.right) if self.flat is None else self.flat
         if left.ndim > 2 or max(left.numel(), right.numel()) > SMALL or left.dtype not in (torch.float32, torch.float64):
             return None
         return Outer, left.shape, right.shape, left.dtype, left.device

@@ -75,6 +75,8 @@ class Call:
     precision: torch.dtype | None = None
     #: whether what is recomputed is compared with ``outputs``; see `check_same`
     compares: bool = True
+    #: what the layer's node saved, by its names there, if the rule's `saves` asks for it and torch has it
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def grad(self) -> Tensor:
