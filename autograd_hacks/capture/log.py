@@ -18,7 +18,7 @@ from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
 from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
-from autograd_hacks.support.graph import node_of
+from autograd_hacks.support.graph import node_of, saved_by
 from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -240,6 +240,8 @@ class Forward:
         inputs = frozenset((x.grad_fn,)) if x.requires_grad and x.grad_fn is not None else _NO_NODES
         hook = AtOutput(call, None, self.backward.receive, 0, output, (args, _NONE), inputs)
         call.graph = weakref.ref(hook)
+        if known.rule.saves and is_first and base is None:
+            call.saved = saved_by(node, known.rule.saves.get(node.name(), ()))
         if not is_first:
             call.is_first = False
         if self.is_taped:

@@ -208,6 +208,8 @@ class LayerCall(Use, Call):
             value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
         elif name == "versions":
             value = [(self.args[0], own["overwritten"][0])]
+        elif name == "saved":
+            value = {}
         elif name == "settings":
             value = own["known"].settings
         else:
@@ -277,12 +279,14 @@ class LayerCall(Use, Call):
             tensor = ready(tensor, dtype)
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
-        args, kwargs, at = self.args, self.kwargs, tuple(grads.at)
+        args, kwargs, at, saved = self.args, self.kwargs, tuple(grads.at), self.saved
         if layout is not None or not all(_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)):
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
+            saved = {name: as_expected(x) for name, x in saved.items()}
         outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
-        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, *outputs, self._is_compared(grads))
+        is_compared = self._is_compared(grads)
+        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, *outputs, is_compared, saved)
         try:
             forms = rule.formula(layer, call)
         except (BatchSizeError, SamplesMixed) as error:

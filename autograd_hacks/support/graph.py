@@ -147,6 +147,14 @@ def _unpacked(raw: Any) -> Any:
     return x
 
 
+def saved_by(node: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors that a node saves, without its graph; none of them if hooks have packed one, or it is in half precision."""
+    if any(is_packed_by_hooks(node, name) for name in names):
+        return {}
+    found = {name: getattr(node, f"{SAVED}{name}").detach() for name in names}
+    return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
+
+
 def is_packed_by_hooks(node: Any, name: str) -> bool:
     """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
     return getattr(getattr(node, f"{RAW}{name}"), "unpack_hook", None) is not None

@@ -95,7 +95,9 @@ def test_joint_norms_lead_back_to_all_factors() -> None:
     found = [Dense(held[0]), Outer(held[1], held[2]), Outer(held[3], held[4]), Dense(held[5])]
     rows = torch.cat([form.dense().flatten(1) for form in found], 1)
     w = torch.rand(N)
-    slopes = [torch.autograd.grad(w @ x, held) for x in (matrix.norms_of(found, N, 2**26), torch.linalg.vector_norm(rows, dim=1))]
+    slopes = [
+        torch.autograd.grad(w @ x, held) for x in (matrix.norms_of(found, N, 2**26), torch.linalg.vector_norm(rows, dim=1))
+    ]
     for own, expected in zip(*slopes):
         assert_close(own, expected)
 

@@ -1,0 +1,157 @@
+"""Norm layers are read with the means and scales that their nodes saved, which are those of the forward."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import check, check_batches
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from twin import Bare
+
+import autograd_hacks
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import StaleRecord
+from autograd_hacks.formulas import norms
+
+LAYERS = {
+    "layer": (lambda: nn.LayerNorm(4), (5, 3, 4)),
+    "layer, two axes": (lambda: nn.LayerNorm((3, 4), eps=0.1), (5, 3, 4)),
+    "layer, no bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4)),
+    "group": (lambda: nn.GroupNorm(2, 6), (5, 6, 2, 3)),
+    "group, no positions": (lambda: nn.GroupNorm(3, 6), (5, 6)),
+}
+
+
+def normalised_again(*_: object) -> Tensor:
+    raise AssertionError("normalised again")
+
+
+only_saved = mock.patch.multiple(norms.F, layer_norm=normalised_again, group_norm=normalised_again)
+"""For reading; a forward of a norm layer fails in it too."""
+
+
+def taken(model: nn.Module) -> list[Tensor]:
+    """What the record has of nodes."""
+    return [x for use in recorder_of(model).record.passes[0].received for x in use.saved.values()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_are_those_of_each_sample(name: str) -> None:
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p))
+    check_batches(layer, x, x[:1], 1e3 + x)
+    with autograd_hacks.add_hooks(layer):
+        squares(layer(x)).sum().backward()
+        with only_saved:
+            autograd_hacks.compute_grad1(layer, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_rows(layer, one_backward_per_sample(layer, squares, x))
+
+
+def test_samples_on_other_axes() -> None:
+    layer, x = nn.LayerNorm(4).double(), torch.randn(3, 5, 4, dtype=torch.float64)
+    turned = Bare(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1), layer=layer)
+    folded = Bare(lambda m, x: m.layer(x.flatten(0, 1)).view(x.shape), layer=layer)
+    for model in (turned, folded):
+        with autograd_hacks.add_hooks(model):
+            squares(model(x)).sum().backward()
+            with only_saved:
+                autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, x))
+
+
+@pytest.mark.parametrize("name", ["layer", "group"])
+def test_what_changes_between_the_forward_and_the_read(name: str) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    model = nn.Sequential(layer, nn.Tanh())
+    expected = one_backward_per_sample(model, squares, x)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).sum().backward()
+        with torch.no_grad():
+            layer.weight.mul_(3)
+        layer.eps = 0.5
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_rows(model, expected)
+        model.zero_grad()
+        squares(model(x)).sum().backward()
+        x.add_(1)
+        with pytest.raises(StaleRecord, match="overwritten"):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_rows_that_lead_back_to_the_input_normalise_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh()).double(), torch.randn(5, 3, dtype=torch.float64)
+
+    def slopes(hooked: bool) -> tuple[Tensor, ...]:
+        losses = squares(model(x))
+        if hooked:
+            torch.autograd.grad(losses.sum(), model.parameters(), create_graph=True)
+            norms_of_rows = autograd_hacks.per_sample_grads(model, "sum").norms()
+        else:
+            rows = [torch.autograd.grad(loss, model.parameters(), create_graph=True) for loss in losses]
+            norms_of_rows = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+        return torch.autograd.grad(
+            norms_of_rows.square().sum(), model.parameters(), allow_unused=True, materialize_grads=True
+        )
+
+    expected = slopes(False)
+    with autograd_hacks.add_hooks(model):
+        found = slopes(True)
+    for own, other in zip(found, expected):
+        assert_close(own, other)
+
+
+def test_nothing_is_taken_that_hooks_have_packed_or_that_is_coarse() -> None:
+    layer, x = nn.LayerNorm(4), torch.randn(5, 3, 4)
+    with autograd_hacks.add_hooks(layer):
+        squares(layer(x)).sum().backward()
+        assert [x.grad_fn for x in taken(layer)] == [None, None]
+        for context in (save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)):
+            with context:
+                losses = squares(layer(x))
+            layer.zero_grad()
+            losses.sum().backward()
+            assert not taken(layer)
+            autograd_hacks.compute_grad1(layer, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_rows(layer, one_backward_per_sample(layer, squares, x))
+        half, x = layer.bfloat16(), x.bfloat16()
+        layer.zero_grad()
+        squares(half(x)).sum().backward()
+        assert not taken(half)
+
+
+def test_a_checkpoint_normalises_again() -> None:
+    layer = nn.LayerNorm(4).double()
+    model = Bare(lambda m, x: checkpoint(m.layer, x, use_reentrant=False), layer=layer)
+    check_batches(model, torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_users_hook_that_normalises_again_has_statistics_of_its_own(before: bool) -> None:
+    """The layer's node isn't the one that made the output."""
+    layer, other = nn.LayerNorm(4).double(), nn.LayerNorm(4, elementwise_affine=False).double()
+
+    def again(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        return other(torch.tensor([1.0, 2, 3, 5], dtype=torch.float64) * out + 1)
+
+    model = nn.Sequential(nn.Linear(4, 4).double(), layer)
+    if before:
+        layer.register_forward_hook(again)
+    with autograd_hacks.add_hooks(model):
+        if not before:
+            layer.register_forward_hook(again)
+        for _ in range(5):
+            check(model, torch.randn(5, 4, dtype=torch.float64))
