@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer, Placed
 from autograd_hacks.formulas.embedding import lookup
-from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of
+from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of, signed
 
 Step = Callable[[Form], Form]
 
@@ -57,13 +58,36 @@ def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
     return partial(_placed, start=start, stop=stop, shape=shape)
 
 
+def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
+    dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
+    back = [0, *(1 + dims.index(axis) for axis in range(len(dims)))]
+    return lambda form: Dense(form.dense().permute(back))
+
+
 def _looked_up(node: Any, number: int, shape: torch.Size) -> Step | None:
     """Entries of a table, by an index that is the same for all samples, such as positions."""
     if is_packed_by_hooks(node, "indices") or kept_by(node, "scale_grad_by_freq"):
         return None
-    index, padding_idx = kept_by(node, "indices").clone(), number_of(node, "padding_idx")
-    padding_idx = None if padding_idx is None or padding_idx < 0 else padding_idx
-    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
+    padding_idx = number_of(node, "padding_idx")
+    return partial(_taken, kept_by(node, "indices").clone(), shape, None if (padding_idx or 0) < 0 else padding_idx)
+
+
+def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
+    """The same by an index of the first axis, such as distances."""
+    if is_packed_by_hooks(node, "indices"):
+        return None
+    index, *others = kept_by(node, "indices")
+    if index is None or index.dtype not in (torch.int64, torch.int32) or any(other is not None for other in others):
+        return None
+    return partial(_taken, index % shape[0], shape, None)
+
+
+def _taken(index: Tensor, shape: torch.Size, padding_idx: int | None, form: Form) -> Form:
+    if padding_idx is not None or index.numel() < shape[0]:
+        return lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
+    g = form.dense().reshape(form.samples, index.numel(), shape[1:].numel())
+    rows = g.new_zeros(form.samples, shape[0], g.shape[2]).index_add(1, index.flatten(), g)
+    return Dense(rows.view(form.samples, *shape))
 
 
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
@@ -75,8 +99,11 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
         ),
         lambda node, number, shape: partial(reshaped, shape=shape),
     ),
-    "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
+    # Formulas compute in the parameter's dtype.
+    **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda node, number, shape: lambda form: form),
+    "PermuteBackward0": _permuted,
     **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
     "EmbeddingBackward0": _looked_up,
+    "IndexBackward0": _indexed,
 }  # fmt: skip
 """{node name: ``step(node, number, shape)``} for nodes that view a tensor; None for a case that isn't covered"""
