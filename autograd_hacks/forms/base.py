@@ -130,9 +130,10 @@ class Form(Hinting, Shown, ABC):
         """J written out as a matrix, (N, P) for a parameter of P numbers.  Read only: it may be the form's own memory."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
-    def written(self, out: Tensor) -> Form:
-        """The form with its rows written into ``out``; a scalar factor is kept separately."""
-        return Dense(self.dense(out))
+    def written(self, out: Tensor, budget: int = BUDGET) -> Form:
+        """The form with its rows written into ``out`` and their norms taken; a scalar factor is kept separately."""
+        rows = self.dense(out)
+        return Written(rows, budget) if rows.numel() > SMALL else Dense(rows)
 
     def merge_key(self) -> Hashable:
         """Forms with equal keys can be added by `merge`, unless the key is None."""
@@ -410,3 +411,14 @@ class Dense(Form):
 
     def merge(self, others: Sequence[Form]) -> Form:
         return Dense(torch.stack([form.held[0] for form in (self, *others)]).sum(0))
+
+
+class Written(Dense):
+    """Rows whose norms are taken at once, while the rows are still in the cache."""
+
+    def __init__(self, values: Tensor, budget: int) -> None:
+        super().__init__(values)
+        self._norms = super().norms(budget)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        return self._norms.clone()

@@ -189,13 +189,13 @@ def gram_by_positions(
 
 @_kept
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
-    """The saving per number if a row is written once for both its norm and a weighted sum.
+    """The saving per number if a row is written once for both its norm, which is taken at once, and a weighted sum.
     fresh: whether it is written to new memory"""
     (left, right), written, costs = pairs[0], by_writing(pairs), _costs(pairs)
     numbers = max(1, left.shape[2] * right.shape[2])
     new = costs.fresh if fresh and 4 * left.shape[0] * numbers > MAPPED else 0
     own_sum = _positions(pairs) * (costs.kernel if isinstance(right, Windows) else 1)
-    return (min(by_products(pairs), written) - written) / numbers + own_sum - 2 * costs.read - new
+    return (min(by_products(pairs), written) - written) / numbers + own_sum - costs.read - new
 
 
 def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in: int, size: int, entries: int) -> bool:

@@ -52,7 +52,7 @@ class Algebra(Matrix):
             if per_parameter:
                 return self._each(lambda _, form: form.norms(budget))
             forms, factor = without_factor(self)
-            return self._placed(matrix.norms_of(forms.values(), self._row_count, budget) * abs(factor))
+            return self._placed(matrix.norms_of(forms, self._row_count, budget) * abs(factor))
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...

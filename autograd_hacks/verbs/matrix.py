@@ -18,7 +18,7 @@ from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
-from autograd_hacks.forms.composite import unscaled
+from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.numerics import row_norms, smallest
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
@@ -71,16 +71,21 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def norms_of(forms: Iterable[Form], samples: int, budget: int) -> Tensor:
-    """The norms of rows of all parameters together, N.  A kernel for each of the small ones would take far longer."""
-    found, alike, left = list[Tensor](), dict[Hashable, list[Form]](), budget // 8
-    for form in forms:
-        left -= sum(x.nbytes for x in form.held) if (key := form.joint_key) is not None else 0
-        if key is None or left < 0:
-            found.append(form.norms(budget))
-        else:
-            alike.setdefault(key, []).append(form)
-    return joint_norms(found + [group[0].joint(group) for group in alike.values()], samples)
+def small_alike(forms: Forms, budget: int) -> dict[Hashable, dict[str, Form]]:
+    """Small forms to be read at once, in an eighth of a budget, by `joint_key`: a kernel for each would take far longer."""
+    found, left = dict[Hashable, dict[str, Form]](), budget // 8
+    for name, form in forms.items():
+        if (key := form.joint_key) is not None and (left := left - sum(x.nbytes for x in form.held)) >= 0:
+            found.setdefault(key, {})[name] = form
+    return found
+
+
+def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
+    """The norms of rows of all parameters together, N."""
+    groups = small_alike(forms, budget).values()
+    joined = {name for group in groups for name in group}
+    found = [form.norms(budget) for name, form in forms.items() if name not in joined]
+    return joint_norms([*found, *(next(iter(group.values())).joint([*group.values()]) for group in groups)], samples)
 
 
 def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -286,13 +291,23 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     def _totals(self, w: Tensor, budget: int) -> Iterator[tuple[str, Tensor]]:
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row"""
-        weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-        for name, form in self.items():
-            plain, factor = unscaled(form)
-            kind = plain.like.device, torch.promote_types(w.dtype, plain.sum_dtype), factor
+        (forms, factor), weights = without_factor(self), dict[tuple[torch.device, torch.dtype], Tensor]()
+
+        def given(form: Form) -> Tensor:
+            kind = form.like.device, torch.promote_types(w.dtype, form.sum_dtype)
             if kind not in weights:
-                weights[kind] = w.to(*kind[:2]) * factor
-            yield name, plain.weighted_sum(weights[kind], budget)
+                weights[kind] = w.to(*kind) * factor
+            return weights[kind]
+
+        found = dict[str, Tensor]()
+        for group in small_alike(forms, budget).values():
+            rows = {name: form.values for name, form in group.items() if type(form) is Dense and len(form.shape) == 1}
+            if len(rows) > 1:
+                joined = torch.cat([*rows.values()], 1)
+                sums = given(next(iter(group.values()))).to(joined.dtype) @ joined
+                found |= {n: x.clone() for n, x in zip(rows, sums.split([x.shape[1] for x in rows.values()], -1))}
+        for name, form in forms.items():
+            yield name, found[name] if name in found else form.weighted_sum(given(form), budget)
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""

@@ -28,6 +28,10 @@ def product(left: float = 1.0, right: float = 1.0, positions: tuple[int, ...] = 
     return Outer(left * torch.randn(N, *positions, 20), right * torch.randn(N, *positions, 30))
 
 
+def norms_of(found: list[Form], samples: int = N, budget: int = 2**26) -> Tensor:
+    return matrix.norms_of({str(number): form for number, form in enumerate(found)}, samples, budget)
+
+
 def written(found: list[Form]) -> Tensor:
     """The norms of rows that are written out in double precision."""
     rows = [form.to(torch.float64).dense().flatten(1) for form in found]
@@ -38,7 +42,7 @@ def written(found: list[Form]) -> Tensor:
 def test_norms_of_any_forms_are_those_of_all_rows_beside_each_other(data: st.DataObject, samples: int, budget: int) -> None:
     found = [data.draw(forms(samples, (2, 3))) for _ in range(data.draw(st.integers(0, 4)))]
     expected = written(found) if found else torch.zeros(samples)
-    assert_close(matrix.norms_of(found, samples, budget), expected)
+    assert_close(norms_of(found, samples, budget), expected)
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-20, 1.0, 1e18, 1e25, 1e36])
@@ -48,13 +52,13 @@ def test_small_rows_near_the_ends_of_the_range(size: float, others: float) -> No
     found: list[Form] = [vector(size), vector(others), product(others), product(1e-20 * size, 1e20), vector(size, 2 * SMALL)]
     tiny = 40 * torch.finfo(torch.float32).smallest_normal  # below it, numbers have fewer digits
     for some in (found, found[:3], found[:1], found[3:]):
-        assert_close(matrix.norms_of(some, N, 2**26).double(), written(some), rtol=ULPS, atol=tiny)
+        assert_close(norms_of(some).double(), written(some), rtol=ULPS, atol=tiny)
 
 
 def test_one_row_that_overflows_or_is_no_number_spoils_no_other() -> None:
     found = [vector(), product(), vector(), product(1.0, 1.0, (5,))]
     found[0].values[1], found[1].left[2] = 3e38, torch.nan  # type: ignore[union-attr]
-    norms = matrix.norms_of(found, N, 2**26)
+    norms = norms_of(found)
     assert norms.isinf().tolist() == [False, True, False, False]
     assert norms.isnan().tolist() == [False, False, True, False]
     assert_close(norms[[0, 3]].double(), written(found)[[0, 3]], rtol=ULPS, atol=0)
@@ -68,12 +72,12 @@ def test_positions_that_cancel_in_one_parameter_of_many(looks: bool) -> None:
     found: list[Form] = [product(1e-6, 1.0, (3,)) for _ in range(6)]
     found.insert(3, cancels)
     with mock.patch.multiple(factored, by_products=lambda *_: 0.0, looks_free=lambda _: looks):
-        assert_close(matrix.norms_of(found, N, 2**26).double(), written(found), rtol=1e-3, atol=0)
+        assert_close(norms_of(found).double(), written(found), rtol=1e-3, atol=0)
 
 
 def test_parameters_of_several_dtypes() -> None:
     found: list[Form] = [vector(), vector().to(torch.float64), product().to(torch.bfloat16), vector().to(torch.float16)]
-    norms = matrix.norms_of(found, N, 2**26)
+    norms = norms_of(found)
     assert norms.dtype == torch.float64
     assert_close(norms, written(found), rtol=1e-5, atol=0)
 
@@ -86,7 +90,7 @@ def test_no_more_memory_than_the_budget_is_joined() -> None:
 
     found = [vector() for _ in range(10)]
     with mock.patch.object(Dense, "joint", noting(Dense.joint)):
-        assert_close(matrix.norms_of(found, N, 8 * 4 * N * 30 * 4).double(), written([*found]), rtol=ULPS, atol=0)
+        assert_close(norms_of(found, N, 8 * 4 * N * 30 * 4).double(), written([*found]), rtol=ULPS, atol=0)
     assert joined == [4]
 
 
@@ -95,9 +99,7 @@ def test_joint_norms_lead_back_to_all_factors() -> None:
     found = [Dense(held[0]), Outer(held[1], held[2]), Outer(held[3], held[4]), Dense(held[5])]
     rows = torch.cat([form.dense().flatten(1) for form in found], 1)
     w = torch.rand(N)
-    slopes = [
-        torch.autograd.grad(w @ x, held) for x in (matrix.norms_of(found, N, 2**26), torch.linalg.vector_norm(rows, dim=1))
-    ]
+    slopes = [torch.autograd.grad(w @ x, held) for x in (norms_of(found), torch.linalg.vector_norm(rows, dim=1))]
     for own, expected in zip(*slopes):
         assert_close(own, expected)
 
