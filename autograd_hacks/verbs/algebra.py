@@ -90,7 +90,7 @@ class Algebra(Matrix):
             return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
         given = w
         with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            sums = ((name, total.to(self[name].like.dtype)) for name, total in self._totals(w, budget))
+            sums = ((name, total.to(self._forms[name].like.dtype)) for name, total in self._totals(w, budget))
             return self.spread.settled(sums)
 
     @overload
@@ -189,7 +189,7 @@ class Algebra(Matrix):
         check_kind("reduce", ON_VERBS, Callable, "an elementwise function: torch.sign", f=f)
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
-            with without_autocast(form.like for form in self.values()):
+            with without_autocast(self._by_device.values()):
                 return {name: form.reduce(arguments.elementwise(f, name), budget) for name, form in self.items()}
 
         with self.summing(here) as (sums, _):

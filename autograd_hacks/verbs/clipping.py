@@ -144,10 +144,10 @@ def write_where_it_saves(
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
     forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
     with grads.reading():
-        saved = {name: form.saving(fresh=form.like.is_cpu and not pool.reuse) for name, form in grads.items()}
-        for name in sorted(grads, key=lambda name: saved[name], reverse=True):
-            form, key = grads[name], f"clipped rows of {name}"
-            if saved[name] > 0 and (size := written_bytes(form)) <= left:
+        saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in forms.items()}
+        for name in sorted([name for name in saved if saved[name] > 0], key=lambda name: saved[name], reverse=True):
+            form, key = forms[name], f"clipped rows of {name}"
+            if (size := written_bytes(form)) <= left:
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
                 forms[name], left = form.written(written[key], max(1, budget // 4)), left - size
     return grads.with_forms(forms, grads.samples) if written else grads

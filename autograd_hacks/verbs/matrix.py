@@ -82,7 +82,7 @@ def small_alike(forms: Forms, budget: int) -> dict[Hashable, dict[str, Form]]:
 
 def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
     """The norms of rows of all parameters together, N."""
-    groups = small_alike(forms, budget).values()
+    groups = [group for group in small_alike(forms, budget).values() if len(group) > 1]
     joined = {name for group in groups for name in group}
     found = [form.norms(budget) for name, form in forms.items() if name not in joined]
     return joint_norms([*found, *(next(iter(group.values())).joint([*group.values()]) for group in groups)], samples)
@@ -164,6 +164,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         # The tensors that forms hold, with their version counters now.
         held = [(name, x) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held]
         self._versions = [(name, x, n) for (name, x), n in zip(held, versions_among(*[x for _, x in held]))]
+        self._by_device = {x.device.type: x for _, x in held}
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in INTERNAL]
@@ -225,8 +226,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         shape = (self.samples, *self.entries)
         axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
         expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
-        may_be_complex = any(form.like.is_complex() for form in self.values())
-        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and may_be_complex)):
+        is_number = isinstance(w, Tensor) and (w.is_floating_point() or w.is_complex())
+        if not is_number or (w.is_complex() and not any(form.like.is_complex() for form in self.values())):
             raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
         before = w.ndim - len(shape)
         if before not in range(1 + several) or w.shape[before:] != shape:
@@ -240,7 +241,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
     def reading(self) -> Iterator[None]:
         """A context for reading.  Raises StaleRecord if something was overwritten since the gradients were taken."""
         self._check()
-        with outside_inference(), self.spread.weights(), without_autocast(form.like for form in self.values()):
+        with outside_inference(), self.spread.weights(), without_autocast(self._by_device.values()):
             yield
 
     @contextmanager
@@ -256,7 +257,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
         with outside_inference(), self.spread.weights():
             result, (total,) = self.spread.agreed(checked, lambda _: [count], 1)
-            with without_autocast(form.like for form in self.values()):
+            with without_autocast(self._by_device.values()):
                 yield result, total
 
     def _check(self) -> None:
