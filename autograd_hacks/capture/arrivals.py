@@ -1,10 +1,10 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,21 @@ from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
-Receive = Callable[[Use, int, Sequence[Tensor | None], "Node | None", "AtOutput | None"], None]
-"""``receive(use, slot, grads, node, hook)`` gets the gradients at some of a use's tensors, starting at number ``slot``.
 
-node: the node that has the hook; None for a layer call in a pass that makes no graph
-hook: the `AtOutput` of a layer call; None for a `NodeUse`
-"""
+class Receiver(Protocol):
+    """What gets the gradients at uses: see `Backward`."""
+
+    def take(self, call: LayerCall, grad: Tensor | None) -> bool: ...
+
+    def receive(
+        self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: "AtOutput | None"
+    ) -> None:
+        """Gets the gradients at some of a use's tensors, starting at number ``slot``.
+
+        node: the node that has the hook; None for a layer call in a pass that makes no graph
+        hook: the `AtOutput` of a layer call; None for a `NodeUse`
+        """
+
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
@@ -58,19 +67,19 @@ class AtOutput(GraphAlive):
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
+    __slots__ = ("call", "graph", "inputs", "live", "number", "receiver", "shape", "slot")
 
     def __init__(
         self,
         call: LayerCall,
         graph: GraphAlive | None,
-        receive: Receive,
+        receiver: Receiver,
         slot: int,
         output: Tensor,
         live: Any,
         inputs: frozenset[Node],
     ) -> None:
-        self.receive, self.slot, self.shape = receive, slot, output.shape
+        self.receiver, self.slot, self.shape = receiver, slot, output.shape
         self.number = (output if output._base is None else output._base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
@@ -87,9 +96,10 @@ class AtOutput(GraphAlive):
         grad = grads[self.number]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if node is None and torch.is_grad_enabled():
-            node = current_node()
-        self.receive(self.call, self.slot, (grad,), node, self)
+        if not self.receiver.take(self.call, grad):
+            if node is None and torch.is_grad_enabled():
+                node = current_node()
+            self.receiver.receive(self.call, self.slot, (grad,), node, self)
         if not (keeps_graph() if keeps is None else keeps):
             # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
             self.call = self.graph = self.live = None
@@ -129,13 +139,13 @@ class Passed:
 class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
-    __slots__ = ("__weakref__", "graph", "receive", "use")
+    __slots__ = ("__weakref__", "graph", "receiver", "use")
 
-    def __init__(self, use: NodeUse, graph: GraphAlive, receive: Receive) -> None:
-        self.receive, self.use, self.graph = receive, use, graph
+    def __init__(self, use: NodeUse, graph: GraphAlive, receiver: Receiver) -> None:
+        self.receiver, self.use, self.graph = receiver, use, graph
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        self.receive(self.use, 0, grads, current_node() if node is None else node, None)
+        self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, None)
 
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
@@ -154,12 +164,12 @@ def attach(
     graph: GraphAlive,
     output: Any,
     outputs: Sequence[Tensor],
-    receive: Receive,
+    receiver: Receiver,
     is_compared: bool,
     live: Any,
     inputs: frozenset[Node],
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
-    """Sends the gradients at a call's outputs to ``receive``.  Returns the output, and the hooks with their nodes.
+    """Sends the gradients at a call's outputs to a receiver.  Returns the output, and the hooks with their nodes.
 
     graph: the object that the call refers to
     outputs: the tensors of the output
@@ -177,7 +187,7 @@ def attach(
     for slot, x in enumerate(outputs):
         source = x if x._base is None or x.grad_fn is None else x._base
         if source.grad_fn is not None:
-            hook = AtOutput(call, graph, receive, slot, x, live, inputs)
+            hook = AtOutput(call, graph, receiver, slot, x, live, inputs)
             put_on(source.grad_fn, hook)
             hooked.append((source.grad_fn, hook))
     return output, hooked

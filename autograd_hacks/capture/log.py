@@ -89,6 +89,8 @@ class Layer:
     tensors: tuple[Tensor, ...]  # the same without names
     buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
+    ids: frozenset[int]  # of these
+    names: tuple[str, ...]  # theirs in the model
     is_plain: bool  # whether its calls may be noted in few words
     settings: Settings  # a stride, an epsilon: they may differ from call to call
 
@@ -206,7 +208,7 @@ class Forward:
         )
         if self.running is None and task != NO_TASK and self.record.told is not self.static:
             call.why_refused = INSIDE_PASS
-        output, hooks = attach(call, graph, output, outputs, self.backward.receive, known.rule.recomputes, live, made_of)
+        output, hooks = attach(call, graph, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
         return output
@@ -238,7 +240,7 @@ class Forward:
             told=self.record.told,
         )
         inputs = frozenset((x.grad_fn,)) if x.requires_grad and x.grad_fn is not None else _NO_NODES
-        hook = AtOutput(call, None, self.backward.receive, 0, output, (args, _NONE), inputs)
+        hook = AtOutput(call, None, self.backward, 0, output, (args, _NONE), inputs)
         call.graph = weakref.ref(hook)
         if not is_first:
             call.is_first = False
@@ -259,7 +261,8 @@ class Forward:
         buffers = tuple(layer._buffers.values())
         read += [(local, x) for local, x in layer._buffers.items() if x is not None]
         is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
-        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, is_plain, Settings(layer))
+        ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
+        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, names, is_plain, Settings(layer))
 
     def _edge(self, p: Tensor, name: str) -> Edge:
         edge = self._edges_now.get(id(p))

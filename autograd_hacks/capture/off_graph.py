@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
+from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
@@ -199,14 +199,14 @@ class OffGraph:
         return self._below[node]
 
     def attach(
-        self, edge_of: Callable[[str], Edge], forward: int, receive: Receive, recomputed_in: Pass | None = None
+        self, edge_of: Callable[[str], Edge], forward: int, receiver: Receiver, recomputed_in: Pass | None = None
     ) -> None:
-        """Sends the gradients at these nodes to ``receive``.  recomputed_in: the pass that made the nodes"""
+        """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
         for node, use in self.uses(edge_of, forward):
             use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
             graph = GraphAlive()
             use.graph = weakref.ref(graph)
-            hook = AtNode(use, graph, receive)
+            hook = AtNode(use, graph, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))
 

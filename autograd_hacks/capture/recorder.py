@@ -225,7 +225,7 @@ class Recorder:
             place_by_sizes(ran.noted, samples)
         off = self._off_graph(told, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
+        off.attach(partial(self._edge, ran), self.record.forwards, self.backward, again)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
         is_hooked = bool(self._users_hooks)
