@@ -152,7 +152,7 @@ def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
     node.register_prehook(hook)
     notes: Any = node.metadata  # torch's types declare it as a method
-    notes[put_on] = (*notes[put_on], hook) if put_on in notes else (hook,)
+    notes[put_on] = (*notes.get(put_on, ()), hook)
 
 
 def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:

@@ -19,7 +19,7 @@ from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import node_of
-from autograd_hacks.support.internals import is_traced, is_transformed
+from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
@@ -127,10 +127,10 @@ class Forward:
         return self.is_on() and torch.is_grad_enabled()
 
     def is_on(self) -> bool:
-        # Inside torch.func's transforms tensors belong to one transform, and end with it.
-        transformed = is_transformed()
-        self.record.transformed |= transformed
-        return Switch.on() and not transformed and not is_traced() and not self.backward.is_silent
+        if is_transformed():  # inside torch.func's transforms tensors belong to one transform, and end with it
+            self.record.transformed = True
+            return False
+        return Switch.on() and not is_traced() and not self.backward.is_silent
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
@@ -162,7 +162,12 @@ class Forward:
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
-        task = self._locate(layer)
+        task, backward = current_task(), self.backward
+        if task == NO_TASK and self.running is not None:  # the usual case
+            backward.running = None  # left over from a pass that failed
+            backward.called.add(id(layer))
+        else:
+            task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
         known = self.layers.get(path)
         if known is None or not known.holds(layer):
@@ -225,23 +230,23 @@ class Forward:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        call = LayerCall.__new__(LayerCall)
-        call.__dict__.update(
-            path=path,
-            layer=known.layer,
-            known=known,
-            args=(x.detach(),),
-            kwargs=_NONE,
-            training=known.layer.training,
-            overwritten=versions_among(x, *known.tensors),
-            precision=autocast_dtype(output.device),
-            forward=self.record.forwards,
-            samples=self.samples,
-            told=self.record.told,
-        )
-        inputs = frozenset((x.grad_fn,)) if x.requires_grad and x.grad_fn is not None else _NO_NODES
+        call, record, made_by = LayerCall.__new__(LayerCall), self.record, x.grad_fn
+        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
         hook = AtOutput(call, None, self.backward, 0, output, (args, _NONE), inputs)
-        call.graph = weakref.ref(hook)
+        call.__dict__ = {
+            "path": path,
+            "layer": known.layer,
+            "known": known,
+            "args": (x.detach(),),
+            "kwargs": _NONE,
+            "training": known.layer.training,
+            "overwritten": versions_among(x, *known.tensors),
+            "precision": autocast_dtype(output.device) if is_any_autocast_on() else None,
+            "forward": record.forwards,
+            "samples": self.samples,
+            "told": record.told,
+            "graph": weakref.ref(hook),
+        }
         if not is_first:
             call.is_first = False
         if self.is_taped:

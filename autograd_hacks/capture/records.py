@@ -52,7 +52,7 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
-    # What came to usual calls in a usual pass: the call, the gradient and its version.  `received` files it when it is asked.
+    # What came to usual calls in a usual pass: the call, the gradient and its version.  `received` files it.
     arrived: list[tuple[LayerCall, Tensor, int]] = field(default_factory=list)
     arrived_for: set[str] = field(default_factory=set)  # the parameters of these calls
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
