@@ -162,12 +162,7 @@ class Forward:
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
-        task, backward = current_task(), self.backward
-        if task == NO_TASK and self.running is not None:  # the usual case
-            backward.running = None  # left over from a pass that failed
-            backward.called.add(id(layer))
-        else:
-            task = self._locate(layer)
+        task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
         known = self.layers.get(path)
         if known is None or not known.holds(layer):
