@@ -142,7 +142,7 @@ class Backward:
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
         """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
         usual, own = self._usual, call.__dict__
-        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "known" not in own:
+        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "slots" in own:
             return False
         current, inner, known = usual.current, self.inner, own["known"]
         if self.running is not current or inner is not usual.inner or own["forward"] != usual.forward:
