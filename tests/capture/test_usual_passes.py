@@ -144,6 +144,7 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[
         return [*found, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("param_grad", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
