@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer, Placed
 from autograd_hacks.formulas.embedding import lookup
@@ -58,36 +57,30 @@ def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
     return partial(_placed, start=start, stop=stop, shape=shape)
 
 
-def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
-    dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
-    back = [0, *(1 + dims.index(axis) for axis in range(len(dims)))]
-    return lambda form: Dense(form.dense().permute(back))
-
-
 def _looked_up(node: Any, number: int, shape: torch.Size) -> Step | None:
     """Entries of a table, by an index that is the same for all samples, such as positions."""
     if is_packed_by_hooks(node, "indices") or kept_by(node, "scale_grad_by_freq"):
         return None
-    padding_idx = number_of(node, "padding_idx")
-    return partial(_taken, kept_by(node, "indices").clone(), shape, None if (padding_idx or 0) < 0 else padding_idx)
+    index, padding_idx = kept_by(node, "indices").clone(), number_of(node, "padding_idx")
+    padding_idx = None if padding_idx is None or padding_idx < 0 else padding_idx
+    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
 
 
 def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
-    """The same by an index of the first axis, such as distances."""
+    """The same by ``table[index]``, such as relative positions."""
     if is_packed_by_hooks(node, "indices"):
         return None
     index, *others = kept_by(node, "indices")
-    if index is None or index.dtype not in (torch.int64, torch.int32) or any(other is not None for other in others):
+    if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
         return None
-    return partial(_taken, index % shape[0], shape, None)
+    index = index.remainder(shape[0])  # a copy, in which numbers from the end are counted from the beginning
+    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape)
 
 
-def _taken(index: Tensor, shape: torch.Size, padding_idx: int | None, form: Form) -> Form:
-    if padding_idx is not None or index.numel() < shape[0]:
-        return lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
-    g = form.dense().reshape(form.samples, index.numel(), shape[1:].numel())
-    rows = g.new_zeros(form.samples, shape[0], g.shape[2]).index_add(1, index.flatten(), g)
-    return Dense(rows.view(form.samples, *shape))
+def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
+    dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
+    back = [1 + dims.index(at) for at in range(len(dims))]
+    return lambda form: Dense(form.dense().permute(0, *back))
 
 
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {

@@ -158,7 +158,7 @@ def saved_by(node: Any, names: Iterable[str]) -> dict[str, Tensor]:
 def is_packed_by_hooks(node: Any, name: str) -> bool:
     """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
     raw = getattr(node, f"{RAW}{name}")
-    every = raw if isinstance(raw, tuple | list) else (raw,)  # an index of several axes
+    every = raw if isinstance(raw, tuple | list) else (raw,)
     return any(getattr(own, "unpack_hook", None) is not None for own in every)
 
 
