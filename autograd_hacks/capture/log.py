@@ -235,9 +235,8 @@ class Forward:
             "samples": self.samples,
             "told": record.told,
             "graph": weakref.ref(hook),
+            "saved": saved_by(node, known.rule.saves) if known.rule.saves and is_first and base is None else None,
         }
-        if known.rule.saves and is_first and base is None:
-            call.saved = saved_by(node, known.rule.saves.get(node.name(), ()))
         if not is_first:
             call.is_first = False
         if self.is_taped:

@@ -203,8 +203,6 @@ class LayerCall(Use, Call):
             value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
         elif name == "versions":
             value = [(self.args[0], own["overwritten"][0])]
-        elif name == "saved":
-            value = {}
         elif name == "settings":
             value = own["known"].settings
         else:
@@ -281,7 +279,7 @@ class LayerCall(Use, Call):
         if not is_ready:
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
-            saved = {name: as_expected(x) for name, x in saved.items()}
+            saved = {name: as_expected(x) for name, x in saved.items()} if saved else saved
         outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
         is_compared = self._is_compared(grads)
         call = Call(self.path, layer, args, kwargs, self.training, at, self.state, *outputs, is_compared, saved)

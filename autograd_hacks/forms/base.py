@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, put, row_norms, slices_of
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 INTERNAL = frozenset(
     """pair leaves factors writes_in_place cuts_well sums_cheaply saving held_size wide written merge_key merge terms
-    new_sums blocks sum_and_dot joint joint_key varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
+    new_sums blocks sum_and_dot varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
 )
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
@@ -90,15 +90,6 @@ class Form(Hinting, Shown, ABC):
     sums_cheaply = False
     """Whether a weighted sum takes less time than reading rows that are already written out."""
 
-    @property
-    def joint_key(self) -> Hashable:
-        """Forms with equal keys are small, and `joint` reads their rows' norms at once, unless the key is None."""
-        return None
-
-    def joint(self, forms: Sequence[Form]) -> Tensor:
-        """Numbers with the same 2-norm as the rows of all these forms together, one or more for each form, (N, F)."""
-        raise NotImplementedError(f"{type(self).__name__} has a joint_key but no joint")
-
     def saving(self, fresh: bool = False) -> float:
         """The saving per number if rows are written once for norms and weighted sum; see ``cost``.  fresh: into new
         memory"""
@@ -130,10 +121,9 @@ class Form(Hinting, Shown, ABC):
         """J written out as a matrix, (N, P) for a parameter of P numbers.  Read only: it may be the form's own memory."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
-    def written(self, out: Tensor, budget: int = BUDGET) -> Form:
-        """The form with its rows written into ``out`` and their norms taken; a scalar factor is kept separately."""
-        rows = self.dense(out)
-        return Written(rows, budget) if rows.numel() > SMALL else Dense(rows)
+    def written(self, out: Tensor) -> Form:
+        """The form with its rows written into ``out``; a scalar factor is kept separately."""
+        return Dense(self.dense(out))
 
     def merge_key(self) -> Hashable:
         """Forms with equal keys can be added by `merge`, unless the key is None."""
@@ -387,16 +377,6 @@ class Dense(Form):
             return (u * v @ self.matrix().mT).to(self.sum_dtype)
         return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1).mT
 
-    @property
-    def joint_key(self) -> Hashable:
-        x = self.values
-        if x.numel() > SMALL or not x.is_contiguous() or x.dtype not in (torch.float32, torch.float64):
-            return None
-        return Dense, x.dtype, x.device
-
-    def joint(self, forms: Sequence[Form]) -> Tensor:
-        return torch.cat([form.matrix() for form in forms], 1)
-
     def norms(self, budget: int = BUDGET) -> Tensor:
         return row_norms(self.matrix()) if self._is_there else super().norms(budget)
 
@@ -411,14 +391,3 @@ class Dense(Form):
 
     def merge(self, others: Sequence[Form]) -> Form:
         return Dense(torch.stack([form.held[0] for form in (self, *others)]).sum(0))
-
-
-class Written(Dense):
-    """Rows whose norms are taken at once, while the rows are still in the cache."""
-
-    def __init__(self, values: Tensor, budget: int) -> None:
-        super().__init__(values)
-        self._norms = super().norms(budget)
-
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._norms.clone()

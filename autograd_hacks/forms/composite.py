@@ -207,8 +207,8 @@ class Scaled(Composite):
         rows = self.form.dense(out, factor)
         return self._join([rows]) if out is None else rows.mul_(self._factor(rows))
 
-    def written(self, out: Tensor, budget: int = BUDGET) -> Form:
-        return self._of([self.form.written(out, budget)])
+    def written(self, out: Tensor) -> Form:
+        return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if self.by_row is None:

@@ -6,7 +6,7 @@ clock, and ``--device cuda --write`` measures a card's numbers and adds them the
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from math import inf, log2, prod
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications, outline
+from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
 
 T = TypeVar("T")
 TABLE = Path(__file__).with_name("costs.json")
@@ -114,11 +114,22 @@ def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:
     """Keeps what a function of pairs has returned, by their shapes, because verbs ask for each parameter in each step."""
-    known = lru_cache(4096)(cost)
+    known = dict[Hashable, T]()
 
     @wraps(cost)
     def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
-        return known(tuple([(outline(left), outline(right)) for left, right in pairs]), *more)
+        key = (
+            *more,
+            *[
+                (left.shape, right.shape, right.device, type(left), getattr(right, "settings", None))
+                for left, right in pairs
+            ],
+        )
+        if key not in known:
+            if len(known) > 4096:
+                known.clear()
+            known[key] = cost(pairs, *more)
+        return known[key]
 
     return of_pairs
 
@@ -189,7 +200,8 @@ def gram_by_positions(
 
 @_kept
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
-    """The saving per number if a row is written once for both its norm, which is taken at once, and a weighted sum.
+    """The saving per number if a row is written once for both its norm and a weighted sum.  To read it for its norm later,
+    and not at once, took no longer.
     fresh: whether it is written to new memory"""
     (left, right), written, costs = pairs[0], by_writing(pairs), _costs(pairs)
     numbers = max(1, left.shape[2] * right.shape[2])

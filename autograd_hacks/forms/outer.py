@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.cost import by_products, by_writing, saving, takes_kernel
 from autograd_hacks.forms.factored import Paired, norms_by_positions
-from autograd_hacks.forms.numerics import SMALL, pairs_of, row_norms
+from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions
 
 
@@ -145,22 +145,7 @@ class Outer(Paired):
         """Where each sample's positions end, if the positions of all samples are in one sequence."""
         return torch.arange(1, self.samples + 1, device=self.left.device) * self.positions
 
-    @property
-    def joint_key(self) -> Hashable:
-        left, right = (self.left, self.right) if self.flat is None else self.flat
-        if left.ndim > 2 or max(left.numel(), right.numel()) > SMALL or left.dtype not in (torch.float32, torch.float64):
-            return None
-        return Outer, left.shape, right.shape, left.dtype, left.device
-
-    def joint(self, forms: Sequence[Form]) -> Tensor:
-        factors = zip(*(form.flat for form in forms if isinstance(form, Outer) and form.flat is not None))
-        left, right = (row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors)
-        return (left * right).view(self.samples, len(forms))
-
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if self.positions == 1 and self.left.dtype == self.sum_dtype:
-            left, right = (self.left[:, 0], self.right[:, 0]) if self.flat is None else self.flat
-            return row_norms(left).mul(row_norms(right))
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,6 @@ class OneHot:
     def double(self) -> OneHot:
         return self
 
-    def outline(self) -> OneHot:
-        return replace(self, index=outline(self.index))
-
 
 @dataclass(frozen=True)
 class Windows:
@@ -69,6 +66,11 @@ class Windows:
         return self.x.device
 
     @property
+    def settings(self) -> tuple[Sequence[int], ...]:
+        """What costs depend on besides its shape."""
+        return self.x.shape, self.kernel, self.stride, self.padding, self.dilation, self.counts
+
+    @property
     def shifts(self) -> int:
         """How many numbers are added up for a sample's products, after the products of pixels."""
         sizes, count = [size + 2 * pad for size, pad in zip(self.x.shape[2:], self.padding)], 0
@@ -88,9 +90,6 @@ class Windows:
 
     def double(self) -> Windows:
         return replace(self, x=self.x.double())
-
-    def outline(self) -> Windows:
-        return replace(self, x=outline(self.x))
 
     def cut(self) -> Tensor:
         """The windows, N C *K *L, in the order that is cheapest to copy; a view if there is no padding."""
@@ -121,18 +120,6 @@ class Windows:
         start, stride = place * self.dilation[axis], self.stride[axis]
         inside = slice(start, start + (self.counts[axis] - 1) * stride + 1, stride)
         return values[(slice(None),) * (1 + skipped + axis) + (inside,)]
-
-
-class Sizes(NamedTuple):
-    """A tensor without its numbers."""
-
-    shape: torch.Size
-    device: torch.device
-
-
-def outline(factor: Any) -> Any:
-    """A factor without numbers, which can be hashed."""
-    return Sizes(factor.shape, factor.device) if isinstance(factor, Tensor | Sizes) else factor.outline()
 
 
 Factor = Tensor | OneHot | Windows

@@ -76,7 +76,7 @@ class Call:
     #: whether what is recomputed is compared with ``outputs``; see `check_same`
     compares: bool = True
     #: what the layer's node saved, by its names there, if the rule's `saves` asks for it and torch has it
-    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    saved: Mapping[str, Tensor] | None = None
 
     @property
     def grad(self) -> Tensor:

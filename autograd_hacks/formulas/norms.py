@@ -64,11 +64,6 @@ def by_saved(kept: Kept) -> Tensor:
     return product_of(kept("input") - kept("result1"), kept("result2"))
 
 
-def by_saved_scale(kept: Kept) -> Tensor:
-    x: Tensor = kept("input") * kept("result1")
-    return x
-
-
 def by_saved_groups(kept: Kept) -> Tensor:
     x = kept("input")
     groups = x.reshape(len(x), kept("group"), -1)
@@ -84,7 +79,7 @@ def _by_running(kept: Kept) -> Tensor:
 
 def with_saved(layer: nn.Module, call: Call, x: Tensor) -> Mapping[str, Any]:
     """x, and what the node saved, unless rows lead back to x by it."""
-    return {"input": x, "result1": None, **({} if x.requires_grad else call.saved)}
+    return {"input": x, "result1": None, **({} if x.requires_grad or call.saved is None else call.saved)}
 
 
 def by_groups(kept: Kept) -> Tensor:
@@ -95,7 +90,7 @@ def by_groups(kept: Kept) -> Tensor:
 
 def _by_last_axes(kept: Kept) -> Tensor:
     if kept("result1") is not None:
-        return by_saved_scale(kept) if kept("is_rms") else by_saved(kept)
+        return kept("input") * kept("result1") if kept("is_rms") else by_saved(kept)
     normalise: Any = F.rms_norm if kept("is_rms") else F.layer_norm
     x: Tensor = normalise(kept("input"), kept("normalized_shape"), eps=kept("eps"))
     return x

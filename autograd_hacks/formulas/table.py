@@ -176,7 +176,7 @@ NODES: dict[str, Formula] = {
     "IndexBackward0": indexed,
     "IndexSelectBackward0": index_select,
     "NativeLayerNormBackward0": partial(norms.layer_norm, normal=norms.by_saved),
-    "FusedRmsNormBackward0": partial(norms.layer_norm, normal=norms.by_saved_scale),
+    "FusedRmsNormBackward0": partial(norms.layer_norm, normal=lambda kept: kept("input") * kept("result1")),
     "NativeGroupNormBackward0": partial(norms.group_norm, normal=norms.by_saved_groups),
     "NativeBatchNormBackward0": norms.batch_norm,
 }

@@ -1,6 +1,6 @@
 """Autograd's graph behind a forward's outputs: its nodes, and which nodes take each value."""
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -147,11 +147,16 @@ def _unpacked(raw: Any) -> Any:
     return x
 
 
-def saved_by(node: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors that a node saves, without its graph; none of them if hooks have packed one, or it is in half precision."""
-    if any(is_packed_by_hooks(node, name) for name in names):
-        return {}
-    found = {name: getattr(node, f"{SAVED}{name}").detach() for name in names}
+def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """Tensors that a node saves, without its graph; none of them if hooks have packed one, or it is in half precision.
+
+    names: by the node's name"""
+    own = names.get(node.name(), ())
+    found = (
+        {}
+        if any(is_packed_by_hooks(node, name) for name in own)
+        else {name: getattr(node, SAVED + name).detach() for name in own}
+    )
     return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
 
 

@@ -149,7 +149,7 @@ def write_where_it_saves(
             form, key = forms[name], f"clipped rows of {name}"
             if (size := written_bytes(form)) <= left:
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
-                forms[name], left = form.written(written[key], max(1, budget // 4)), left - size
+                forms[name], left = form.written(written[key]), left - size
     return grads.with_forms(forms, grads.samples) if written else grads
 
 

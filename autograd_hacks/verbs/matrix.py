@@ -16,10 +16,10 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
-from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, SparseMap
+from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled, without_factor
-from autograd_hacks.forms.numerics import row_norms, smallest
+from autograd_hacks.forms.numerics import SMALL, row_norms, smallest
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
@@ -34,6 +34,7 @@ Forms = Mapping[str, Form]
 """Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
+_WHOLE = (torch.float32, torch.float64)
 INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
@@ -71,21 +72,28 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def small_alike(forms: Forms, budget: int) -> dict[Hashable, dict[str, Form]]:
-    """Small forms to be read at once, in an eighth of a budget, by `joint_key`: a kernel for each would take far longer."""
-    found, left = dict[Hashable, dict[str, Form]](), budget // 8
+def small_alike(forms: Forms, kind: type[Form], budget: int) -> list[dict[str, Sequence[Tensor]]]:
+    """The factors of small forms of a kind, in groups to be read at once in an eighth of a budget, because a kernel for each
+    form would take far longer.  kind: `Dense`, or `Outer` for those of one position"""
+    found, left = dict[Hashable, dict[str, Sequence[Tensor]]](), budget // 8
     for name, form in forms.items():
-        if (key := form.joint_key) is not None and (left := left - sum(x.nbytes for x in form.held)) >= 0:
-            found.setdefault(key, {})[name] = form
-    return found
+        held = () if type(form) is not kind else form.held if kind is Dense else getattr(form, "flat", None)
+        if held and max(x.numel() for x in held) <= SMALL and held[0].dtype in _WHOLE:
+            key = held[0].dtype, held[0].device, *(x.shape for x in held if kind is Outer)
+            if (left := left - sum(x.nbytes for x in held)) >= 0:
+                found.setdefault(key, {})[name] = held
+    return [group for group in found.values() if len(group) > 1]
 
 
 def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
     """The norms of rows of all parameters together, N."""
-    groups = [group for group in small_alike(forms, budget).values() if len(group) > 1]
-    joined = {name for group in groups for name in group}
-    found = [form.norms(budget) for name, form in forms.items() if name not in joined]
-    return joint_norms([*found, *(next(iter(group.values())).joint([*group.values()]) for group in groups)], samples)
+    vectors, products = (small_alike(forms, kind, budget) for kind in (Dense, Outer))
+    parts = [torch.cat([x.reshape(samples, x.shape[1:].numel()) for (x,) in group.values()], 1) for group in vectors]
+    for group in products:
+        left, right = (row_norms(torch.stack(own, 1).flatten(0, 1)) for own in zip(*group.values()))
+        parts.append((left * right).view(samples, len(group)))
+    joined = {name for group in (*vectors, *products) for name in group}
+    return joint_norms([*parts, *(form.norms(budget) for name, form in forms.items() if name not in joined)], samples)
 
 
 def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -94,8 +102,7 @@ def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
         return torch.zeros(samples, device="cpu")
     # A model's parts may differ in dtype and device.
     dtype, device = reduce(torch.promote_types, (part.dtype for part in parts)), parts[0].device
-    parts = [part if part.ndim == 2 else part[:, None] for part in parts]
-    return row_norms(torch.cat([part.to(device, dtype) for part in parts], 1))
+    return row_norms(torch.cat([part.to(device, dtype).view(samples, *(part.shape[1:] or (1,))) for part in parts], 1))
 
 
 def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -226,8 +233,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         shape = (self.samples, *self.entries)
         axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
         expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
-        is_number = isinstance(w, Tensor) and (w.is_floating_point() or w.is_complex())
-        if not is_number or (w.is_complex() and not any(form.like.is_complex() for form in self.values())):
+        if not isinstance(w, Tensor) or not (
+            w.is_floating_point() or (w.is_complex() and any(form.like.is_complex() for form in self.values()))
+        ):
             raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
         before = w.ndim - len(shape)
         if before not in range(1 + several) or w.shape[before:] != shape:
@@ -301,12 +309,10 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             return weights[kind]
 
         found = dict[str, Tensor]()
-        for group in small_alike(forms, budget).values():
-            rows = {name: form.values for name, form in group.items() if type(form) is Dense and len(form.shape) == 1}
-            if len(rows) > 1:
-                joined = torch.cat([*rows.values()], 1)
-                sums = given(next(iter(group.values()))).to(joined.dtype) @ joined
-                found |= {n: x.clone() for n, x in zip(rows, sums.split([x.shape[1] for x in rows.values()], -1))}
+        for group in small_alike({n: form for n, form in forms.items() if len(form.shape) == 1}, Dense, budget):
+            joined = torch.cat([x for (x,) in group.values()], 1)
+            sums = given(forms[next(iter(group))]).to(joined.dtype) @ joined
+            found |= {n: x.clone() for n, x in zip(group, sums.split([x.shape[1] for (x,) in group.values()], -1))}
         for name, form in forms.items():
             yield name, found[name] if name in found else form.weighted_sum(given(form), budget)
 
