@@ -16,6 +16,7 @@ from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import GraphAlive, LayerCall, packed_into
 from autograd_hacks.formulas.call import Settings
+from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import saved_by
@@ -235,7 +236,7 @@ class Forward:
             "samples": self.samples,
             "told": record.told,
             "graph": weakref.ref(hook),
-            "saved": saved_by(node, known.rule.saves) if known.rule.saves and is_first and base is None else None,
+            "saved": saved_by(node, STATISTICS) if known.rule.is_node and is_first and base is None else None,
         }
         if not is_first:
             call.is_first = False

@@ -6,7 +6,7 @@ clock, and ``--device cuda --write`` measures a card's numbers and adds them the
 """
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from math import inf, log2, prod
@@ -114,22 +114,14 @@ def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:
     """Keeps what a function of pairs has returned, by their shapes, because verbs ask for each parameter in each step."""
-    known = dict[Hashable, T]()
+    boxes = lru_cache(4096)(lambda key: list[T]())
 
     @wraps(cost)
     def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
-        key = (
-            *more,
-            *[
-                (left.shape, right.shape, right.device, type(left), getattr(right, "settings", None))
-                for left, right in pairs
-            ],
-        )
-        if key not in known:
-            if len(known) > 4096:
-                known.clear()
-            known[key] = cost(pairs, *more)
-        return known[key]
+        of = [(left.shape, right.shape, right.device, type(left), getattr(right, "settings", None)) for left, right in pairs]
+        if not (box := boxes((*more, *of))):
+            box.append(cost(pairs, *more))
+        return box[0]
 
     return of_pairs
 

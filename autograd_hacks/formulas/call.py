@@ -75,7 +75,7 @@ class Call:
     precision: torch.dtype | None = None
     #: whether what is recomputed is compared with ``outputs``; see `check_same`
     compares: bool = True
-    #: what the layer's node saved, by its names there, if the rule's `saves` asks for it and torch has it
+    #: what the layer's node saved, by its names there, for some kinds of layers
     saved: Mapping[str, Tensor] | None = None
 
     @property

@@ -1,7 +1,7 @@
 """The table: layers and nodes of autograd with their formulas; and how a layer finds its rule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,6 @@ class Rule:
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
     is_node: bool = False
-    #: for a node's name, what it saves that the formula else computes again
-    saves: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -123,15 +121,9 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
     **dict.fromkeys(
         (nn.LayerNorm, nn.RMSNorm),
-        Rule(
-            norms.norm_of_last_axes, features=lambda layer: len(layer.normalized_shape), is_node=True, saves=norms.STATISTICS
-        ),
+        Rule(norms.norm_of_last_axes, features=lambda layer: len(layer.normalized_shape), is_node=True),
     ),
-    nn.GroupNorm: Rule(
-        of_layer(norms.group_norm, "(N, C, ...)", 1, norms.with_saved, normal=norms.by_groups),
-        is_node=True,
-        saves=norms.STATISTICS,
-    ),
+    nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", 1, norms.with_saved, normal=norms.by_groups), is_node=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, is_node=True)),
     nn.SyncBatchNorm: _RUNNING_NORM,
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),

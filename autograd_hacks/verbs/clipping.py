@@ -78,11 +78,9 @@ def clip_grad1_norm_(
         check("clip_grad1_norm_", ON_CLIPPING, "batch_size", **given)
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
-        grads = grads_of(model, recorder, spread, loss_type)
-        if norms is not None:  # rows are read once
-            return grads, _checked(norms, grads.samples, scaler, error_if_nonfinite)
-        grads = write_where_it_saves(grads, budget, recorder, written)
-        return grads, _checked(grads.norms(budget=max(1, budget // 4)), grads.samples, scaler, error_if_nonfinite)
+        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
+        lengths = grads.norms(budget=max(1, budget // 4)) if norms is None else norms
+        return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *(name in here[0].reached for name in names)]

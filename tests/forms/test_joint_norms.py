@@ -1,16 +1,17 @@
 """Norms over several parameters: small rows at once, and each as accurate as by itself."""
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
+import autograd_hacks
 from autograd_hacks.forms import Dense, Form, Outer, Zero, factored, scale
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.numerics import SMALL
@@ -83,15 +84,10 @@ def test_parameters_of_several_dtypes() -> None:
 
 
 def test_no_more_memory_than_the_budget_is_joined() -> None:
-    joined = list[int]()
-
-    def noting(joint: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, forms: joined.append(len(forms)) or joint(self, forms)
-
-    found = [vector() for _ in range(10)]
-    with mock.patch.object(Dense, "joint", noting(Dense.joint)):
-        assert_close(norms_of(found, N, 8 * 4 * N * 30 * 4).double(), written([*found]), rtol=ULPS, atol=0)
-    assert joined == [4]
+    found, size = {str(number): vector() for number in range(10)}, N * 30 * 4
+    for budget, count in ((8 * 4 * size, 4), (8 * size, 0), (2**26, 10)):
+        assert sum(map(len, matrix.small_alike(found, Dense, budget))) == count
+        assert_close(matrix.norms_of(found, N, budget).double(), written([*found.values()]), rtol=ULPS, atol=0)
 
 
 def test_joint_norms_lead_back_to_all_factors() -> None:
@@ -111,3 +107,21 @@ def test_rows_that_the_loss_does_not_reach_have_any_factor() -> None:
     forms, factor = without_factor({"one": scale(rows, 5), "other": scale(rows, 3)})
     assert factor == 1
     assert without_factor({"not": zero})[1] == 1
+
+
+@pytest.mark.parametrize("shape", [(N,), (3, N)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_small_parameters(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5).to(torch.float64), nn.Linear(5, 2).to(torch.float64)
+    )
+    with autograd_hacks.add_hooks(model):
+        model[2:](model[:2](torch.randn(N, 3)).double()).square().sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        rows, w = grads.dense(), torch.rand(*shape, dtype=dtype)
+        sums = grads.weighted_sum(w)
+    for name, total in sums.items():
+        expected = torch.tensordot(w.double(), rows[name].double(), dims=([-1], [0]))
+        assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
+        assert total.dtype == rows[name].dtype
+        assert total._base is None or total._base.numel() == total.numel(), "it shares memory with other parameters"
