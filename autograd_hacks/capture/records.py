@@ -240,7 +240,6 @@ class Usual(NamedTuple):
     current: Pass
     task: int
     inner: Inner | None
-    forward: int
     leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
     segments: Sequence[Segment]  # the record's, as they were
 
