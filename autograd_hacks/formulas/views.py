@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from autograd_hacks.forms import Dense, Form, Outer, Placed
+from autograd_hacks.forms import Chained, Dense, Form, Outer, Placed
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of, signed
 
@@ -74,13 +75,22 @@ def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
     if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
         return None
     index = index.remainder(shape[0])  # a copy, in which numbers from the end are counted from the beginning
+    if index.numel() > shape[0]:  # rows are smaller than the gradient, which is as large as attention's scores
+        return lambda form: Chained(form, partial(_added, index, shape), shape, form.like)
     return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape)
+
+
+def _added(index: Tensor, shape: torch.Size, picked: Tensor, batched: bool) -> Tensor:
+    flat = picked.reshape(*picked.shape[:batched], index.numel(), shape[1:].numel())
+    total = flat.new_zeros(*picked.shape[:batched], shape[0], flat.shape[-1])
+    return total.index_add(int(batched), index.flatten(), flat).view(*picked.shape[:batched], *shape)
 
 
 def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
     dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
-    back = [1 + dims.index(at) for at in range(len(dims))]
-    return lambda form: Dense(form.dense().permute(0, *back))
+    back = [dims.index(at) for at in range(len(dims))]
+    places = {False: back, True: [0, *(1 + at for at in back)]}
+    return lambda form: Chained(form, lambda rows, batched: rows.permute(places[batched]), shape, form.like)
 
 
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
