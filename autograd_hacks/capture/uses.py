@@ -281,9 +281,8 @@ class LayerCall(Use, Call):
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
             saved = {name: as_expected(x) for name, x in saved.items()} if saved else saved
-        outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
-        is_compared = self._is_compared(grads)
-        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, *outputs, is_compared, saved)
+        more, layer = (self.outputs, self.precision, self._is_compared(grads), saved), self.settings.put_back(self.layer)
+        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
         try:
             forms = rule.formula(layer, call)
         except (BatchSizeError, SamplesMixed) as error:
