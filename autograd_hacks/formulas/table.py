@@ -123,7 +123,7 @@ RULES: dict[type[nn.Module], Rule] = {
         (nn.LayerNorm, nn.RMSNorm),
         Rule(norms.norm_of_last_axes, features=lambda layer: len(layer.normalized_shape), is_node=True),
     ),
-    nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", 1, norms.with_saved, normal=norms.by_groups), is_node=True),
+    nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", normal=norms.by_groups), is_node=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, is_node=True)),
     nn.SyncBatchNorm: _RUNNING_NORM,
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),
