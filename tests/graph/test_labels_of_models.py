@@ -16,23 +16,13 @@ from autograd_hacks.graph.memo import Memo
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers")
-    from test_architectures import MODELS, TEXT, Inputs, text
+    from test_architectures import MODELS, TEXT, Inputs, batch_of, built, text
 
 OLMOE = ("OlmoeForCausalLM", "OlmoeConfig", TEXT | {"num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2,
          "pad_token_id": 0, "eos_token_id": 1, "experts_implementation": "eager"}, text, "logits")  # fmt: skip
 
 
-def built(model: str, config: str, arguments: dict[str, Any], training: bool) -> Any:
-    transformers.logging.set_verbosity_error()
-    net = getattr(transformers, model)(getattr(transformers, config)(**arguments)).double().train(training)
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    return net
 
-
-def batch_of(inputs: Inputs, samples: int) -> dict[str, Tensor]:
-    return {key: x.double() if x.is_floating_point() else x for key, x in inputs(samples).items()}
 
 
 @pytest.mark.filterwarnings("ignore")
