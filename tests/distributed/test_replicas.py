@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from oracle import one_backward_per_sample
 from processes import Both
 from rarely import crossed
-from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
+from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -77,23 +79,12 @@ def test_plain_steps_between(both: Both) -> None:
     both(plain_steps_between)
 
 
-class Counts(nn.Module):
-    """A model with a buffer that the wrapper sends around."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(3, 2), nn.Buffer(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) * self.scale
-        return out
-
-
 def buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
         torch.manual_seed(1)
-        net = Counts().double()
+        net = Bare(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(3, 2)).double()
+        net.register_buffer("scale", torch.ones(()))  # which the wrapper sends around
         twin = copy.deepcopy(net)
         hooked, run, ddp = wrapped(net, where)
         autograd_hacks.add_hooks(hooked)
@@ -102,8 +93,7 @@ def buffers() -> None:
             squares(run(x), y).mean().backward()
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
             _, grads = clipped(twin, *batch(step, sum(sizes)))
-            for p, expected in zip(ddp.parameters(), grads.values()):
-                assert_close(p.grad, expected)
+            assert_grads(ddp, grads)
             ddp.zero_grad()
 
 
@@ -123,15 +113,13 @@ def micro_batches(where: str) -> None:
                     with ddp.no_sync() if waits and not last else nullcontext():
                         squares(run(a), b).mean().backward()
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
-            for p, expected in zip(ddp.parameters(), grads.values()):
-                assert_close(p.grad, expected)
+            assert_grads(ddp, grads)
             ddp.zero_grad()
             if not param_grad:  # each by itself
                 for a, b in zip(x[own((4, 4))].split(2), y[own((4, 4))].split(2)):
                     squares(run(a), b).mean().backward()
                     autograd_hacks.clip_grad1_norm_(hooked, BOUND, add=True, batch_size=8)
-                for p, expected in zip(ddp.parameters(), grads.values()):
-                    assert_close(p.grad, expected)
+                assert_grads(ddp, grads)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -153,8 +141,7 @@ def groups() -> None:
         (None, alone),
     ):
         autograd_hacks.clip_grad1_norm_(net, BOUND, process_group=given)
-        for p, total in zip(net.parameters(), expected.values()):
-            assert_close(p.grad, total)
+        assert_grads(net, expected)
     with pytest.raises(TypeError, match=r"process_group is 'gloo'; expected a torch\.distributed\.ProcessGroup"):
         autograd_hacks.per_sample_grads(net, process_group="gloo")
 
@@ -180,8 +167,7 @@ def a_few_steps(verb: str) -> None:
     for _ in range(2):
         model.zero_grad()
         replica(x[mine]).square().sum().backward()
-    found = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), list(model.parameters())) for n in range(12)]
-    rows = [torch.stack(each) for each in zip(*found)]
+    rows = one_backward_per_sample(model, torch.square, x).values()
     norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
     assert_close(step.norms, norms[mine])
     weights = (0.5 / norms).clamp(max=1) if verb == "clip" else torch.ones(12).double()
