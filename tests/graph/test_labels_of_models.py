@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from one_at_a_time import judge, traced
+from one_at_a_time import by_memo, check, judge
 from torch import Tensor
 
-from autograd_hacks.graph.label import At, Entries
+from autograd_hacks.graph.label import Entries
 from autograd_hacks.graph.memo import Memo
 
 with warnings.catch_warnings():
@@ -36,15 +36,12 @@ def test_model(model: str, config: str, arguments: dict[str, Any], inputs: Input
     for _ in range(2):
         batch = batch_of(inputs, 4)
         out = net(**batch)[output]
-        trace, memory = traced([out], net, list(batch.values()))
-        walk = memo.walk(trace, {0: At(0)}, 4, memory)
-        assert not walk.mixes
-        assert not walk.asked
-        found = judge([out], 4, net, walk=walk, trace=trace)
-        assert not found.wrong
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        assert not own["walk"].mixes
+        assert not own["walk"].asked
+        found = check([out], 4, net, **own)
         assert not found.early
-        assert found.rows < 1e-9
-        assert found.owned > len(trace.nodes) // 3
+        assert found.owned > len(own["trace"].nodes) // 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -60,9 +57,8 @@ def test_routing_is_followed_in_each_step(case: Any, way: str) -> None:
     for _ in range(4):
         batch = batch_of(inputs, 4)
         out = net(**batch)[output]
-        trace, memory = traced([out], net, list(batch.values()))
-        walk = memo.walk(trace, {0: At(0)}, 4, memory)
-        found = judge([out], 4, net, walk=walk, trace=trace)
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        found, walk = judge([out], 4, net, **own), own["walk"]
         assert not found.wrong
         assert not walk.mixes
         assert found.rows < (1e-9 if way == "eager" else 1e-4)
