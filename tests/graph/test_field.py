@@ -1,12 +1,9 @@
-"""What could have sunk laws by node: checkpoints, loops over a hooked cell, shared layers,
-graphs that a backward pass makes, packed sequences."""
+"""What could have sunk laws by node: checkpoints, loops over a hooked cell, shared layers, steps within a forward."""
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, traced, walk_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -128,66 +125,9 @@ def _leaf_of(trace: Trace, use: Any) -> int:
     return at
 
 
-# Graphs that backward passes make.
-
-
-def created(name: str) -> tuple[nn.Module, Tensor]:
-    if name == "convolutions":
-        conv = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 6, 3, stride=2), nn.GroupNorm(2, 6),
-                             nn.Flatten(), nn.Linear(6 * 9, 4)).double()  # fmt: skip
-        x = inputs(N, 3, 8, 8).requires_grad_()
-        losses = F.cross_entropy(conv(x), torch.arange(N) % 4, reduction="none")
-        (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
-        return conv, losses + g.square().flatten(1).sum(1)
-    if name == "attention":
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).double()
-        x = inputs(N, 4, 8).requires_grad_()
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            y = layer(x)
-        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return layer, g.square().flatten(1).sum(1)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
-    x = inputs(N, 3).requires_grad_()
-    u = net(x)
-    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    if name == "penalty":
-        return net, g.square().sum(1)
-    second = sum(torch.autograd.grad(g[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(3))
-    return net, (second - u[:, 0]).square()
-
-
-@pytest.mark.parametrize("name", ["penalty", "laplacian", "convolutions", "attention"])
-def test_derivatives_in_a_loss_need_nothing_of_their_own(name: str) -> None:
-    net, losses = created(name)
-    _, walk = walk_of([losses], N, net)
-    assert not walk.mixes
-    check([losses], N, net)
-
-
 def test_an_inner_step_by_the_batchs_gradient_mixes() -> None:
     w, x = nn.Parameter(inputs(3, 1)), inputs(N, 3)
     (g,) = torch.autograd.grad((x @ w).square().mean(), w, create_graph=True)
     out = (x @ (w - g)).square()[:, 0]
     _, walk = walk_of([out], N, nn.ParameterList([w]), [x])
     assert walk.mixes
-
-
-# Recurrent layers and packed sequences.
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_recurrent_layers(kind: Any, batch_first: bool) -> None:
-    net = kind(D, 3, 2, batch_first=batch_first, bidirectional=True).double()
-    out, _ = net(inputs(N, N, D))
-    losses = out.square().sum((1, 2) if batch_first else (0, 2))
-    check([losses], N, net)
-
-
-def test_packed_sequences() -> None:
-    net = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)]).double()
-    h = net[0](inputs(N, 5, D))
-    packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([5, 2, 4, 1]), batch_first=True, enforce_sorted=False)
-    rows = net[1](packed.data.tanh())
-    padded, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=rows), batch_first=True)
-    check([padded], N, net)

@@ -1,14 +1,11 @@
 """Each forward is labelled by itself: programs that change are right, or refused, in the very step."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, traced, walk_of
 from programs import CHANGING, D, N, Net, between
-from torch import Tensor
 
 from autograd_hacks.graph.label import At
 from autograd_hacks.graph.memo import Memo
@@ -101,18 +98,6 @@ def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
     assert len(walk.mixed) == 2
 
 
-@pytest.mark.parametrize("made", ["buffer", "here", "number"])
-def test_a_mask_on_a_weight_is_no_batch(made: str) -> None:
-    net, x = nn.Sequential(nn.Linear(D, D, bias=False)).double(), torch.randn(N, D).double()
-    net.register_buffer("mask", (torch.rand(D, D) < 0.5).double())
-    mask = net.mask if made == "buffer" else torch.ones(D, D).triu().double() if made == "here" else 0.5
-    out = (x @ (net[0].weight * mask)).tanh()
-    _, walk = walk_of([out], N, net, [x])
-    assert not walk.mixes
-    assert len(walk.uses) == 1
-    check([out], N, net)
-
-
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_value_that_has_owners_is_of_the_batch_wherever_it_came_from(is_known: bool) -> None:
     """What is centred over the batch mixes, even if nobody knows the memory of the model's arguments."""
@@ -127,26 +112,3 @@ def test_parameters_with_a_row_for_each_sample() -> None:
     net = nn.ParameterDict({"rows": torch.randn(N, D), "shared": torch.randn(1, D)}).double()
     out = (torch.randn(N, D).double() * net["rows"]).tanh() + net["shared"].expand(N, D)
     check([out], N, net)
-
-
-class Normalises(torch.autograd.Function):
-    """A Function whose backward isn't linear: by the norm of a sample's gradient, or of the batch's.
-
-    A mean's 1 / N is lost in it, so no row follows from what it gives, whether it mixes samples or not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, of_batch: bool) -> Tensor:
-        ctx.of_batch = of_batch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g / (1e-9 + (g.norm() if ctx.of_batch else g.norm(dim=1, keepdim=True))), None
-
-
-@pytest.mark.parametrize("of_batch", [True, False])
-def test_a_function_that_normalises_gradients(of_batch: bool) -> None:
-    net = Net(lambda h, k: Normalises.apply(h, of_batch)).double()
-    out = net(torch.randn(N, D).double())
-    _, walk = walk_of([out], N, net)
-    assert walk.mixes

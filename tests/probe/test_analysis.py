@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.errors import PerSampleGradientError, SamplesMixed
+from autograd_hacks.errors import PerSampleGradientError
 
 ANALYSED, REPLACED = "Independent by analysis", "Independent: "
 
@@ -101,12 +101,3 @@ def test_what_mixes_is_refused(name: str) -> None:
 
 def test_what_cannot_be_traced_is_run_with_samples_replaced() -> None:
     assert within(Written(asked), torch.randn(5, 4)).startswith(REPLACED)
-
-
-def test_a_compiled_private_step_refuses_what_buffers_keep() -> None:
-    for what in (averaged, last_kept):
-        torch._dynamo.reset()
-        numbers = {"max_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 6}
-        step = autograd_hacks.compile(Written(what), "clip_and_noise", backend=None, **numbers)  # type: ignore[arg-type]
-        with pytest.raises(SamplesMixed):
-            step(torch.randn(6, 4))

@@ -17,6 +17,7 @@ NETS = {
     "layers": (perceptron, torch.randn(5, 4).double()),
     "a bare matrix": (lambda: BareMatrix(4), torch.randn(5, 4).double()),
     "a tied embedding": (lambda: Language(11, 4), words() % 11),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), torch.randn(5, 3, 4).double()),
     "norms": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), torch.randn(5, 4).double()),
 }
 

@@ -83,18 +83,6 @@ def test_grad1_has_the_parameters_dtype(dtype: torch.dtype) -> None:
             assert_close(p.grad1, expected[name], rtol=tolerance, atol=tolerance)
 
 
-def test_autocast_gives_grad1_in_the_parameters_dtype() -> None:
-    model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(4, 6)
-    with autograd_hacks.add_hooks(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        squares(out.float()).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        for p in model.parameters():
-            assert p.grad1.dtype == torch.float32
-            assert_close(p.grad1.mean(0), p.grad, rtol=0.02, atol=0.02)
-
-
 # The table of rules: registered ones, wrong ones, and layers that it covers or not
 
 
