@@ -1,6 +1,7 @@
 """A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,3 +83,15 @@ def of_many(*given: Any) -> Any:
 
 def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
     assert_close(list(one.parameters()), list(other.parameters()), rtol=tolerance, atol=tolerance)
+
+
+def same_in_parts(
+    run: Callable[[nn.Module, int], object], tolerance: float = 1e-5, model: nn.Module | None = None
+) -> nn.Module:
+    """Whole batches and four micro-batches each come to the same weights.  run: trains a copy, in so many parts"""
+    model, ends = model or net(), []
+    for parts in (1, 4):
+        ends.append(copy.deepcopy(model))
+        run(ends[-1], parts)
+    same(*ends, tolerance)
+    return ends[0]
