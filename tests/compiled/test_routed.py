@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from oracle import one_backward_per_sample
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
@@ -28,14 +29,9 @@ def check(model: nn.Module, ids: Tensor, run: Callable[[nn.Module, Tensor], Tens
         step = autograd_hacks.compile(model, verb, backend=None, **numbers)  # type: ignore[arg-type]
         model.zero_grad()
         run(step, ids).square().flatten(1).sum(1).sum().backward()
-        rows: dict[str, list[Tensor]] = {}
         made = {name: (p.grad1 if verb == "rows" else p.grad) for name, p in model.named_parameters()}
-        for n in range(len(ids)):
-            model.zero_grad()
-            run(model, ids[n : n + 1]).square().sum().backward()
-            for name, p in model.named_parameters():
-                rows.setdefault(name, []).append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
-        own = {name: torch.stack(x) for name, x in rows.items()}
+        rows = one_backward_per_sample(model, torch.square, ids, run=lambda x: run(model, x))
+        own = {name: torch.zeros(len(ids), *model.get_parameter(name).shape) if x is None else x for name, x in rows.items()}
         norms = torch.stack([x.flatten(1).norm(dim=1) for x in own.values()]).norm(dim=0)
         for name, x in own.items():
             right = x if verb == "rows" else torch.tensordot((0.01 / norms).clamp(max=1), x, 1)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import WORLD, Both
+from steps import check_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -129,36 +130,21 @@ def test_tensor_parallelism_is_refused(both: Both) -> None:
     both(in_parts)
 
 
-class Enters(nn.Module):
-    """Its parameters are ordinary, and its computation is not."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.weight, self.first, self.mesh = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), mesh
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = DTensor.from_local(torch.tanh(self.first(x)), self.mesh, [Shard(1)])
-        weight = DTensor.from_local(self.weight, self.mesh, [Replicate()])
-        return (inside @ weight).sum(1).full_tensor()
-
-
-def read(net: nn.Module, x: torch.Tensor) -> None:
-    net(x).square().sum(1).mean().backward()
-    autograd_hacks.compute_grad1(net)
-
-
 def dtensors() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     net = nn.Sequential(nn.Linear(4, 2))
     with autograd_hacks.add_hooks(net), pytest.raises(TypeError, match="to_local"):
         net(DTensor.from_local(x, mesh, [Replicate()]))
+
+    def enters(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Parameters are ordinary, and the computation is not."""
+        inside = DTensor.from_local(torch.tanh(m.first(x)), mesh, [Shard(1)])
+        return (inside @ DTensor.from_local(m.weight, mesh, [Replicate()])).sum(1).full_tensor()
+
     for probe in (True, False):
-        inside = Enters(mesh)
-        with (
-            autograd_hacks.add_hooks(inside, probe=probe),
-            pytest.raises(ShardedParameters, match="computes with a DTensor"),
-        ):
-            read(inside, x)
+        inside = Bare(enters, weight=torch.randn(4, 4), first=nn.Linear(4, 4))
+        with pytest.raises(ShardedParameters, match="computes with a DTensor"):
+            check_batches(inside, x, probe=probe)
 
 
 def test_dtensors_are_refused(both: Both) -> None:
