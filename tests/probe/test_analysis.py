@@ -79,17 +79,13 @@ def test_what_analysis_shows(name: str) -> None:
 
 
 MIXING = {
-    "a detached mean": lambda own, h: h - h.detach().mean(0),
-    "the sample before": lambda own, h: h * h.detach().roll(1, 0).sign(),
     "the largest": lambda own, h: h * (h.detach() == h.detach().amax(0)),
-    "places in the batch's order": lambda own, h: h[h.detach()[:, 0].argsort()],
     "a mean that a buffer keeps": averaged,
     "a sample that a buffer keeps": last_kept,
     "statistics of samples as channels": lambda own, h: (
         nn.functional.batch_norm(h[:4].T.contiguous(), own.mean, own.steps.expand(4).clone(), training=True).T
     ),
     "the first, for all": lambda own, h: h + h[0].detach(),
-    "all at once": lambda own, h: h * torch.linalg.vector_norm(h.detach()),
 }
 
 
