@@ -1,6 +1,7 @@
 """Processes that hold parts of one model run it as often as each other, and fail together."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def masked(m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return m.second(x if mask is None else x * mask)
 
 
-def other_arguments() -> None:
+def a_new_signature_on_one_process_alone() -> None:
     torch.manual_seed(1)
     twin = Bare(masked, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
     model = sharded(copy.deepcopy(twin), each=True)
@@ -77,11 +78,7 @@ def other_arguments() -> None:
         model.zero_grad()
 
 
-def test_a_new_signature_on_one_process_alone(both: Both) -> None:
-    both(other_arguments)
-
-
-def hooked_differently() -> None:
+def models_that_were_hooked_differently() -> None:
     model, (x, _), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
     autograd_hacks.add_hooks(model, param_grad=rank == 0)
     with pytest.raises(ProcessesDisagree, match=r"(?s)Process 0: .*param_grad=True.*Process 1: .*param_grad=False"):
@@ -94,10 +91,6 @@ def hooked_differently() -> None:
         model(x[own((4, 4))])
 
 
-def test_models_that_were_hooked_differently(both: Both) -> None:
-    both(hooked_differently)
-
-
 def fails(m: Any, x: Tensor) -> Tensor:
     """Runs its own batch, and no other, on one process."""
     if dist.get_rank() == 1 and not (x.diff(dim=0)[:, 0] >= 0).all():
@@ -105,7 +98,7 @@ def fails(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)
 
 
-def one_cannot_probe() -> None:
+def where_one_process_can_not_make_a_plan_all_raise() -> None:
     torch.manual_seed(1)
     model = sharded(Bare(fails, layer=nn.Linear(3, 2)).double())
     autograd_hacks.add_hooks(model, independent=True)
@@ -117,16 +110,12 @@ def one_cannot_probe() -> None:
     autograd_hacks.clip_grad1_norm_(model, BOUND)
 
 
-def test_where_one_process_can_not_make_a_plan_all_raise(both: Both) -> None:
-    both(one_cannot_probe)
-
-
 def mixes(m: Any, x: Tensor) -> Tensor:
     out = m.layer(x)
     return out - out.mean(0) if dist.get_rank() == 1 else out
 
 
-def one_mixes() -> None:
+def samples_that_mix_on_one_process() -> None:
     torch.manual_seed(1)
     model, (x, y) = sharded(Bare(mixes, layer=nn.Linear(3, 2)).double()), batch(0, 8)
     autograd_hacks.add_hooks(model)
@@ -134,10 +123,6 @@ def one_mixes() -> None:
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
         with pytest.raises(SamplesMixed if dist.get_rank() else ProcessesDisagree):
             autograd_hacks.clip_grad1_norm_(model, BOUND)
-
-
-def test_samples_that_mix_on_one_process(both: Both) -> None:
-    both(one_mixes)
 
 
 def opens(each: bool) -> None:
@@ -194,7 +179,7 @@ def test_a_forward_that_one_process_refuses(both: Both, each: bool) -> None:
     both(one_is_refused, each)
 
 
-def evaluated() -> None:
+def forwards_without_gradients_agree_on_nothing() -> None:
     model, (x, _) = sharded(made("mlp")), batch(0, 8)
     autograd_hacks.add_hooks(model)
     train(model, "mlp", (4, 4), 2)
@@ -212,10 +197,6 @@ def evaluated() -> None:
                 autograd_hacks.add_hooks(model)
             for _ in range(2):
                 train_one(model, "mlp", (5, 3))
-
-
-def test_forwards_without_gradients_agree_on_nothing(both: Both) -> None:
-    both(evaluated)
 
 
 def two_passes(way: str, param_grad: bool) -> None:
@@ -269,12 +250,23 @@ def test_losses_are_proven_on_some_processes(both: Both, way: str) -> None:
     both(losses_are_proven, way)
 
 
-def without_a_probe() -> None:
+def modules_that_are_run_again() -> None:
     """Modules with parameters that no rule covers are run again then."""
     model = sharded(made("Attends"), each=True)
     autograd_hacks.add_hooks(model, probe=False)
     train(model, "Attends", (4, 4), 2)
 
 
-def test_modules_that_are_run_again(both: Both) -> None:
-    both(without_a_probe)
+@pytest.mark.parametrize(
+    "task",
+    [
+        a_new_signature_on_one_process_alone,
+        models_that_were_hooked_differently,
+        where_one_process_can_not_make_a_plan_all_raise,
+        samples_that_mix_on_one_process,
+        forwards_without_gradients_agree_on_nothing,
+        modules_that_are_run_again,
+    ],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

@@ -72,7 +72,7 @@ def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -
     both(nothing_recorded, way)
 
 
-def joined() -> None:
+def uneven_numbers_of_steps_are_refused_by_name() -> None:
     hooked, run, ddp = wrapped(made("mlp"), "inner")
     autograd_hacks.add_hooks(hooked)
     (x, y) = (part[own((4, 4))] for part in batch(0, 8))
@@ -82,11 +82,7 @@ def joined() -> None:
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
 
 
-def test_uneven_numbers_of_steps_are_refused_by_name(both: Both) -> None:
-    both(joined)
-
-
-def called_by_itself() -> None:
+def parts_that_are_called_by_themselves() -> None:
     """What layers had in the place of shards is missed with an error, and never taken for what the loss didn't reach."""
     model, (x, _) = sharded(made("mlp"), each=True), batch(0, 8)
     model(x[own((4, 4))])  # so that all know who is whose
@@ -108,10 +104,6 @@ def called_by_itself() -> None:
     rows = model[0].weight.grad1
     assert rows.shape == (4, 5, 3)
     assert model[3].weight.grad1 is None
-
-
-def test_parts_that_are_called_by_themselves(both: Both) -> None:
-    both(called_by_itself)
 
 
 SUMS: dict[str, Callable[[PerSampleGrads], object]] = {
@@ -179,7 +171,7 @@ def test_where_one_process_has_no_curvature_all_raise(both: Both, kind: str, way
     both(curvature_fails, kind, way)
 
 
-def one_has_nothing_to_make_private() -> None:
+def a_private_step_where_one_has_nothing() -> None:
     model = sharded(made("Recurs"))
     autograd_hacks.add_hooks(model, independent=True)
     (x, y), rank = batch(0, 8), dist.get_rank()
@@ -194,5 +186,9 @@ def one_has_nothing_to_make_private() -> None:
     autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
 
 
-def test_a_private_step_where_one_has_nothing(both: Both) -> None:
-    both(one_has_nothing_to_make_private)
+@pytest.mark.parametrize(
+    "task",
+    [uneven_numbers_of_steps_are_refused_by_name, parts_that_are_called_by_themselves, a_private_step_where_one_has_nothing],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

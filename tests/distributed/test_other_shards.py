@@ -26,7 +26,7 @@ import autograd_hacks
 from autograd_hacks.errors import ShardedParameters, UnseenGradient
 
 
-def sharded() -> None:
+def sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3 + 2 * dist.get_rank(), 3)
@@ -75,10 +75,6 @@ def sharded() -> None:
     assert_close(head.weight.grad1.mean(0), head.weight.grad)
 
 
-def test_sharded_parameters_are_refused(both: Both) -> None:
-    both(sharded)
-
-
 def blocks() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
@@ -100,7 +96,7 @@ def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(net, mesh, input_fn=enter, output_fn=lambda _, output, __: output.to_local())
 
 
-def in_parts() -> None:
+def tensor_parallelism_is_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     for cut in (by_columns, along_sequences, copied_to_all):
         for hooks in ("before", "after"):
@@ -126,11 +122,7 @@ def in_parts() -> None:
             net(x)
 
 
-def test_tensor_parallelism_is_refused(both: Both) -> None:
-    both(in_parts)
-
-
-def dtensors() -> None:
+def dtensors_are_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     net = nn.Sequential(nn.Linear(4, 2))
     with autograd_hacks.add_hooks(net), pytest.raises(TypeError, match="to_local"):
@@ -147,16 +139,12 @@ def dtensors() -> None:
             check_batches(inside, x, probe=probe)
 
 
-def test_dtensors_are_refused(both: Both) -> None:
-    both(dtensors)
-
-
 def attends(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     q = m.layer(x)[:, None]
     return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
-def around_a_ring() -> None:
+def context_parallelism_is_refused() -> None:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
@@ -178,11 +166,7 @@ def around_a_ring() -> None:
         net.zero_grad()
 
 
-def test_context_parallelism_is_refused(both: Both) -> None:
-    both(around_a_ring)
-
-
-def staged() -> None:
+def pipelines_are_refused() -> None:
     """Both stages of a pipeline in this process, so that no other waits."""
     x, alone = torch.randn(8, 3), [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
     for schedule, count in ((ScheduleInterleaved1F1B, 2), (ScheduleGPipe, 1)):
@@ -202,5 +186,15 @@ def staged() -> None:
         assert len(autograd_hacks.per_sample_grads(nets[0]).norms()) == 8
 
 
-def test_pipelines_are_refused(both: Both) -> None:
-    both(staged)
+@pytest.mark.parametrize(
+    "task",
+    [
+        sharded_parameters_are_refused,
+        tensor_parallelism_is_refused,
+        dtensors_are_refused,
+        context_parallelism_is_refused,
+        pipelines_are_refused,
+    ],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

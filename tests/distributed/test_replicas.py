@@ -1,6 +1,7 @@
 """DistributedDataParallel: rows are a process's own, sums over samples are everyone's."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -75,10 +76,6 @@ def plain_steps_between() -> None:
                 assert not ddp.require_backward_grad_sync
 
 
-def test_plain_steps_between(both: Both) -> None:
-    both(plain_steps_between)
-
-
 def buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
@@ -95,10 +92,6 @@ def buffers() -> None:
             _, grads = clipped(twin, *batch(step, sum(sizes)))
             assert_grads(ddp, grads)
             ddp.zero_grad()
-
-
-def test_buffers(both: Both) -> None:
-    both(buffers)
 
 
 def micro_batches(where: str) -> None:
@@ -146,10 +139,6 @@ def groups() -> None:
         autograd_hacks.per_sample_grads(net, process_group="gloo")
 
 
-def test_groups(both: Both) -> None:
-    both(groups)
-
-
 # A compiled step within DistributedDataParallel: clipped sums of all samples, with no word more
 
 
@@ -173,3 +162,8 @@ def a_few_steps(verb: str) -> None:
     weights = (0.5 / norms).clamp(max=1) if verb == "clip" else torch.ones(12).double()
     for p, each in zip(model.parameters(), rows):
         assert_close(2 * p.grad, torch.tensordot(weights, each, 1))  # DDP takes the mean over processes
+
+
+@pytest.mark.parametrize("task", [plain_steps_between, buffers, groups])
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

@@ -21,9 +21,6 @@ OLMOE = ("OlmoeForCausalLM", "OlmoeConfig", TEXT | {"num_key_value_heads": 1, "n
          "pad_token_id": 0, "eos_token_id": 1, "experts_implementation": "eager"}, text, "logits")  # fmt: skip
 
 
-
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, *rarely(False)])
 @pytest.mark.parametrize(
