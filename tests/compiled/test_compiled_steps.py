@@ -29,22 +29,19 @@ def _compiled_anew() -> None:
     torch._dynamo.reset()
 
 
-class Pictures(nn.Module):
+def seen(m: Any, x: Tensor) -> Tensor:
     """Convolutions, one of them grouped, a norm, a class token, a tied table, and two biases with one gradient."""
+    x = m.grouped(m.conv(x).tanh()).flatten(2).mT
+    x = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
+    x = x + m.attention(m.norm(x), x, x)[0] + m.one + m.other
+    return F.linear(x[:, 0] + m.table((x[:, 1, 0] * 3).long().abs() % 5), m.table.weight)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.grouped = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, groups=2)
-        self.norm, self.token = nn.LayerNorm(8), nn.Parameter(torch.randn(1, 1, 8))
-        self.attention, self.table = nn.MultiheadAttention(8, 2, batch_first=True), nn.Embedding(5, 8)
-        self.one, self.other = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-        self.unused = nn.Parameter(torch.randn(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.grouped(self.conv(x).tanh()).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        x = x + self.attention(self.norm(x), x, x)[0] + self.one + self.other
-        return F.linear(x[:, 0] + self.table((x[:, 1, 0] * 3).long().abs() % 5), self.table.weight)
+def pictures_net() -> nn.Module:
+    bare = {"token": torch.randn(1, 1, 8), "one": torch.randn(8), "other": torch.randn(8), "unused": torch.randn(2)}
+    convs = {"conv": nn.Conv2d(3, 4, 3, padding=1), "grouped": nn.Conv2d(4, 8, 3, stride=2, groups=2)}
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Bare(seen, **convs, norm=nn.LayerNorm(8), attention=attention, table=nn.Embedding(5, 8), **bare)
 
 
 def pictures(samples: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +84,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_every_verb(verb: str, loss_type: str) -> None:
-    model = Pictures().double()
+    model = pictures_net().double()
     step = autograd_hacks.compile(model, verb, loss_type=loss_type, backend=None, **NUMBERS.get(verb, {}))
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for samples in (6, 4):
@@ -128,7 +125,7 @@ def check_inductor(model: nn.Module, step: Any, x: Tensor, y: Tensor, verb: str 
 
 @pytest.mark.parametrize("verb", ["rows", *rarely("clip")])
 def test_what_inductor_compiles(verb: str) -> None:
-    model = Pictures()
+    model = pictures_net()
     step = autograd_hacks.compile(model, verb, **NUMBERS.get(verb, {}))
     for samples in (6, 6, 9):
         x, y = pictures(samples)
@@ -163,7 +160,7 @@ OTHERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, *rarely(*OTHERS)])
 def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimizer]) -> None:
-    model = Pictures().double()
+    model = pictures_net().double()
     twin = copy.deepcopy(model)
     step = autograd_hacks.compile(model, "clip", max_norm=0.5, loss_type="mean", backend=None)
     autograd_hacks.add_hooks(twin)
@@ -184,7 +181,7 @@ def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimi
 
 @pytest.mark.parametrize("verb", ["norms", *rarely("rows")])
 def test_no_ordinary_gradients(verb: str) -> None:
-    model, (x, y) = Pictures().double(), pictures(6)
+    model, (x, y) = pictures_net().double(), pictures(6)
     step = autograd_hacks.compile(model, verb, param_grad=False, backend=None)
     for _ in range(2):
         each_loss(step, x, y).sum().backward()

@@ -9,6 +9,7 @@ from oracle import one_backward_per_sample
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnsupportedOperation
@@ -56,21 +57,18 @@ def test_language_models_with_routed_experts(kind: str) -> None:
         assert autograd_hacks.describe(model).independence.startswith("Independent by analysis")
 
 
-class Routing(nn.Module):
+def routing(inner: Callable[..., Tensor]) -> nn.Module:
     """x: N T D.  Positions, sorted by the largest of their scores, and what is done to them in that order."""
 
-    def __init__(self, inner: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer, self.score, self.inner = nn.Linear(D, D), nn.Linear(D, E), inner
-        self.bias = nn.Parameter(torch.randn(E, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        ids = self.score(x).argmax(-1).view(-1)
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.layer(x)
+        ids = m.score(x).argmax(-1).view(-1)
         keys, order = torch.sort(ids)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        return self.inner(self, h.view(-1, D), ids, keys, order, back).view(x.shape)
+        return inner(m, h.view(-1, D), ids, keys, order, back).view(x.shape)
+
+    return Bare(run, layer=nn.Linear(D, D), score=nn.Linear(D, E), bias=torch.randn(E, D))
 
 
 RIGHT = {
@@ -101,7 +99,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", ["a table of experts", *rarely(*(name for name in RIGHT if name != "a table of experts"))])
 def test_what_is_done_in_the_order_of_a_sort(name: str) -> None:
-    check(Routing(RIGHT[name]), torch.randn(N, T, D), lambda of, x: of(x))
+    check(routing(RIGHT[name]), torch.randn(N, T, D), lambda of, x: of(x))
 
 
 OFTEN = "not brought back", "the one before", "its place", "met by what is not sorted", "how many there are"
@@ -110,4 +108,4 @@ OFTEN = "not brought back", "the one before", "its place", "met by what is not s
 @pytest.mark.parametrize("name", [*OFTEN, *rarely(*(name for name in WRONG if name not in OFTEN))])
 def test_what_lets_positions_see_each_other_is_refused(name: str) -> None:
     with pytest.raises((SamplesMixed, UnsupportedOperation)):
-        autograd_hacks.compile(Routing(WRONG[name]), "rows", backend=None)(torch.randn(N, T, D))
+        autograd_hacks.compile(routing(WRONG[name]), "rows", backend=None)(torch.randn(N, T, D))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
+from autograd_hacks.errors import StaleRecord
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -93,21 +93,6 @@ def test_recomputing_leaves_the_generator_alone() -> None:
         before = torch.get_rng_state()
         autograd_hacks.compute_grad1(layer, "sum")
         assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.LSTM(2, 3), nn.GRUCell(2, 3), nn.MultiheadAttention(2, 1)], ids=lambda x: type(x).__name__
-)
-def test_unbatched_inputs(layer: nn.Module) -> None:
-    x = torch.randn(2) if isinstance(layer, nn.GRUCell) else torch.randn(4, 2)
-    with autograd_hacks.add_hooks(layer):
-        out = layer(x, x, x) if isinstance(layer, nn.MultiheadAttention) else layer(x)
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
-        # Attention has no rule that knows its inputs: its positions are taken for samples, and attend to each other.
-        is_attention = isinstance(layer, nn.MultiheadAttention)
-        error, text = (SamplesMixed, r"unsqueeze\(0\)") if is_attention else (BatchSizeError, "without a batch axis")
-        with pytest.raises(error, match=text):
-            autograd_hacks.compute_grad1(layer)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.GRUCell, nn.MultiheadAttention])
