@@ -1,5 +1,7 @@
 """Tables and bags that the strategies don't draw: offsets, weights, padding, tied and sparse ones, and refusals."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -101,56 +103,45 @@ def positions(m: nn.Module, x: Tensor) -> Tensor:
     return m.out(torch.tanh(m.embed(x) + at))
 
 
+def relative(m: nn.Module, x: Tensor) -> Tensor:
+    """A table that is read by distances, from both ends, as a bias of attention."""
+
+    def bias() -> Tensor:
+        return m.positions.weight[m.at.flatten()].view(3, 3, 2).permute(2, 0, -2).contiguous().unsqueeze(0)
+
+    own = checkpoint(bias, use_reentrant=False) if m.checkpointed else bias()
+    h = m.embed(x).unflatten(2, (2, 2)).transpose(1, 2)
+    return m.out((h @ h.mT + own).softmax(-1).matmul(h).transpose(1, 2).flatten(2))
+
+
+AT, DISTANCES = torch.tensor([[0, 1, 1, 5, 3]]), torch.arange(3)[:, None] - torch.arange(3)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"padding_idx": -1}], ids=str)
-def test_positions_are_looked_up(options: dict[str, int], checkpointed: bool) -> None:
-    own = {"embed": nn.Embedding(7, 4), "positions": nn.Embedding(6, 4, **options), "out": nn.Linear(4, 2)}
-    model, x = Bare(positions, **own, checkpointed=False).double(), torch.randint(7, (3, 5))
-    model.register_buffer("at", torch.tensor([[0, 1, 1, 5, 3]]))
+@pytest.mark.parametrize(
+    ("how", "table", "at", "sizes"),
+    [
+        (positions, nn.Embedding(6, 4), AT, (3, 5)),
+        (positions, nn.Embedding(6, 4, padding_idx=1), AT, (3, 5)),
+        (positions, nn.Embedding(6, 4, padding_idx=-1), AT, (3, 5)),
+        (relative, nn.Embedding(5, 2), DISTANCES, (4, 3)),
+    ],
+    ids=["positions", "padded", "padded at the end", "relative"],
+)
+def test_positions_are_looked_up(
+    how: Callable[..., Tensor], table: nn.Module, at: Tensor, sizes: tuple[int, int], checkpointed: bool
+) -> None:
+    own = {"embed": nn.Embedding(7, 4), "positions": table, "out": nn.Linear(4, 2)}
+    model, x = Bare(how, **own, checkpointed=False).double(), torch.randint(7, sizes)
+    model.register_buffer("at", at.clone())
     expected = one_backward_per_sample(model, squares, x)
     model.checkpointed = checkpointed
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             squares(model(x)).sum().backward()
-            at = model.at.clone()
             if not checkpointed:  # else a derivative is taken, which needs the index
                 model.at.zero_()
             grads = autograd_hacks.per_sample_grads(model, "sum")
             assert isinstance(grads["positions.weight"], Chained if checkpointed else Lookup)
-            assert_same(grads.dense(), expected)
-            model.at.copy_(at)
-
-
-class RelativePositions(nn.Module):
-    """A table that is read by distances, from both ends, as a bias of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.table, self.out = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 2)), nn.Linear(4, 3)
-        self.register_buffer("at", torch.arange(3)[:, None] - torch.arange(3))
-        self.checkpointed = False
-
-    def bias(self) -> Tensor:
-        return self.table[self.at.flatten()].view(3, 3, 2).permute(2, 0, -2).contiguous().unsqueeze(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = checkpoint(self.bias, use_reentrant=False) if self.checkpointed else self.bias()
-        h = self.embed(x).unflatten(2, (2, 2)).transpose(1, 2)
-        return self.out((h @ h.mT + bias).softmax(-1).matmul(h).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_relative_positions_are_looked_up(checkpointed: bool) -> None:
-    model, x = RelativePositions().double(), torch.randint(7, (4, 3))
-    expected = one_backward_per_sample(model, squares, x)
-    model.checkpointed = checkpointed
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            squares(model(x)).sum().backward()
-            at = model.at.clone()
-            if not checkpointed:  # else a derivative is taken, which needs the index
-                model.at.zero_()
-            grads = autograd_hacks.per_sample_grads(model, "sum")
-            assert isinstance(grads["table"], Chained if checkpointed else Lookup)
             assert_same(grads.dense(), expected)
             model.at.copy_(at)
