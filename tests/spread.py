@@ -34,8 +34,7 @@ class Attends(nn.Module):
         x = self.first(x.unflatten(1, (1, 3)).expand(-1, 2, -1) * torch.tensor([[1.0], [2.0]], dtype=x.dtype))
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        head: Tensor = self.head(self.norm(x)[:, 0] * self.scale.exp())
-        return head
+        return self.head(self.norm(x)[:, 0] * self.scale.exp())
 
 
 class Tied(nn.Module):
@@ -47,8 +46,7 @@ class Tied(nn.Module):
         self.second.weight, self.unused, self.head = self.first.weight, nn.Linear(2, 2), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        head: Tensor = self.head(self.second(self.first(self.inward(x)).tanh()).tanh())
-        return head
+        return self.head(self.second(self.first(self.inward(x)).tanh()).tanh())
 
 
 class Recurs(nn.Module):
@@ -58,8 +56,7 @@ class Recurs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         steps = x[:, None] * torch.arange(1, 4, dtype=x.dtype)[:, None]
-        head: Tensor = self.head(self.lstm(self.gru(steps)[0])[0][:, -1])
-        return head
+        return self.head(self.lstm(self.gru(steps)[0])[0][:, -1])
 
 
 class Saves(nn.Module):
@@ -74,8 +71,7 @@ class Saves(nn.Module):
         x = self.inward(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        head: Tensor = self.head(x)
-        return head
+        return self.head(x)
 
 
 class Gains(nn.Module):
@@ -179,20 +175,29 @@ def wrapped(net: nn.Module, where: str, **options: Any) -> tuple[nn.Module, nn.M
     return hooked, hooked if where == "around" else ddp, ddp
 
 
-def train_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """A clipped step of an mlp over two processes, beside one process."""
-    _, grads = clipped(made("mlp"), x, y)
-    squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
-    autograd_hacks.clip_grad1_norm_(model, BOUND)
-    for p, expected in zip(model.parameters(), grads.values()):
-        assert_close(whole(p.grad), expected)
+def spread_out(net: nn.Module, way: str, **options: Any) -> nn.Module:
+    """The model as a user spreads it.  way: 'replicas', 'shards', or 'shards of layers'    options: of the wrapper"""
+    return wrapped(net, "inner", **options)[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+
+
+def assert_grads(model: nn.Module, expected: dict[str, Tensor | None], what: str = "") -> None:
+    for (name, p), own in zip(model.named_parameters(), expected.values()):
+        assert_close(whole(p.grad), own, msg=lambda m, at=name: f"{what} {at}: {m}")
+
+
+def train_one(
+    model: nn.Module, name: str = "mlp", sizes: tuple[int, ...] = (4, 4), step: int = 0, twin: nn.Module | None = None
+) -> None:
+    """A clipped step over processes, beside one process.  twin: on that, if it isn't made by name"""
+    x, y = batch(step, sum(sizes))
+    norms, grads = clipped(twin or made(name), x, y)
+    losses = squares(model(x[own(sizes)]), y[own(sizes)])
+    (losses.mean() if len(losses) else losses.sum()).backward()
+    assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own(sizes)])
+    assert_grads(model, grads)
     model.zero_grad()
 
 
 def rows_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """J by plain backward passes, N × P."""
-    found = []
-    for n in range(len(x)):
-        grads = torch.autograd.grad(squares(net(x[n : n + 1]), y[n : n + 1]).sum(), list(net.parameters()))
-        found.append(torch.cat([grad.flatten() for grad in grads]))
-    return torch.stack(found)
+    return torch.cat([rows.flatten(1) for rows in one_backward_per_sample(net, squares, x, y).values()], 1)
