@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from autograd_hacks.forms import Dense, Form, Outer, Placed
+from autograd_hacks.forms import Chained, Dense, Form, Outer, Placed
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of, signed
 
@@ -73,8 +74,14 @@ def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
     index, *others = kept_by(node, "indices")
     if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
         return None
-    index = index.remainder(shape[0])  # a copy, in which numbers from the end are counted from the beginning
-    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape)
+    places = index.remainder(shape[0]).flatten()  # a copy, in which numbers from the end are counted from the beginning
+
+    def pull(rows: Tensor, batched: bool) -> Tensor:
+        entries = rows.reshape(len(rows) if batched else 1, len(places), *shape[1:])
+        own = entries.new_zeros(len(entries), *shape).index_add(1, places, entries)
+        return own if batched else own[0]
+
+    return lambda form: Chained(form, pull, shape, form.like)
 
 
 def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
