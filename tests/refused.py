@@ -96,6 +96,13 @@ def of(kind: Any, section: Any, rows: list[tuple[str, Callable[[Given], Any]]]) 
     return [(kind, section, words, call) for words, call in rows]
 
 
+def check_each(*rows: tuple[Any, str, Callable[[], Any]]) -> None:
+    """Each call is refused.  rows: the error, words of its message, as a pattern, and the call"""
+    for kind, words, call in rows:
+        with pytest.raises(kind, match=f"(?s){words}"):
+            pytest.fail(f"{call()}, and no refusal: {words}")
+
+
 def said(row: Row) -> str:
     """The name of a row's test."""
     kind, _, words, _ = row
