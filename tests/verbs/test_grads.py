@@ -8,6 +8,7 @@ import torch.nn as nn
 from nets import BareMatrix, Language, perceptron
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
+from refused import check_each
 from steps import stepped
 from torch import Tensor
 from torch.testing import assert_close
@@ -53,8 +54,7 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
     model, x = perceptron().double(), torch.randn(6, 4).double()
     grads = stepped(model, x)
     norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
-    for name, p in model.named_parameters():
-        assert_close(sums[name], p.grad)
+    assert_close(sums, {name: p.grad for name, p in model.named_parameters()})
     squares(model(x * 2)).mean().backward()
     assert_close(grads.norms(), norms)
     autograd_hacks.clear_backprops(model)
@@ -62,12 +62,19 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
     assert "6 samples" in repr(grads)
 
 
-def test_weights_and_directions_can_be_differentiated() -> None:
-    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
-    w = torch.rand(6).double().requires_grad_()
-    v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
-    sum((grads.weighted_sum(w)[name] * v[name]).sum() for name in v).backward()
-    assert_close(w.grad, grads.dot(v))
+def test_sums_can_be_differentiated() -> None:
+    for model, x in [
+        (perceptron().double(), torch.randn(6, 4).double()),
+        (Language(7, 3).double(), torch.randint(7, (6, 2))),
+        (BareMatrix(4).double(), torch.randn(6, 4).double()),
+    ]:
+        grads = stepped(model, x)
+        v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
+        for sums in (1, 3):
+            w = torch.rand(sums, 6).double().requires_grad_()
+            found = grads.weighted_sum(w[0] if sums == 1 else w)
+            sum(((own if sums == 1 else own[1]) * v[name]).sum() for name, own in found.items()).backward()
+            assert_close(w.grad, torch.zeros(sums, 6).double().index_add(0, torch.tensor([sums // 2]), grads.dot(v)[None]))
 
 
 def test_selecting() -> None:
@@ -79,35 +86,11 @@ def test_selecting() -> None:
     assert_close(grads.group(torch.tensor([7, 3, 7, 3, 9, 9])).samples, 3)
 
 
-def test_several_sums_can_be_differentiated() -> None:
-    for model, x in [
-        (perceptron(), torch.randn(6, 4)),
-        (Language(7, 3), torch.randint(7, (6, 2))),
-        (BareMatrix(4), torch.randn(6, 4)),
-    ]:
-        grads = stepped(model, x)
-        w = torch.rand(3, 6, requires_grad=True)
-        sum(total[1].sum() for total in grads.weighted_sum(w).values()).backward()
-        ones = {name: torch.ones(form.shape) for name, form in grads.items()}
-        assert_close(w.grad, torch.stack([torch.zeros(6), grads.dot(ones), torch.zeros(6)]))
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_layers_without_entries() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)), torch.randn(6, 4)
-    grads = stepped(model, x)
-    assert grads.norms().shape == (6,)
-    assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
-
-
-def lengths_net(m: nn.Module, x: Tensor) -> Tensor:
-    """Complex layers, after a real one."""
-    lengths: Tensor = m.first(m.before(x).to(torch.complex128)).abs()
-    return lengths
-
-
 def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
-    model = Bare(lengths_net, before=nn.Linear(4, 4, dtype=torch.float64), first=nn.Linear(4, 3, dtype=torch.complex128))
+    model = Bare(  # complex layers, after a real one
+        lambda m, x: m.first(m.before(x).to(torch.complex128)).abs(),
+        before=nn.Linear(4, 4, dtype=torch.float64), first=nn.Linear(4, 3, dtype=torch.complex128),
+    )  # fmt: skip
     x = torch.randn(5, 4).double()
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = []
@@ -187,47 +170,35 @@ def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
 
 
 def test_weights_by_parameter() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
-    autograd_hacks.add_hooks(model)
-    model(x).square().sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
+    grads = stepped(perceptron(), torch.randn(6, 4))
     rows, first, other = grads.dense(), torch.randn(6), torch.randn(3, 6)
     found = grads.weighted_sum({"0.*": first, "2.bias": other})
     assert set(found) == {"0.weight", "0.bias", "2.bias"}
     for name, w in {"0.weight": first, "0.bias": first, "2.bias": other}.items():
         assert_close(found[name], torch.tensordot(w, rows[name], 1))
-    with pytest.raises(ValueError, match=r"'1\.\*' matches no trainable parameter"):
-        grads.weighted_sum({"1.*": first})
-    with pytest.raises(ValueError, match=r"several patterns match '0\.bias'"):
-        grads.weighted_sum({"0.*": first, "*.bias": first})
+    check_each(
+        (ValueError, r"'1\.\*' matches no trainable parameter", lambda: grads.weighted_sum({"1.*": first})),
+        (ValueError, r"several patterns match '0\.bias'", lambda: grads.weighted_sum({"0.*": first, "*.bias": first})),
+    )
 
 
-class Written(nn.Module):
-    """Its scale is written into another tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x)
-        h[:, :2] = self.scale
-        return self.layer(x) * h
+def written(m: nn.Module, x: Tensor) -> Tensor:
+    """The scale is written into another tensor."""
+    h = torch.zeros_like(x)
+    h[:, :2] = m.scale
+    return m.layer(x) * h
 
 
-class Normalised(Written):
-    """Its scale meets the batch by way of another value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[:, :2] * (self.scale / self.scale.norm())
+def normalised(m: nn.Module, x: Tensor) -> Tensor:
+    """The scale meets the batch by way of another value."""
+    return m.layer(x)[:, :2] * (m.scale / m.scale.norm())
 
 
-@pytest.mark.parametrize("build", [Written, Normalised])
-def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(build: Callable[[], nn.Module]) -> None:
-    model = build()
+@pytest.mark.parametrize("how", [written, normalised])
+def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(how: Callable[..., Tensor]) -> None:
+    model = Bare(how, layer=nn.Linear(4, 4), scale=torch.ones(2))
     norms = stepped(model, torch.randn(6, 4)).norms()
-    with torch.no_grad():
-        model.scale.copy_(torch.tensor([3.0, -1.0]))
+    model.scale.data = torch.tensor([3.0, -1.0])
     assert_close(autograd_hacks.per_sample_grads(model).norms(), norms)
 
 
@@ -320,12 +291,10 @@ def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Mo
     with torch.inference_mode():
         grads = autograd_hacks.per_sample_grads(model)
         sums = grads.weighted_sum(torch.full((6,), 1 / 6))
-        for name, got in grads.variance().items():
-            assert_close(got, variance[name])
+        assert_close(grads.variance(), variance)
         autograd_hacks.clip_grad1_norm_(model, 1e9)
-    for p, total, g in zip(model.parameters(), sums.values(), expected):
-        assert_close(total, g)
-        assert_close(p.grad, g)
+    assert_close(list(sums.values()), expected)
+    assert_close([p.grad for p in model.parameters()], expected)
 
 
 def test_autocast_around_the_first_reading() -> None:
