@@ -28,8 +28,8 @@ class Bare(nn.Module):
         for name, x in own.items():
             setattr(self, name, nn.Parameter(x) if isinstance(x, Tensor) else x)
 
-    def forward(self, *args: Any) -> Any:
-        return self.how(self, *args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.how(self, *args, **named)
 
 
 def of_squares(model: nn.Module, *args: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch.nn as nn
 from nets import perceptron
 from oracle import squares
 from rarely import crossed
+from refused import check_each
 from steps import alive
 from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
@@ -63,12 +66,9 @@ def test_passes_for_some_parameters_go_no_further_than_these(net: nn.Module) -> 
         )
 
 
-def test_inner_products_of_two_sets(net: nn.Module) -> None:
+def test_inner_products_of_two_sets_and_sums(net: nn.Module) -> None:
     found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2))
     assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
-
-
-def test_sums(net: nn.Module) -> None:
     found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True)
     assert_close(torch.cat([x.flatten() for x in found.values()]), rows(net, X).square().sum(0))
 
@@ -132,20 +132,17 @@ def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
     assert set(held[3:]) == {2}
 
 
-class Read(nn.Module):
+def read(m: nn.Module, x: Tensor) -> Tensor:
+    own = m.head(x * m.scale.exp()) + m.conv(x[:, None]).flatten(1)[:, :2]
+    return own * m.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
+
+
+def reader() -> nn.Module:
     """A convolution, a table, and a parameter that is read by way of others' values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv1d(1, 2, 3), nn.Linear(4, 2)
-        self.scale, self.table = nn.Parameter(torch.randn(4)), nn.Embedding(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.head(x * self.scale.exp()) + self.conv(x[:, None]).flatten(1)[:, :2]
-        return own * self.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
+    return Bare(read, conv=nn.Conv1d(1, 2, 3), head=nn.Linear(4, 2), scale=torch.randn(4), table=nn.Embedding(2, 4))
 
 
-@crossed(make=[perceptron, Read], budget=[0, 500, 2**28])
+@crossed(make=[perceptron, reader], budget=[0, 500, 2**28])
 def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
     model, twin, seen = make().double(), make().double(), list[int]()
     autograd_hacks.add_hooks(model)
@@ -169,26 +166,24 @@ def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callab
 
 
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
-    path = tmp_path / "rows.npy"
-    autograd_hacks.over(net, X[:8].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"(?s)must not shuffle.*explain a-whole-data-set"):
-        autograd_hacks.over(net, X.flip(0).split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="the loader has 1"):
-        autograd_hacks.over(net, X[:4].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"other rows of the last batch.*another verb"):
-        autograd_hacks.over(net, X.split(4), loss, lambda g: g.project(2), out=path)
-    for other in (lambda g: g.norms() + 1, lambda g: g.norms().float()):
-        with pytest.raises(ValueError, match="other rows of the last batch"):
-            autograd_hacks.over(net, X[:8].split(4), loss, other, out=path)
-    with pytest.raises(ValueError, match="from another verb"):
-        autograd_hacks.over(net, X.split(4), lambda net, x: 2 * loss(net, x), PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="of other weights"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path, only="0.*")
+    def go_on(
+        x: Tensor = X, verb: Any = PerSampleGrads.norms, by: float = 1.0, out: str = "rows.npy", **options: Any
+    ) -> Any:
+        own = loss if by == 1 else lambda net, x: by * loss(net, x)
+        return autograd_hacks.over(net, x.split(4), own, verb, out=tmp_path / out, **options)
+
+    go_on(X[:8])
+    check_each(
+        (ValueError, "must not shuffle.*explain a-whole-data-set", lambda: go_on(X.flip(0))),
+        (ValueError, "the loader has 1", lambda: go_on(X[:4])),
+        (ValueError, "other rows of the last batch.*another verb", lambda: go_on(verb=lambda g: g.project(2))),
+        (ValueError, "other rows of the last batch", lambda: go_on(X[:8], lambda g: g.norms() + 1)),
+        (ValueError, "other rows of the last batch", lambda: go_on(X[:8], lambda g: g.norms().float())),
+        (ValueError, "from another verb", lambda: go_on(by=2)),
+        (ValueError, "of other weights", lambda: go_on(only="0.*")),
+        (ValueError, r"ends with \.npy or \.safetensors", lambda: go_on(out="rows.pt")),
+    )
     net[0].weight.data += 1
-    with pytest.raises(ValueError, match="of other weights"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
+    check_each((ValueError, "of other weights", go_on))
     (tmp_path / "rows.npy.progress").unlink()
-    with pytest.raises(ValueError, match="only one of the two files exists"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"ends with \.npy or \.safetensors"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=tmp_path / "rows.pt")
+    check_each((ValueError, "only one of the two files exists", go_on))

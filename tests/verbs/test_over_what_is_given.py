@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import one_loss_at_a_time, squares
+from oracle import joined, one_loss_at_a_time, squares
+from refused import check_each
 from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
@@ -65,15 +66,17 @@ def test_checkpoints_that_training_has_overwritten(net: nn.Module) -> None:
 
 
 def test_checkpoints_that_are_something_else(net: nn.Module, tmp_path: Path) -> None:
-    state = copy.deepcopy(net.state_dict())
-    torch.save({"model": state, "epoch": 3}, tmp_path / "all.pt")
-    for given in ([tmp_path / "all.pt"], {"a": state}, [state], [(3, state)], 7, [(state, 1, 2)]):
-        with pytest.raises(ValueError, match=r"expected \[\(state, weight\)"):
-            autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"all.pt with \['model', 'epoch'\]; expected the state dictionary of this Sequential"
-    ):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=[(tmp_path / "all.pt", 1.0)])
+    state, path = copy.deepcopy(net.state_dict()), tmp_path / "all.pt"
+    torch.save({"model": state, "epoch": 3}, path)
+
+    def over(given: Any, words: str = r"expected \[\(state, weight\)") -> Any:
+        run = autograd_hacks.over
+        return ValueError, words, lambda: run(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
+
+    check_each(
+        *map(over, ([path], {"a": state}, [state], [(3, state)], 7, [(state, 1, 2)])),
+        over([(path, 1.0)], r"all.pt with \['model', 'epoch'\]; expected the state dictionary of this Sequential"),
+    )
     assert_close(net.state_dict(), state)
 
 
@@ -112,11 +115,15 @@ def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind
 @pytest.mark.parametrize("budget", [0, 150])
 def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
     shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
-    with pytest.raises(ValueError, match="or another order; it must not shuffle"):
-        autograd_hacks.over(net, X.split(2), loss, PerSampleGrads.gram, against=shuffled, budget=budget)
     states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
-    with pytest.raises(ValueError, match="or another order"):
-        autograd_hacks.over(net, X.split(11), loss, PerSampleGrads.gram, against=shuffled, checkpoints=states)
+
+    def over(size: int, **options: Any) -> None:
+        autograd_hacks.over(net, X.split(size), loss, PerSampleGrads.gram, against=shuffled, **options)
+
+    check_each(
+        (ValueError, "or another order; it must not shuffle", lambda: over(2, budget=budget)),
+        (ValueError, "or another order", lambda: over(11, checkpoints=states)),
+    )
 
 
 def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
@@ -142,15 +149,14 @@ def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
     assert max(held) == 2 * 64 * 8
 
 
-class Endless(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(X)
-
-
 def test_loaders_without_a_length(net: nn.Module) -> None:
-    found = autograd_hacks.over(net, DataLoader(Endless(), batch_size=4), loss, PerSampleGrads.norms)
-    assert_close(found, rows(net, X).norm(dim=1))
-    autograd_hacks.compute_hess_over(net, DataLoader(Endless(), batch_size=4), kind="diag", hess_type="LeastSquares")
+    class Endless(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(X)
+
+    loader = DataLoader(Endless(), batch_size=4)
+    assert_close(autograd_hacks.over(net, loader, loss, PerSampleGrads.norms), rows(net, X).norm(dim=1))
+    autograd_hacks.compute_hess_over(net, loader, kind="diag", hess_type="LeastSquares")
 
 
 def test_parameters_by_a_generator(net: nn.Module) -> None:
@@ -180,9 +186,8 @@ def test_a_loss_that_begins_to_read_a_weight(net: nn.Module) -> None:
     for _ in range(3):
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
     with autograd_hacks.pause_hooks():
-        expected = one_loss_at_a_time(net, lambda: regularised(net, X))
-    norms = torch.cat([own.flatten(1) for own in expected.values() if own is not None], 1).norm(dim=1)
-    assert_close(autograd_hacks.over(net, X.split(4), regularised, PerSampleGrads.norms), norms)
+        expected = joined(one_loss_at_a_time(net, lambda: regularised(net, X)))
+    assert_close(autograd_hacks.over(net, X.split(4), regularised, PerSampleGrads.norms), expected.norm(dim=1))
 
 
 def test_after_it_there_is_nothing_to_clip(net: nn.Module) -> None:
@@ -204,29 +209,23 @@ class Plain:
 def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
 
-    def go_on(x: Tensor, **options: Any) -> Any:
-        return autograd_hacks.over(net, map(Plain, x.split(4)), loss, PerSampleGrads.norms, out=path, **options)
+    def go_on(x: Tensor = X, verb: Any = PerSampleGrads.norms, out: str = path.name, **options: Any) -> Any:
+        batches = (Plain(own) for own in x.split(4))
+        return autograd_hacks.over(net, batches, loss, verb, out=tmp_path / out, **options)
 
     go_on(X[:8])
-    assert_close(go_on(X), rows(net, X).norm(dim=1))
-    with pytest.raises(ValueError, match="must not shuffle"):
-        go_on(X.flip(0))
+    assert_close(go_on(), rows(net, X).norm(dim=1))
+    check_each((ValueError, "must not shuffle", lambda: go_on(X.flip(0))))
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r" of the .* bytes written"):
-        go_on(X)
+    check_each((ValueError, r" of the .* bytes written", go_on))
     (tmp_path / "rows.npy.progress").write_text("{")
-    with pytest.raises(ValueError, match="does not contain the notes of over"):
-        go_on(X)
-    path = tmp_path / "by checkpoints.npy"
+    check_each((ValueError, "does not contain the notes of over", go_on))
     given = [(copy.deepcopy(net.state_dict()), 0.5)]
-    first = go_on(X, checkpoints=given)
+    first = go_on(out="by checkpoints.npy", checkpoints=given)
     move(net, 1.0)  # which have no part in it
-    assert_close(go_on(X, checkpoints=given), first)
-    path = tmp_path / "half.npy"
-    half = autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms().half(), out=path)
-    assert half.dtype == torch.float16
-    with pytest.raises(TypeError, match=r"rows\.float\(\)"):
-        autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms().bfloat16(), out=tmp_path / "b.npy")
+    assert_close(go_on(out="by checkpoints.npy", checkpoints=given), first)
+    assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
+    check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
 
 
 @BUDGETS
@@ -261,27 +260,21 @@ def test_checkpoints_that_share_their_buffers(tmp_path: Path) -> None:
         autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
 
 
-class Buffers(nn.Module):
-    """Of kinds that have no size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        kinds = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.cfloat), torch.eye(2).to_sparse()
-        for name, own in zip("abc", (*kinds, torch.zeros((), dtype=torch.uint8))):
-            self.register_buffer(name, own)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) * self.a
-        return out
+@pytest.fixture
+def buffered() -> nn.Module:
+    """With buffers of kinds that have no size."""
+    model = Bare(lambda m, x: m.layer(x) * m.a, layer=nn.Linear(4, 2))
+    kinds = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.cfloat), torch.eye(2).to_sparse()
+    for name, own in zip("abc", (*kinds, torch.zeros((), dtype=torch.uint8))):
+        model.register_buffer(name, own)
+    return model
 
 
 @BUDGETS
-def test_models_with_buffers_of_all_kinds(budget: int) -> None:
-    model = Buffers()
-    expected = rows(model, X) @ rows(model, OTHERS).mT
-    autograd_hacks.add_hooks(model)
-    found = autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+def test_models_with_buffers_of_all_kinds(buffered: nn.Module, budget: int) -> None:
+    expected = rows(buffered, X) @ rows(buffered, OTHERS).mT
+    autograd_hacks.add_hooks(buffered)
+    found = autograd_hacks.over(buffered, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
     assert_close(found, expected)
 
 
