@@ -62,7 +62,7 @@ def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> Rows:
 
 def joined(rows: Rows) -> Tensor:
     """J, N P, without the parameters that no loss reached."""
-    return torch.cat([own.flatten(1) for own in rows.values() if own is not None], 1)
+    return torch.cat([own[:, None].flatten(1) for own in rows.values() if own is not None], 1)
 
 
 def clipped(rows: Rows, bound: float, divisor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
