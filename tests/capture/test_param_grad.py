@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS
-from oracle import assert_rows, one_backward_per_sample, squares
+from nets import MODELS, Between
+from oracle import assert_rows, joined, one_backward_per_sample, squares
 from rarely import crossed
-from steps import check
+from steps import assert_means, check
 from torch import Tensor
 from torch.optim import optimizer
 from torch.testing import assert_close
@@ -16,6 +16,10 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.capture.recorder import _HEARING
 from autograd_hacks.errors import ParamGradSkipped
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -33,12 +37,10 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
             with autograd_hacks.pause_hooks():
                 rows = one_backward_per_sample(model, squares, x)
             assert_rows(model, rows)
-            assert_close(grads.norms(), torch.cat([r.flatten(1) for r in rows.values()], 1).norm(dim=1))  # type: ignore[union-attr]
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+            assert_close(grads.norms(), joined(rows).norm(dim=1))
+        assert_means(model)
         assert autograd_hacks.clip_grad1_norm_(model, 1e9).shape == (3,)
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+        assert_means(model)
         autograd_hacks.verify(model)
     model.zero_grad()
     squares(model(x)).mean().backward()
@@ -48,7 +50,7 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_autograd_computes_none() -> None:
     """The weight's gradient is a product that doesn't run, and the input is not kept for it by the graph."""
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     counts = []
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -62,7 +64,7 @@ def test_autograd_computes_none() -> None:
 
 
 def test_a_gradient_that_was_there_stays() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with autograd_hacks.add_hooks(model, param_grad=False):
@@ -72,26 +74,21 @@ def test_a_gradient_that_was_there_stays() -> None:
 
 
 def test_flags_after_an_exception() -> None:
-    class Fails(nn.Module):
-        fails = False
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("in the middle")
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fails:
-                raise KeyError("in the middle")
-            return x
-
-    model, x = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 2)), torch.randn(3, 4)
+    model, x = Between(torch.sin), torch.randn(3, 3)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
             squares(model(x)).mean().backward()
         with pytest.raises(RuntimeError, match="mat1"):
             model(torch.randn(3, 5))
         assert all(p.requires_grad for p in model.parameters())
-        model[1].fails = True
+        model.how = fail
         with pytest.raises(KeyError):
             model(x)
         assert all(p.requires_grad for p in model.parameters())
-        model[1].fails = False
+        model.how = torch.sin
         check(model, x)
 
 
@@ -104,7 +101,7 @@ def test_attention_keeps_to_the_way_with_gradients() -> None:
 
 
 def test_autocast_and_micro_batches() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    model, x = two_layers(), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
             with autograd_hacks.accumulate(model):
@@ -114,12 +111,11 @@ def test_autocast_and_micro_batches() -> None:
                     squares(out.float()).mean().backward()
         autograd_hacks.compute_grad1(model, set_grad=True)
         assert all(p.grad1.shape[0] == 6 and p.grad1.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+        assert_means(model)
 
 
 def test_hooks_added_again_take_the_other_contract() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     autograd_hacks.add_hooks(model)
     for param_grad in (False, True, False):
         autograd_hacks.add_hooks(model, param_grad=param_grad)
@@ -130,7 +126,7 @@ def test_hooks_added_again_take_the_other_contract() -> None:
 
 
 def test_a_context_gives_the_contract_back() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     hooks = autograd_hacks.add_hooks(model)
     with autograd_hacks.add_hooks(model, param_grad=False, batch_dim=(0,)):
         for _ in range(2):
@@ -145,7 +141,7 @@ def test_a_context_gives_the_contract_back() -> None:
 
 
 def small(**options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    model = two_layers()
     autograd_hacks.add_hooks(model, **options)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
