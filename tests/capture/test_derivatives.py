@@ -20,120 +20,89 @@ from twin import Bare
 import autograd_hacks
 
 
-class Block(nn.Module):
+def attending(m: nn.Module, x: Tensor) -> Tensor:
     """Attention with a class token, a layer scale, and a weight that is read twice past its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
-        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) * self.scale
-        x = x @ self.weight + F.linear(x, self.weight.t(), self.scale)
-        with sdpa_kernel(SDPBackend.MATH):
-            x = x + self.attend(x, x, x, need_weights=False)[0]
-        return self.out(x.tanh())
+    x = torch.cat([m.token.expand(len(x), -1, -1), x], 1) * m.scale
+    x = x @ m.weight + F.linear(x, m.weight.t(), m.scale)
+    with sdpa_kernel(SDPBackend.MATH):
+        x = x + m.attend(x, x, x, need_weights=False)[0]
+    return m.out(x.tanh())
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """One layer twice, its weight turned round, and one shared with a layer that stores it so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.two(self.one(self.one(x).tanh()).tanh()).sigmoid()
-        return self.out(h) + F.linear(h, self.out.weight.t())
-
-
-class Routed(nn.Module):
-    """Experts that rows are chosen for, as modules and as one stack, and norms of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack, self.scale = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(4))
-        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, 4)
-        scores = self.gate(rows)
-        out = torch.zeros_like(rows)
-        for expert in range(3):
-            at = (scores.argmax(1) == expert).nonzero()[:, 0]
-            own = F.linear(rows[at], self.stack[expert]) * scores[at, expert, None]
-            out = out.index_add(0, at, self.experts[expert](own.tanh()).sigmoid())
-        return F.rms_norm(out.view_as(x), (4,), self.scale)
-
-
-class Normed(nn.Module):
-    """Parametrisations, a lookup, time first, and an operation in place on what a layer was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
-        self.table, self.mix, self.bilinear = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = (x + self.table(torch.arange(x.shape[1]))).transpose(0, 1)
-        g = self.normed(h.clone())
-        h = h.clone().add_(1)
-        return self.bilinear(self.mix(h).tanh(), g).transpose(0, 1)
-
-
-def _conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Softplus(), nn.Conv2d(4, 4, 3, stride=2, groups=2),
-        nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(18, 2),
-    )  # fmt: skip
-
-
-def _norms() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.RMSNorm(6), nn.PReLU(5), nn.Linear(6, 2)
+    model = Bare(
+        lambda m, x: m.out(h := m.two(m.one(m.one(x).tanh()).tanh()).sigmoid()) + F.linear(h, m.out.weight.t()),
+        **{name: nn.Linear(3, 3) for name in ("one", "two", "out")},
     )
+    model.two.weight = model.one.weight
+    return model
 
 
-def _by_channel() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.PReLU(),
-        nn.Conv1d(4, 4, 1, bias=False), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, 2),
-    )  # fmt: skip
+def routed(m: nn.Module, x: Tensor) -> Tensor:
+    """Experts that rows are chosen for, as modules and as one stack, and norms of one's own."""
+    rows = x.reshape(-1, 4)
+    scores, out = m.gate(rows), torch.zeros_like(rows)
+    for expert in range(3):
+        at = (scores.argmax(1) == expert).nonzero()[:, 0]
+        own = F.linear(rows[at], m.stack[expert]) * scores[at, expert, None]
+        out = out.index_add(0, at, m.experts[expert](own.tanh()).sigmoid())
+    return F.rms_norm(out.view_as(x), (4,), m.scale)
+
+
+def normed(m: nn.Module, x: Tensor) -> Tensor:
+    """Parametrisations, a lookup, time first, and an operation in place on what a layer was given."""
+    h = (x + m.table(torch.arange(x.shape[1]))).transpose(0, 1)
+    g = m.normed(h.clone())
+    return m.bilinear(m.mix(h.clone().add_(1)).tanh(), g).transpose(0, 1)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Softplus(), nn.Linear(5, 2)), (4, 3)),
     "a layer alone": (lambda: nn.Linear(3, 2), (4, 3)),
-    "convolutions": (_conv, (4, 2, 6, 6)),
-    "norms": (_norms, (4, 5, 4)),
-    "norms by channel": (_by_channel, (4, 2, 6)),
-    "attention": (Block, (4, 3, 4)),
-    "tied": (Tied, (4, 3)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Softplus(), nn.Conv2d(4, 4, 3, stride=2, groups=2),
+            nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(18, 2),
+        ), (4, 2, 6, 6)),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.RMSNorm(6), nn.PReLU(5), nn.Linear(6, 2)
+        ), (4, 5, 4)),
+    "norms by channel": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.PReLU(),
+            nn.Conv1d(4, 4, 1, bias=False), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, 2),
+        ), (4, 2, 6)),
+    "attention": (
+        lambda: Bare(
+            attending, attend=nn.MultiheadAttention(4, 2, batch_first=True), out=nn.Linear(4, 2),
+            token=torch.randn(1, 1, 4), scale=torch.randn(4), weight=torch.randn(4, 4),
+        ), (4, 3, 4)),
+    "tied": (tied, (4, 3)),
     "recurrent": (
         lambda: Bare(
             lambda m, x: m.out(m.recur(x)[0][:, -1]),
-            recur=nn.LSTM(3, 4, batch_first=True, bidirectional=True),
-            out=nn.Linear(8, 2),
-        ),
-        (3, 4, 3),
-    ),
-    "routed": (Routed, (4, 3, 4)),
-    "normed": (Normed, (4, 3, 4)),
+            recur=nn.LSTM(3, 4, batch_first=True, bidirectional=True), out=nn.Linear(8, 2),
+        ), (3, 4, 3)),
+    "routed": (
+        lambda: Bare(
+            routed, stack=torch.randn(3, 4, 4), scale=torch.randn(4), gate=nn.Linear(4, 3),
+            experts=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+        ), (4, 3, 4)),
+    "normed": (
+        lambda: Bare(
+            normed, normed=parametrizations.weight_norm(nn.Linear(4, 4)), table=nn.Embedding(5, 4), mix=nn.Linear(4, 4),
+            bilinear=nn.Bilinear(4, 4, 2),
+        ), (4, 3, 4)),
     "checkpointed": (
         lambda: Bare(
             lambda m, x: m.out(checkpoint(m.inner, m.into(x).sigmoid(), use_reentrant=False)),
-            into=nn.Linear(3, 4),
-            inner=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-            out=nn.Linear(4, 2),
-        ),
-        (4, 3),
-    ),
+            into=nn.Linear(3, 4), inner=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), out=nn.Linear(4, 2),
+        ), (4, 3)),
     "choosy": (Choosy, (4, 3)),
     "scale": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scale(3)), (4, 3)),
-}
+}  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -169,9 +138,11 @@ def test_rows_without_ordinary_gradients(name: str) -> None:
 
 
 def check_loss(model: nn.Module, loss: Loss, x: Tensor) -> None:
-    """As `check_step`, of a loss of `derivatives`."""
+    """As `check_step`, of a loss of `derivatives`; the random numbers are the same."""
+    state = torch.get_rng_state()
     step(model, loss, x)
     autograd_hacks.compute_grad1(model, "sum")
+    torch.set_rng_state(state)
     with autograd_hacks.pause_hooks():
         assert_same(found(model), rows_of(model, loss, x))
 
