@@ -15,9 +15,8 @@ from autograd_hacks.forms import Dense
 from autograd_hacks.formulas import RULES, Rule
 
 
-def offset_net(view: Callable[[Tensor, int], Tensor]) -> nn.Module:
+class Offset(Bare):
     """A bare parameter, handed out as a view of some kind."""
-    return Bare(lambda m, x: view(m.offset * 2, len(x)), offset=torch.randn(3, dtype=torch.float64))
 
 
 class Reverse(torch.autograd.Function):
@@ -45,8 +44,8 @@ class Reverse(torch.autograd.Function):
 def test_views_of_every_kind_from_a_layer_of_ones_own(
     view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = offset_net(view), torch.randn(4, 3, dtype=torch.float64)
-    monkeypatch.setitem(RULES, offset_net, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
+    model, x = Offset(lambda m, x: view(m.offset * 2, len(x)), offset=torch.randn(3).double()), torch.randn(4, 3).double()
+    monkeypatch.setitem(RULES, Offset, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
     with autograd_hacks.add_hooks(model):
         out = model(x)
         ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()

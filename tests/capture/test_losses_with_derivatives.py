@@ -157,14 +157,15 @@ def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> Non
 def test_a_layer_with_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """That isn't linear in what it is given."""
 
-    def square_net() -> nn.Module:
-        return Bare(lambda m, x: x.square() * m.weight, weight=torch.randn(3).double())
+    class Squared(Bare):
+        pass
 
     def rule(layer: nn.Module, call: Call) -> dict[str, autograd_hacks.forms.Form]:
         return {"weight": autograd_hacks.forms.Dense(call.grad * call.args[0].square())}
 
-    monkeypatch.setitem(RULES, square_net, Rule(rule))
-    model, x = nn.Sequential(nn.Linear(3, 3), square_net(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
+    monkeypatch.setitem(RULES, Squared, Rule(rule))
+    own, x = Squared(lambda m, x: x.square() * m.weight, weight=torch.randn(3)), batch()[0]
+    model = nn.Sequential(nn.Linear(3, 3), own, nn.Tanh(), nn.Linear(3, 1)).double()
     with autograd_hacks.add_hooks(model):
         for loss in LOSSES:
             check_loss(model, loss, x)
