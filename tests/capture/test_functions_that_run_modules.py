@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from oracle import squares
 from steps import check, check_batches, check_losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 
@@ -44,15 +45,13 @@ class Solve(torch.autograd.Function):
         return g, None, None, *total
 
 
-class Flow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.field = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
-        self.first, self.last, self.fails = nn.Linear(3, 3), nn.Linear(3, 2), [False]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(Solve.apply(self.first(x), self.field, self.fails, *self.field.parameters()))
+def flow() -> nn.Module:
+    torch.manual_seed(0)
+    return Bare(
+        lambda m, x: m.last(Solve.apply(m.first(x), m.field, m.fails, *m.field.parameters())),
+        field=nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), first=nn.Linear(3, 3), last=nn.Linear(3, 2),
+        fails=[False],
+    ).double()  # fmt: skip
 
 
 def _batch(n: int = 4) -> Tensor:
@@ -61,11 +60,11 @@ def _batch(n: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_rows_are_those_of_each_sample(param_grad: bool) -> None:
-    check_batches(Flow().double(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
+    check_batches(flow(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
 
 
 def test_the_field_is_called_by_itself_too() -> None:
-    model = Flow().double()
+    model = flow()
     with autograd_hacks.add_hooks(model):
         for n in (4, 3, 1):
             x = _batch(n)
@@ -73,7 +72,7 @@ def test_the_field_is_called_by_itself_too() -> None:
 
 
 def test_after_a_backward_that_failed() -> None:
-    model, x = Flow().double(), _batch()
+    model, x = flow(), _batch()
     with autograd_hacks.add_hooks(model):
         for fails in (False, True, False):
             model.fails[0] = fails
@@ -108,16 +107,12 @@ def _in_a_buffer(w: Tensor) -> Tensor:
 def test_what_is_made_of_weights_and_of_tensors_without_a_graph(made: Callable[[Tensor], Tensor], samples: int) -> None:
     """It meets the batch in a node that has no law.  With two samples an axis could be theirs."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
+    def net(m: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # each sample alone has the batch's numbers
+        return Product.apply(m.first(x), made(m.weight))
 
-        def forward(self, x: Tensor) -> Tensor:
-            torch.manual_seed(0)  # each sample alone has the batch's numbers
-            return Product.apply(self.first(x), made(self.weight))
-
-    check_batches(Net().double(), *(_batch(samples) for _ in range(3)))
+    model = Bare(net, first=nn.Linear(3, 3), weight=torch.randn(7, 3)).double()
+    check_batches(model, *(_batch(samples) for _ in range(3)))
 
 
 class Gate(torch.autograd.Function):
@@ -137,17 +132,10 @@ class Gate(torch.autograd.Function):
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_gate_that_is_closed_in_some_steps(param_grad: bool) -> None:
     """As branches begin.  What is behind it gets zeros, and not nothing."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3, 5))
-            self.gate, self.last = nn.Parameter(torch.zeros(5)), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Gate.apply((x * self.scale) @ self.weight, self.gate))
-
-    model = Net().double()
+    model = Bare(
+        lambda m, x: m.last(Gate.apply((x * m.scale) @ m.weight, m.gate)),
+        scale=torch.randn(3), weight=torch.randn(3, 5), gate=torch.zeros(5), last=nn.Linear(5, 2),
+    ).double()  # fmt: skip
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for is_closed in (True, True, False, False, True, False):
             nn.init.zeros_(model.gate) if is_closed else nn.init.normal_(model.gate)
