@@ -1,9 +1,11 @@
 """Models whose curvature is tested, hooked, and all blocks of a curvature matrix."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
+from autograd_hacks.curvature.sums import Coverage
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -104,6 +106,12 @@ def hooked(name: str, param_grad: bool = True) -> tuple[nn.Module, Tensor]:
     model(x)  # the lazy ones
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     return model, x
+
+
+def curve(model: nn.Module, output: Tensor, hess_type: str = "CrossEntropy", **options: Any) -> Coverage:
+    """The curvature of passes from an output.  options: of `compute_hess`"""
+    autograd_hacks.backprop_hess(output, hess_type)
+    return autograd_hacks.compute_hess(model, **options)
 
 
 def matrix(grads: autograd_hacks.PerSampleGrads) -> Tensor:

@@ -1,13 +1,15 @@
 """Small parts of language models, which say what they read and make: tables, turned matrices, experts, groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks import Metric
 
 Use = tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]
 """One sample's use of a block: its number; inputs, T I; the output, and what makes its gradient T O."""
@@ -138,3 +140,36 @@ def expected_block(rows: Tensor, kfac: tuple[Tensor, Tensor], is_turned: bool, s
         q = torch.kron(q_a, q_b) if is_turned else torch.kron(q_b, q_a)
         found.append(q @ ((own @ q).square().sum(0) / samples).diag() @ q.T)
     return torch.block_diag(*found)
+
+
+def assert_solves(model: nn.Module, x: Tensor, rows: dict[str, Tensor], turned: Collection[str]) -> None:
+    """EK-FAC's damped inverse, of directions and of rows, is that of each parameter's block.  turned: which lie (I, O)"""
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    model(x).square().flatten(1).sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
+    for name, p in model.named_parameters():
+        block, own = expected_block(rows[name], p.kfac, name in turned, len(x)), grads[name].dense().flatten(1)
+        inverse = torch.linalg.inv(block + 0.3 * torch.eye(p.numel()))
+        assert_close(p.ekfac.matvec(torch.eye(p.numel()).view(-1, *p.shape)).flatten(1), block)
+        assert_close(solved[name].flatten(), inverse @ v[name].flatten())
+        assert_close(lazily[name].dense().flatten(1), own @ inverse)
+        assert_close(lazily[name].dot(v[name]), own @ inverse @ v[name].flatten())
+
+
+def assert_damped(model: nn.Module, x: Tensor, turned: Collection[str]) -> None:
+    """The metric of damped factors is (B + √λ/π)⁻¹ ⊗ (A + √λ π)⁻¹ of each block, whichever way it lies."""
+    model(x).square().flatten(1).sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
+    for name, p in model.named_parameters():
+        inverses = []
+        for pair in zip(*p.kfac) if p.kfac[1].ndim == 3 else [p.kfac]:
+            a, b = (own.diag() if own.ndim == 1 else own for own in pair)
+            pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
+            pi = pi if bool(pi.isfinite() & (pi > 0)) else torch.ones(())
+            left = torch.linalg.inv(b + 0.3**0.5 / pi * torch.eye(len(b)))
+            right = torch.linalg.inv(a + 0.3**0.5 * pi * torch.eye(len(a)))
+            inverses.append(torch.kron(right, left) if name in turned else torch.kron(left, right))
+        assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))

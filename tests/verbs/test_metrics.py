@@ -235,14 +235,6 @@ def test_kronecker_factors_as_a_metric() -> None:
     grads, rows = grads_and_rows(model, x, y)
     solved = autograd_hacks.ekfac_solve(model, rows, 0.3)
     assert_verbs(grads.preconditioned(Metric.from_ekfac(model, 0.3)), solved)
-    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
-    for name, p in model.named_parameters():
-        a, b = p.kfac
-        pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
-        damped_b, damped_a = b + 0.3**0.5 / pi * torch.eye(len(b)), a + 0.3**0.5 * pi * torch.eye(len(a))
-        own = rows[name][..., None] if p.ndim == 1 else rows[name]
-        by_hand = torch.linalg.solve(damped_b, own) @ torch.linalg.inv(damped_a)
-        assert_close(found[name].dense().flatten(), by_hand.flatten())
 
 
 def test_low_rank_projections() -> None:
