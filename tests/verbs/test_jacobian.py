@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, TimeFirst, perceptron
+from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, perceptron
 from oracle import Rows, assert_rows, one_backward_per_sample
 from rarely import crossed, rarely
 from torch import Tensor
@@ -116,7 +116,8 @@ def test_written_out_where_that_is_smaller() -> None:
 
 @pytest.mark.parametrize("positions", [2, 3])  # as many as samples
 def test_samples_on_another_axis(positions: int) -> None:
-    model, x = TimeFirst(), torch.randn(3, positions, 4)
+    model = Bare(lambda m, x: m.out(m.rnn(x)[0]), rnn=nn.LSTM(4, 3), out=nn.Linear(3, 2))
+    x = torch.randn(3, positions, 4)
 
     def run(batch_first: Tensor) -> Tensor:
         return model(batch_first.transpose(0, 1)).transpose(0, 1)
