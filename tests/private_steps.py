@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from counted import normals, stream, uniforms
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining
@@ -127,3 +128,8 @@ def train(
                     if len(done) >= upto:
                         return done
     return done
+
+
+def assert_by_hand(model: nn.Module, steps: int = STEPS, **tolerance: float) -> None:
+    """It was trained as by hand."""
+    assert_close(model.state_dict(), by_hand(net(), *data(), steps).state_dict(), **tolerance)
