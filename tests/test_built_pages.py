@@ -5,7 +5,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +14,20 @@ import autograd_hacks
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def set_in_conf(name: str) -> object:
-    """The literal that docs/conf.py gives a name."""
-    for node in ast.parse((DOCS / "conf.py").read_text()).body:
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
-            return ast.literal_eval(node.value)
-    raise KeyError(name)
+def set_in_conf(name: str) -> ast.expr:
+    """What docs/conf.py gives a name."""
+    body = ast.parse((DOCS / "conf.py").read_text()).body
+    (found,) = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
+    return found
+
+
+def loaded(path: Path) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
 
 
 def formulas(page: Path) -> list[str]:
@@ -36,7 +43,7 @@ def formulas(page: Path) -> list[str]:
 
 def test_formulas_of_notebooks_are_read_as_formulas() -> None:
     assert len(formulas(DOCS / "tutorial.ipynb")) > 20
-    assert "dollarmath" in set_in_conf("myst_enable_extensions")  # type: ignore[operator]
+    assert "dollarmath" in ast.literal_eval(set_in_conf("myst_enable_extensions"))
 
 
 def test_a_formula_without_an_end_is_found(tmp_path: Path) -> None:
@@ -51,8 +58,8 @@ def test_each_formula_becomes_a_node() -> None:
     from myst_parser.config.main import MdParserConfig
     from myst_parser.mdit_to_docutils.base import DocutilsRenderer
 
-    extensions = set_in_conf("myst_enable_extensions")
-    parser = parsers.create_md_parser(MdParserConfig(enable_extensions=set(extensions)), DocutilsRenderer)  # type: ignore[call-overload]
+    extensions = set(ast.literal_eval(set_in_conf("myst_enable_extensions")))
+    parser = parsers.create_md_parser(MdParserConfig(enable_extensions=extensions), DocutilsRenderer)
     for page in (DOCS / "tutorial.ipynb", DOCS / "first_steps.ipynb"):
         read = []
         for cell in json.loads(page.read_text())["cells"]:
@@ -64,12 +71,7 @@ def test_each_formula_becomes_a_node() -> None:
 
 @pytest.fixture
 def build() -> Any:
-    spec = importlib.util.spec_from_file_location("build", DOCS / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(DOCS / "build.py")
 
 
 def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path: Path) -> None:
@@ -87,8 +89,7 @@ def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path
 
 
 def test_the_sidebar_lists_versions_by_what_the_build_writes(build: Any) -> None:
-    shown = set_in_conf_text("html_sidebars")
-    assert "versions.html" in shown
+    assert "versions.html" in ast.unparse(set_in_conf("html_sidebars"))
     template = (DOCS / "_templates" / "versions.html").read_text()
     assert 'id="versions"' in template
     assert 'getElementById("versions")' in build.SCRIPT
@@ -99,16 +100,6 @@ def test_the_sidebar_lists_versions_by_what_the_build_writes(build: Any) -> None
     assert not re.search(r"-b html docs\b", tox)
 
 
-def set_in_conf_text(name: str) -> str:
-    """The source of what docs/conf.py gives a name."""
-    (node,) = [
-        node
-        for node in ast.parse((DOCS / "conf.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    ]
-    return ast.unparse(node.value)
-
-
 def test_captions_have_one_rule() -> None:
     rules = re.findall(r"^([^{}\n]*caption[^{}\n]*)\{([^}]*)\}", (DOCS / "_static" / "site.css").read_text(), re.M)
     assert [body.strip() for _, body in rules] == ["text-align: left;"]
@@ -117,58 +108,48 @@ def test_captions_have_one_rule() -> None:
 # The search for house words finds them in pages, docstrings and messages, and nowhere else
 
 
-ROOT = Path(__file__).parents[1]
-
-
 @pytest.fixture
-def prose() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prose", ROOT / "docs" / "prose.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prose() -> Any:
+    return loaded(DOCS / "prose.py")
 
 
 def test_the_pages_have_none(prose: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main() == 0, capsys.readouterr().out
 
 
-def test_it_finds_one_over_a_line_break(prose: Any) -> None:
+MODULE = '"""{}"""\nanew = 1  # anew\n{}'
+TEXTS: list[tuple[str, str, list[str]]] = [
+    # the file's name, what is in it, and what is found
+    ("page.rst", "Text ``anew``.\n\n.. code-block:: python\n\n   anew\n\nThen::\n\n    anew\n\nText.\n", []),
+    ("page.rst", "Text.\n\n.. note::\n\n   Written anew.\n", ["anew"]),
+    ("page.rst", "Text.\n\n.. doctest::\n\n   >>> anew = 1\n\nWritten anew.\n\n- anew\n", ["anew", "anew"]),
+    ("module.py", MODULE.format("Made anew.", 'raise ValueError(f"{x} is worked out")'), ["anew", "worked out"]),
+    ("module.py", MODULE.format("``anew``::\n\n    anew = 1\n\nText, taken for\n", 'NAMES = ["the name"]'), []),
+    ("script.py", '"""Title."""\n# %%\n# It is taken\n# for the mean of ``anew``.\nanew = 1  # anew\n', []),
+    (
+        "page.ipynb",
+        json.dumps({"cells": [{"cell_type": kind, "source": ["anew"]} for kind in ("markdown", "code")]}),
+        ["anew"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), TEXTS)
+def test_prose_is_told_from_code(name: str, text: str, expected: list[str], prose: Any, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = sorted(line.split('"')[1] for line in prose.findings_in(prose.prose_of(tmp_path / name)))
+    assert found == expected
+
+
+def test_words_are_whole_and_all_are_found_over_line_breaks_too(prose: Any) -> None:
     (found,) = prose.findings_in("It is taken\n  for the mean.")
     assert found.startswith('"taken for the": write "assumed to be"')
-
-
-@pytest.mark.parametrize("text", ["one sample hardly counts", "Nothing is worked out anew."])
-def test_words_are_whole_and_all_are_found(prose: Any, text: str) -> None:
-    assert len(prose.findings_in(text)) == {"one": 1, "Not": 2}[text[:3]]
-
-
-def test_code_is_no_prose(prose: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.rst"
-    page.write_text("Text ``anew``.\n\n.. code-block:: python\n\n   anew\n\nThen::\n\n    anew\n\nText.\n")
-    assert prose.findings_in(prose.prose_of(page)) == []
-    page.write_text("Text.\n\n.. note::\n\n   Written anew.\n")
-    assert len(prose.findings_in(prose.prose_of(page))) == 1
-    page.write_text("Text.\n\n.. doctest::\n\n   >>> anew = 1\n\nWritten anew.\n\n- anew\n")
-    assert len(prose.findings_in(prose.prose_of(page))) == 2
-
-
-def test_a_module_has_prose_in_docstrings_and_messages(prose: Any, tmp_path: Path) -> None:
-    module, lines = (
-        tmp_path / "module.py",
-        ['"""Made anew."""', "anew = 1  # anew", 'raise ValueError(f"{x} is worked out")'],
-    )
-    module.write_text("\n".join(lines))
-    found = sorted(line[:8] for line in prose.findings_in(prose.prose_of(module)))
-    assert found == ['"anew": ', '"worked ']
-    lines = ['"""``anew``::', "", "    anew = 1", "", "Text, taken for", '"""', 'NAMES = ["the name"]']
-    module.write_text("\n".join(lines))
-    assert prose.findings_in(prose.prose_of(module)) == []
+    assert [len(prose.findings_in(text)) for text in ("one sample hardly counts", "Nothing is worked out anew.")] == [1, 2]
 
 
 def test_the_modules_are_searched(prose: Any) -> None:
-    assert {"autograd_hacks/verbs/over.py", "docs/examples/wrong_labels.py"} <= prose.pages().keys()
+    pages = {"autograd_hacks/verbs/over.py", "docs/examples/wrong_labels.py", "CHANGELOG.rst"}
+    assert pages <= prose.pages().keys()
     assert "autograd_hacks/verbs/over.py" not in prose.NOT_YET
 
 
@@ -176,39 +157,27 @@ def test_a_script_of_the_gallery_has_prose_in_comments_too(
     prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text('"""Title."""\n# %%\n# It is taken\n# for the mean of ``anew``.\nanew = 1  # anew\n')
-    assert prose.findings_in(prose.prose_of(script)) == []
+    script.write_text(next(text for name, text, _ in TEXTS if name == script.name))
     monkeypatch.setattr(prose, "EXAMPLES", tmp_path)
     found = sorted(line.partition(":")[0] for line in prose.findings_in(prose.prose_of(script)))
     assert found == ['"anew"', '"taken for the"']
 
 
-def test_a_notebook_has_prose_between_its_code(prose: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.ipynb"
-    cells = [{"cell_type": kind, "source": ["anew"]} for kind in ("markdown", "code")]
-    page.write_text(json.dumps({"cells": cells}))
-    assert len(prose.findings_in(prose.prose_of(page))) == 1
-
-
-def test_the_list_of_other_pages_only_gets_shorter(
-    prose: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(prose, "NOT_YET", {*prose.NOT_YET, "docs/want.rst", "docs/gone.rst"})
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("NOT_YET", {"docs/want.rst": "", "docs/gone.rst": ""},
+         ["docs/want.rst: has no house words any more", "docs/gone.rst: is in NOT_YET and is no page"]),
+        ("WORDS", {"notebook": "page"},
+         ['docs/want.rst: "notebook": write "page"', 'README.rst: "notebook": write "page"']),
+    ],
+)  # fmt: skip
+def test_the_list_of_other_pages_only_gets_shorter_and_has_all_that_have_some(
+    prose: Any, name: str, more: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    own = getattr(prose, name)
+    monkeypatch.setattr(prose, name, {**own, **more} if isinstance(own, dict) else {*own, *more})
     assert prose.main() == 1
     said = capsys.readouterr().out
-    assert "docs/want.rst: has no house words any more" in said
-    assert "docs/gone.rst: is in NOT_YET and is no page" in said
-
-
-def test_a_page_that_is_not_on_the_list_fails(
-    prose: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(prose, "WORDS", {**prose.WORDS, "notebook": "page"})
-    assert prose.main() == 1
-    said = capsys.readouterr().out
-    assert 'docs/want.rst: "notebook": write "page"' in said
-    assert 'README.rst: "notebook": write "page"' in said
-
-
-def test_the_changelog_is_a_page(prose: Any) -> None:
-    assert "CHANGELOG.rst" in prose.pages()
+    assert all(line in said for line in expected)

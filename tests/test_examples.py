@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_built_pages import set_in_conf
 
 import autograd_hacks
 from autograd_hacks import errors, forms, formulas
@@ -116,9 +117,7 @@ def test_what_a_page_lists_is_there_and_nothing_else_is_public() -> None:
 
 def test_constructors_that_nobody_calls_are_not_shown() -> None:
     """Those of classes that are no public names: functions return them."""
-    tree = ast.parse((ROOT / "docs" / "conf.py").read_text()).body
-    (given,) = [node for node in tree if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HANDED_OUT"]
-    hidden = {node.value for node in ast.walk(given) if isinstance(node, ast.Constant)}
+    hidden = {node.value for node in ast.walk(set_in_conf("HANDED_OUT")) if isinstance(node, ast.Constant)}
     shown = {cls.__name__ for cls, *_ in documented()}
     constructed = {*autograd_hacks.__all__, *forms.__all__, *formulas.__all__, "At"} - {"PerSampleGrads", "PrivateStep"}
     assert hidden == shown - constructed

@@ -1,13 +1,13 @@
 """What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named."""
 
 import configparser
-import importlib.util
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_built_pages import loaded
 
 import autograd_hacks
 
@@ -61,12 +61,7 @@ def test_the_sdist_has_what_tests_read() -> None:
 
 @pytest.fixture
 def ready() -> Any:
-    spec = importlib.util.spec_from_file_location("ready", ROOT / ".ci" / "ready.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / ".ci" / "ready.py")
 
 
 def test_a_release_is_published_with_an_address_alone(ready: Any, tmp_path: Path) -> None:
