@@ -1,9 +1,11 @@
 """How the pages are built: what conf.py sets, and what a page must have."""
 
 import ast
+import configparser
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,113 @@ def test_the_list_of_other_pages_only_gets_shorter_and_has_all_that_have_some(
     assert prose.main() == 1
     said = capsys.readouterr().out
     assert all(line in said for line in expected)
+
+
+# What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named
+
+
+ROOT = Path(__file__).parent.parent
+NUMBER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+
+
+def test_every_paper_of_a_docstring_is_in_the_bibliography() -> None:
+    named = {number for path in (ROOT / "autograd_hacks").rglob("*.py") for number in NUMBER.findall(path.read_text())}
+    entries = (ROOT / "docs" / "bibliography.bib").read_text()
+    listed = re.findall(r"eprint = \{(\d{4}\.\d{4,5})\}", entries)
+    assert len(named) > 20
+    assert len(listed) == len(set(listed))
+    assert not named - set(listed), "add them to docs/bibliography.bib"
+
+
+def test_every_entry_is_whole() -> None:
+    entries = re.split(r"^@", (ROOT / "docs" / "bibliography.bib").read_text(), flags=re.M)[1:]
+    keys = [re.match(r"\w+\{(\w+),", entry)[1] for entry in entries]  # type: ignore[index]
+    assert len(keys) == len(set(keys))
+    for entry in entries:
+        assert entry.count("{") == entry.count("}"), entry
+        assert all(f"{field} = " in entry for field in ("title", "author", "year", "note")), entry
+
+
+def test_metadata_is_what_pip_wants() -> None:
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    metadata = config["metadata"]
+    assert metadata["license_expression"] == "BSD-3-Clause"
+    assert "license" not in metadata
+    assert not any("License ::" in line for line in metadata["classifiers"].splitlines()), "PEP 639 forbids both"
+    minors = re.findall(r"Python :: 3\.(\d+)$", metadata["classifiers"], re.M)
+    assert config["options"]["python_requires"] == f">=3.{minors[0]}"
+    assert f'target-version = "py3{minors[0]}"' in (ROOT / "ruff.toml").read_text()
+    lowest = (ROOT / "tox.ini").read_text().partition("[testenv:lowest]")[2].partition("[testenv")[0]
+    assert f"base_python = python3.{minors[0]}" in lowest
+    for line in config["options"]["install_requires"].split():
+        name, _, version = line.partition(">=")
+        assert f"{name}=={version}" in lowest, "tox -e lowest tries what setup.cfg allows"
+
+
+def test_the_sdist_has_what_tests_read() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text()
+    for folder in ("benchmarks", "docs", "tests"):
+        assert f"graft {folder}\n" in manifest
+    included = set(re.findall(r"\S+", " ".join(re.findall(r"^include (.*)$", manifest, re.M))))
+    assert {"README.rst", "CHANGELOG.rst", "CITATION.cff", "LICENSE", "tox.ini", "ruff.toml"} <= included
+    assert all((ROOT / name).exists() for name in included)
+
+
+@pytest.fixture
+def ready() -> Any:
+    return loaded(ROOT / ".ci" / "ready.py")
+
+
+def test_a_release_is_published_with_an_address_alone(ready: Any, tmp_path: Path) -> None:
+    names = ("setup.cfg", "CITATION.cff", "CHANGELOG.rst", "autograd_hacks/errors.py")
+    (tmp_path / "autograd_hacks").mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, tmp_path / name)
+    setup, citation, changelog, address = (tmp_path / name for name in names)
+
+    def put(path: Path, pattern: str, text: str) -> list[str]:
+        path.write_text(re.sub(pattern, text, path.read_text(), count=1, flags=re.M))
+        return ready.missing(tmp_path)
+
+    put(setup, r"^project_urls =\n( +.*\n)+", "")
+    put(address, r'^BASE = ".*"$', 'BASE = ""')
+    put(citation, r"^date-released:.*\n", "")
+    left = put(changelog, rf"^{autograd_hacks.__version__} \(.*\)$", f"{autograd_hacks.__version__} (unreleased)")
+    assert [line.split(":")[0] for line in left] == ["setup.cfg", "autograd_hacks/errors.py", *names[1:3]]
+    put(
+        setup,
+        r"^keywords =",
+        "project_urls =\n    Source = https://x.org/s\n    Documentation = https://x.org/d\nkeywords =",
+    )
+    put(citation, r"^version: .*$", r"\g<0>\ndate-released: 2027-01-01")
+    put(changelog, r"\(unreleased\)", "(2027-01-01)")
+    assert put(address, '^BASE = ""$', 'BASE = "https://x.org"') == [
+        "BASE is https://x.org, and project_urls has Documentation = https://x.org/d"
+    ]
+    assert put(address, '^BASE = ".*"$', 'BASE = "https://x.org/d"') == []
+
+
+def test_the_address_is_set_in_both_places_or_in_none(ready: Any) -> None:
+    assert len([line for line in ready.missing() if "BASE" in line or "project_urls" in line]) in (0, 2)
+
+
+def test_what_runs_the_checks() -> None:
+    publish, tests = ((ROOT / ".github" / "workflows" / f"{name}.yml").read_text() for name in ("publish", "tests"))
+    assert publish.index("python .ci/ready.py") < publish.index("tox -e build") < publish.index("gh-action-pypi-publish")
+    environments = {*re.findall(r"^\[testenv:(\w+)\]", (ROOT / "tox.ini").read_text(), re.M), "py"}
+    asked = {*re.findall(r"environment: (\w+), ", tests)}
+    assert {"py", "lint", "docs", "build", "lowest", "nightly"} == asked <= environments
+    assert [line for line in tests.splitlines() if "may-fail: true" in line] == [
+        line for line in tests.splitlines() if "environment: nightly" in line
+    ]
+    assert "python3 -m tox -e build" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_citation_has_the_version() -> None:
+    citation, changelog = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.rst"))
+    assert f"\nversion: {autograd_hacks.__version__}\n" in citation
+    said = re.search(rf"^{re.escape(autograd_hacks.__version__)} \((.*)\)$", changelog, re.M)
+    assert said is not None
+    date = re.search(r"^date-released: (.*)$", citation, re.M)
+    assert (date[1] if date else "unreleased") == said[1]
