@@ -10,7 +10,7 @@ from oracle import joined, squares, targets
 from rarely import crossed
 from steps import assert_right, batch, check, check_losses, mlp, step
 from torch import Tensor
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, SamplesMixed
@@ -246,15 +246,17 @@ def branching() -> nn.Module:
     return Bare(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3), **parameters, branch="usual").double()
 
 
+def on_branch(model: nn.Module, x: Tensor, branch: str) -> Tensor:
+    model.branch = branch
+    return squares(model(x))
+
+
 @pytest.mark.parametrize("param_grad", [True, False])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_another_graph_is_read_anew(branch: str, param_grad: bool) -> None:
-    model = branching()
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for own in ("usual", "usual", "usual", branch, branch, "usual", branch):
-            model.branch = own
-            x = torch.randn(SAMPLES, 4).double()
-            check_losses(model, lambda x=x: squares(model(x)))
+    branches = ("usual", "usual", "usual", branch, branch, "usual", branch)
+    batches = [(torch.randn(SAMPLES, 4).double(), own) for own in branches]
+    check_right(branching(), *batches, run=on_branch, total="each", param_grad=param_grad)
 
 
 def test_samples_that_an_index_moves_only_now_are_refused() -> None:
@@ -268,11 +270,7 @@ def test_samples_that_an_index_moves_only_now_are_refused() -> None:
 
 
 def test_batches_of_other_sizes_are_read_anew() -> None:
-    model = branching()
-    with autograd_hacks.add_hooks(model):
-        for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5):
-            x = torch.randn(size, 4).double()
-            check_losses(model, lambda x=x: squares(model(x)))
+    check_right(branching(), *[(torch.randn(size, 4).double(),) for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5)])
 
 
 def test_a_parameter_that_begins_to_train_is_read() -> None:

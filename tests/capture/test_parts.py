@@ -9,9 +9,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
 from rarely import crossed
-from steps import assert_right, check, check_losses
+from steps import assert_right, check
 from torch import Tensor
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
@@ -121,14 +121,12 @@ def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool, beg
     model = keeping()
     model.first.register_forward_hook(lambda layer, args, out: SEEN.append(out))
 
-    def losses(x: Tensor, read: bool) -> Tensor:
+    def losses(model: nn.Module, x: Tensor, read: bool) -> Tensor:
         out = model(x)
         return squares(out) + DOORS[door](model).pow(3).sum(1) if read else squares(out)
 
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for n in range(5):
-            x = torch.randn(5, 3).double()
-            check_losses(model, lambda x=x, n=n: losses(x, n >= begins and n != 4))
+    batches = [(torch.randn(5, 3).double(), n >= begins and n != 4) for n in range(5)]
+    check_right(model, *batches, run=losses, total="each", param_grad=param_grad)
     SEEN.clear()
 
 
@@ -139,15 +137,13 @@ def test_a_loss_that_reads_a_layer_whose_output_is_not_returned(param_grad: bool
         m.scored, m.scaled = m.side(m.aux), m.aux * m.scale
         return out
 
-    def losses(x: Tensor, what: str) -> Tensor:
+    def losses(model: nn.Module, x: Tensor, what: str) -> Tensor:
         out = squares(model(x))
         return out + getattr(model, what).square().mean(1) if what else out
 
     model = keeping(aside, side=nn.Linear(4, 1), scale=torch.ones(4))
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for what in ("", "scored", "scaled", "", "scaled", "scored"):
-            x = torch.randn(5, 3).double()
-            check_losses(model, lambda x=x, what=what: losses(x, what))
+    batches = [(torch.randn(5, 3).double(), what) for what in ("", "scored", "scaled", "", "scaled", "scored")]
+    check_right(model, *batches, run=losses, total="each", param_grad=param_grad)
 
 
 def test_what_is_kept_may_be_read_without_a_gradient_and_inside() -> None:

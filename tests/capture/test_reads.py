@@ -13,7 +13,7 @@ from steps import check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 
@@ -163,17 +163,18 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: str) -> None:
 
 def test_a_forward_that_goes_another_way() -> None:
     """Another number of calls, other functions."""
+    calls = [0]
 
     def body(net: Net, h: Tensor) -> Tensor:
-        for _ in range(body.calls):  # type: ignore[attr-defined]  # a function's own
+        for _ in range(calls[0]):
             h = h * net.scale
-        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if body.calls == 3 else h + net.token  # type: ignore[attr-defined]  # a function's own
+        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if calls[0] == 3 else h + net.token
 
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for calls in (1, 2, 3, 1):
-            body.calls = calls  # type: ignore[attr-defined]  # a function's own
-            check_losses(model, lambda: squares(model(x)))
+    def run(model: nn.Module, x: Tensor, number: int) -> Tensor:
+        calls[0] = number
+        return squares(model(x))
+
+    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(), n) for n in (1, 2, 3, 1)], run=run, total="each")
 
 
 class Failure(Exception):
@@ -213,10 +214,7 @@ def test_with_a_mode_of_the_users_own() -> None:
             return net.normed(h * net.scale) * net.table[0]
 
     counting = Counting()
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        check_losses(model, lambda: squares(model(x)))
-        check_losses(model, lambda: squares(model(x)))
+    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(),)] * 2, total="each")
     assert counting.calls
 
 
@@ -231,19 +229,13 @@ def test_beside_attention() -> None:
     for param_grad in (True, False):
         model = Net(body)
         model.add_module("attention", attention)
-        model, x = model.double(), torch.randn(4, 5, 3).double()
-        with autograd_hacks.add_hooks(model, param_grad=param_grad):
-            for _ in range(3):
-                check_losses(model, lambda model=model, x=x: squares(model(x)))
+        check_right(model.double(), *[(torch.randn(4, 5, 3).double(),)] * 3, total="each", param_grad=param_grad)
 
 
 def test_one_position_first_and_as_many_as_samples_later() -> None:
     for body in ("positions", "folded", "time first", "merged"):
-        model = Net(BODIES[body]).double()
-        with autograd_hacks.add_hooks(model):
-            for samples, length in ((4, 1), (4, 4), (4, 2), (2, 4), (8, 4)):
-                x = torch.randn(samples, length, 3).double()
-                check_losses(model, lambda model=model, x=x: squares(model(x)))
+        shapes = (4, 1), (4, 4), (4, 2), (2, 4), (8, 4)
+        check_right(Net(BODIES[body]).double(), *[(torch.randn(*own, 3).double(),) for own in shapes], total="each")
 
 
 # Values that follow from parameters alone, and the way back from their rows
@@ -270,6 +262,4 @@ def counted() -> nn.Module:
     [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())],
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check_losses(model, lambda: squares(model(x)))
+    check_right(model, (x,), (x,), total="each")

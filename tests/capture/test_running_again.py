@@ -13,7 +13,7 @@ from steps import check, check_batches, check_losses, count_forwards
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
@@ -254,12 +254,8 @@ def test_rows_are_those_of_each_sample(param_grad: bool) -> None:
     check_batches(flow(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
 
 
-def test_the_field_is_called_by_itself_too() -> None:
-    model = flow()
-    with autograd_hacks.add_hooks(model):
-        for n in (4, 3, 1):
-            x = _batch(n)
-            check_losses(model, lambda x=x: squares(model(x)))
+def test_a_sum_of_losses_through_the_field() -> None:
+    check_right(flow(), *[(_batch(n),) for n in (4, 3, 1)], total="sum")
 
 
 def test_after_a_backward_that_failed() -> None:

@@ -11,7 +11,7 @@ from rarely import crossed
 from steps import assert_means, assert_right, batch, check_losses
 from torch import Tensor
 from torch.testing import assert_close
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
@@ -156,10 +156,10 @@ def test_losses_that_begin_to_mix_are_refused_in_that_step(name: str, param_grad
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in MIXING), *((name, 5) for name in OTHERS)])
 def test_losses_of_one_sample_and_losses_that_do_not_mix_begin_without_a_complaint(name: str, size: int) -> None:
-    model, losses = _net(), (MIXING | OTHERS)[name]
-    with autograd_hacks.add_hooks(model):
-        for number, x in enumerate(_batches(size)):
-            check_losses(model, lambda x=x, number=number: losses(model, x) if number >= BEGINS else squares(model(x)))
+    def run(model: nn.Module, x: Tensor, begins: bool) -> Tensor:
+        return (MIXING | OTHERS)[name](model, x) if begins else squares(model(x))
+
+    check_right(_net(), *[(x, number >= BEGINS) for number, x in enumerate(_batches(size))], run=run, total="each")
 
 
 def returning() -> nn.Module:
@@ -173,9 +173,7 @@ def returning() -> nn.Module:
 
 
 def test_uses_of_returned_parameters_that_begin() -> None:
-    model = returning()
-
-    def losses(x: Tensor, number: int) -> Tensor:
+    def losses(model: nn.Module, x: Tensor, number: int) -> Tensor:
         out, log_scale, weight = model(x)
         found = squares(out)
         if number > 0:
@@ -188,9 +186,7 @@ def test_uses_of_returned_parameters_that_begin() -> None:
             found = found + _slope((out * log_scale.exp()) @ weight, x).square().sum(1)
         return found
 
-    with autograd_hacks.add_hooks(model):
-        for number, x in enumerate(_batches()):
-            check_losses(model, lambda x=x, number=number: losses(x, number))
+    check_right(returning(), *[(x, number) for number, x in enumerate(_batches())], run=losses, total="each")
 
 
 def test_returned_parameters_in_two_passes_of_one_graph() -> None:
