@@ -190,14 +190,6 @@ def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
     assert not any(hasattr(p, "grad1") for p in plain.parameters())
 
 
-def test_the_handle_says_what_it_holds() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    handle = autograd_hacks.add_hooks(model, batch_dim=1)
-    assert repr(handle) == "<hooks of a Sequential: 3 modules, batch_dim=1, param_grad=True>"
-    autograd_hacks.remove_hooks(model)
-    assert repr(handle) == "<hooks of a Sequential, removed>"
-
-
 def test_settings_are_what_it_was_told() -> None:
     model = mlp()
     default = {"batch_dim": 0, "probe": True, "param_grad": True, "reuse": True, "independent": False, "segments": None}
