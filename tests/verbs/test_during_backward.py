@@ -1,5 +1,6 @@
 """Rows written while a backward pass runs."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -268,37 +269,29 @@ def test_reading_inside() -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @crossed(name=MODELS, param_grad=[True, False])
-def test_held_out_samples_of_the_same_pass(name: str, param_grad: bool) -> None:
+def test_sums_and_inner_products_with_a_direction_that_is_given_or_made_of_held_out_samples(
+    name: str, param_grad: bool
+) -> None:
+    """Of the same pass.  Sums and inner products come from one call of each form."""
     build, batch = MODELS[name]
     model, x = build().double(), batch()
-    flat = rows_joined(model, x)
-    is_held = torch.arange(len(x)) >= len(x) - 2
-    h, w = is_held.double() / 2, (~is_held).double() * torch.rand(len(x)).double()
+    is_held, v = torch.arange(len(x)) >= len(x) - 2, {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    h, w, flat = is_held.double() / 2, (~is_held).double() * torch.rand(len(x)).double(), rows_joined(model, x)
+    along = {
+        "of samples": flat @ (h @ flat),
+        "given": sum(own.flatten(1) @ v[n].flatten() for n, own in rows_of(model, x).items()),
+    }
+    expected = {n: torch.tensordot(w, own, 1) for n, own in rows_of(model, x).items()}
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for loss_type in ("mean", "sum"):
+        for loss_type, direction in product(("mean", "sum"), along):
+            given = {"dot": h if direction == "of samples" else v, "weights": w, "loss_type": loss_type}
             model.zero_grad()
-            with autograd_hacks.during_backward(model, "norms", dot=h, weights=w, loss_type=loss_type) as found:
+            with autograd_hacks.during_backward(model, *["norms"] * (direction == "of samples"), **given) as found:
                 getattr(squares(model(x)), loss_type)().backward()
-            assert_close(found.dot, flat @ (h @ flat))
-            assert_close(found.norms, flat.norm(dim=1))
-            for name, own in rows_of(model, x).items():
-                assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_direction_that_is_given_and_weights(name: str) -> None:
-    """Sums and inner products come from one call of each form."""
-    build, batch = MODELS[name]
-    model, x = build().double(), batch()
-    rows = rows_of(model, x)
-    v, w = {n: torch.randn_like(p) for n, p in model.named_parameters()}, torch.rand(len(x)).double()
-    with autograd_hacks.add_hooks(model):
-        with autograd_hacks.during_backward(model, dot=v, weights=w, loss_type="sum") as found:
-            squares(model(x)).sum().backward()
-        assert_close(found.dot, sum(own.flatten(1) @ v[n].flatten() for n, own in rows.items()))
-        for name, own in rows.items():
-            assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
+            assert_close(found.dot, along[direction])
+            assert_close({n: model.get_parameter(n).grad for n in expected}, expected)
+            if direction == "of samples":
+                assert_close(found.norms, flat.norm(dim=1))
 
 
 @pytest.mark.parametrize(("positions", "width"), [(1, 40), (1, 2), (3, 60), (3, 2)])
