@@ -8,7 +8,7 @@ import torch.nn as nn
 from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
-from steps import assert_right, batch, check, check_losses, mlp, step
+from steps import batch, check, check_losses, mlp, step
 from torch import Tensor
 from twin import Bare, check_right
 
@@ -53,15 +53,13 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 def test_a_layer_that_was_changed_gives_its_new_rows(model: nn.Sequential, change: str) -> None:
     CHANGES[change](model[0])
     for seed in range(3):
-        step(model, *batch(seed=seed))
-        assert_right(model, *batch(seed=seed))
+        check(model, batch(seed=seed)[0])
 
 
 def test_a_layer_that_was_frozen_and_trains_again_gives_its_rows(model: nn.Sequential) -> None:
     for trains in (False, True):
         model[0].weight.requires_grad_(trains)
-        step(model, *batch())
-        assert_right(model, *batch())
+        check(model, batch()[0])
 
 
 def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
@@ -71,8 +69,7 @@ def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
     with pytest.raises(NothingRecorded, match=r"after add_hooks: layer '2' \(Linear\)"):
         autograd_hacks.compute_grad1(model)
     autograd_hacks.add_hooks(model)
-    step(model, x, y)
-    assert_right(model, x, y)
+    check(model, x)
 
 
 def scaled() -> Between:

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Choosy
 from oracle import squares
-from steps import assert_means, assert_right, batch, check_batches, step
+from steps import assert_means, assert_right, batch, check, check_batches, step
 from torch import Tensor
 from twin import Bare
 
@@ -69,12 +69,8 @@ def test_a_penalty_on_weights_in_the_loss() -> None:
 
 def test_a_weight_used_past_its_layer() -> None:
     model = Bare(lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), layer=nn.Linear(3, 2)).double()
-    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     for probe in (True, False):
-        with autograd_hacks.add_hooks(model, probe=probe):
-            for _ in range(2):
-                step(model, x, y)
-                assert_right(model, x, y)
+        check_batches(model, *torch.randn(2, 4, 3).double(), probe=probe)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, which change with its version
@@ -95,8 +91,7 @@ def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
         autograd_hacks.compute_grad1(model)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model)
-    step(model, x, y)
-    assert_right(model, x, y)
+    check(model, x)
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_not_taken_for_a_difference() -> None:

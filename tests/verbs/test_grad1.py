@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nets import MODELS
 from oracle import one_loss_at_a_time, squares
 from rarely import crossed
-from steps import assert_right, batch, step
+from steps import assert_right, batch, check, step
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -38,11 +38,9 @@ def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> No
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     before = address(model)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert address(model) == before
-    step(model, *batch(6))
-    assert_right(model, *batch(6))
+    check(model, batch(6)[0])
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -64,8 +62,7 @@ def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hol
     autograd_hacks.compute_grad1(model)
     expected, before = model[0].weight.grad1.clone(), address(model)
     held = hold(model[0].weight.grad1)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert address(model) != before
     if isinstance(held, Tensor) and held.grad_fn is not None:
         (saved,) = torch.autograd.grad(held.sum(), [held.grad_fn.next_functions[1][0].variable])
@@ -98,8 +95,7 @@ def test_grad1_of_another_dtype_or_that_needs_grad_is_not_written_into(model: nn
     autograd_hacks.compute_grad1(model)
     model[0].weight.grad1 = model[0].weight.grad1.float()
     model[2].weight.grad1.requires_grad_()
-    step(model, *batch())
-    assert_right(model, *batch())
+    check(model, batch()[0])
     assert not model[2].weight.grad1.requires_grad
 
 
@@ -108,8 +104,7 @@ def test_rows_with_the_users_own_attributes_are_not_written_into(model: nn.Seque
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     model[0].weight.grad1.cached = model[0].weight.grad1.norm()
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert not hasattr(model[0].weight.grad1, "cached")
 
 
@@ -159,8 +154,7 @@ def test_memory_of_the_users_is_never_written_into(model: nn.Sequential) -> None
 def test_grad1_that_has_gone_comes_back(model: nn.Sequential, drop: str) -> None:
     x, y = batch()
     for _ in range(3):
-        step(model, x, y)
-        assert_right(model, x, y)
+        check(model, x)
         if drop == "refuse":
             autograd_hacks.clear_backprops(model)
             with pytest.raises(NothingRecorded):
