@@ -1,17 +1,17 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -20,12 +20,21 @@ from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
-Receive = Callable[[Use, int, Sequence[Tensor | None], "Node | None", "AtOutput | None"], None]
-"""``receive(use, slot, grads, node, hook)`` gets the gradients at some of a use's tensors, starting at number ``slot``.
 
-node: the node that has the hook; None for a layer call in a pass that makes no graph
-hook: the `AtOutput` of a layer call; None for a `NodeUse`
-"""
+class Receiver(Protocol):
+    """What gets the gradients at uses: see `Backward`."""
+
+    def take(self, call: LayerCall, grad: Tensor | None) -> bool: ...
+
+    def receive(
+        self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: "AtOutput | None"
+    ) -> None:
+        """Gets the gradients at some of a use's tensors, starting at number ``slot``.
+
+        node: the node that has the hook; None for a layer call in a pass that makes no graph
+        hook: the `AtOutput` of a layer call; None for a `NodeUse`
+        """
+
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
@@ -42,14 +51,6 @@ def reach_of(node: Node) -> str:
         raise
 
 
-def ways_to(edges: Mapping[str, Edge]) -> dict[str, str]:
-    """`reach_of` the nodes that the running pass reaches, by the parameters' names in a use."""
-    try:
-        return {local: EXECUTED for local, edge in edges.items() if will_execute(edge.node)}
-    except RuntimeError:
-        return {local: way for local, edge in edges.items() if (way := reach_of(edge.node))}
-
-
 class AtOutput(GraphAlive):
     """A hook on the node of a layer's output.  If the output is a view, the hook is on its base's node.
 
@@ -58,19 +59,19 @@ class AtOutput(GraphAlive):
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
+    __slots__ = ("call", "graph", "inputs", "live", "number", "receiver", "shape", "slot")
 
     def __init__(
         self,
         call: LayerCall,
         graph: GraphAlive | None,
-        receive: Receive,
+        receiver: Receiver,
         slot: int,
         output: Tensor,
         live: Any,
         inputs: frozenset[Node],
     ) -> None:
-        self.receive, self.slot, self.shape = receive, slot, output.shape
+        self.receiver, self.slot, self.shape = receiver, slot, output.shape
         self.number = (output if output._base is None else output._base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
@@ -87,9 +88,10 @@ class AtOutput(GraphAlive):
         grad = grads[self.number]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if node is None and torch.is_grad_enabled():
-            node = current_node()
-        self.receive(self.call, self.slot, (grad,), node, self)
+        if not self.receiver.take(self.call, grad):
+            if node is None and torch.is_grad_enabled():
+                node = current_node()
+            self.receiver.receive(self.call, self.slot, (grad,), node, self)
         if not (keeps_graph() if keeps is None else keeps):
             # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
             self.call = self.graph = self.live = None
@@ -129,20 +131,20 @@ class Passed:
 class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
-    __slots__ = ("__weakref__", "graph", "receive", "use")
+    __slots__ = ("__weakref__", "graph", "receiver", "use")
 
-    def __init__(self, use: NodeUse, graph: GraphAlive, receive: Receive) -> None:
-        self.receive, self.use, self.graph = receive, use, graph
+    def __init__(self, use: NodeUse, graph: GraphAlive, receiver: Receiver) -> None:
+        self.receiver, self.use, self.graph = receiver, use, graph
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        self.receive(self.use, 0, grads, current_node() if node is None else node, None)
+        self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, None)
 
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
     node.register_prehook(hook)
     notes: Any = node.metadata  # torch's types declare it as a method
-    notes[put_on] = (*notes[put_on], hook) if put_on in notes else (hook,)
+    notes[put_on] = (*notes.get(put_on, ()), hook)
 
 
 def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
@@ -154,12 +156,12 @@ def attach(
     graph: GraphAlive,
     output: Any,
     outputs: Sequence[Tensor],
-    receive: Receive,
+    receiver: Receiver,
     is_compared: bool,
     live: Any,
     inputs: frozenset[Node],
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
-    """Sends the gradients at a call's outputs to ``receive``.  Returns the output, and the hooks with their nodes.
+    """Sends the gradients at a call's outputs to a receiver.  Returns the output, and the hooks with their nodes.
 
     graph: the object that the call refers to
     outputs: the tensors of the output
@@ -177,7 +179,7 @@ def attach(
     for slot, x in enumerate(outputs):
         source = x if x._base is None or x.grad_fn is None else x._base
         if source.grad_fn is not None:
-            hook = AtOutput(call, graph, receive, slot, x, live, inputs)
+            hook = AtOutput(call, graph, receiver, slot, x, live, inputs)
             put_on(source.grad_fn, hook)
             hooked.append((source.grad_fn, hook))
     return output, hooked

@@ -1,9 +1,8 @@
 """Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,30 +12,25 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, AtOutput, ways_to
-from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Segment
-from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, reach_of
+from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
+from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
 from autograd_hacks.support.contexts import without_autocast
-from autograd_hacks.support.graph import Taker, Value, is_users
-from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
-from autograd_hacks.support.layout import differs, rounding_of
+from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.internals import (
+    call_at_end,
+    hooks_after,
+    hooks_before,
+    is_batched,
+    is_transformed,
+    will_execute,
+)
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import ByTensor, version_of
-
-
-@dataclass
-class Inner:
-    """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
-
-    task: int  # of the outer pass
-    ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
-    left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
-    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
-    filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
 
 
 class Backward:
@@ -62,6 +56,7 @@ class Backward:
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
+        self._usual: Usual | None = None  # what is known of the running pass
 
     def hears(self) -> bool:
         """Whether passes are recorded."""
@@ -112,36 +107,6 @@ class Backward:
             self.watched[parameter] = (*handles, hook)
             self.hooks += 1
 
-    def watch_outputs(self, outputs: Iterable[Tensor], why: str, takers: Mapping[Value, Sequence[Taker]]) -> None:
-        """Notes gradients that come through tensors from outside of the forward, as from a loss that reads them.
-
-        why: the reason to refuse these gradients
-        takers: the nodes of the forward that take a value; what they bring is the forward's own
-        """
-        for x in outputs:
-            if x.grad_fn is not None:
-                own, at = list[Tensor](), Value(x.grad_fn, x.output_nr)
-                for taker in takers.get(at, ()):
-                    taker.node.register_hook(partial(_note_brought, own, taker.place))
-                x.grad_fn.register_prehook(partial(self._note_mixed, why, own, at.number))
-
-    def _note_mixed(self, why: str, own: list[Tensor], number: int, grads: tuple[Tensor | None, ...]) -> None:
-        brought, grad = list(own), grads[number]
-        own.clear()
-        if grad is None or not self.hears():
-            return
-        if not brought or bool(differs(grad, torch.stack(brought).sum(0), rounding_of(grad)).any()):
-            self.enter(current_task()).refused = why
-
-    def watch_penalty(self, node: Node, names: Collection[str]) -> None:
-        """Notes gradients that come through an output of parameters alone, which belongs to no sample.  names: theirs"""
-
-        def note(grads: tuple[Tensor | None, ...]) -> None:
-            if self.hears() and any(grad is not None for grad in grads):
-                self.enter(current_task()).beside.update(names)
-
-        node.register_prehook(note)
-
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
         return self.hooks_before not in (0, RemovableHandle.next_id)
@@ -161,7 +126,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, ended.made = True, {}
+        ended.finished, ended.made, self._usual = True, {}, None
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -169,11 +134,48 @@ class Backward:
         call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
-        leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
+        leaves = (edge for edge in ended.own_edges() if edge.parameter.is_leaf and not ended.captures)
         states = ((edge.name, self.record.state_of_grad(edge.name, edge.parameter)) for edge in leaves)
         left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
+
+    def take(self, call: LayerCall, grad: Tensor | None) -> bool:
+        """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
+        usual, own = self._usual, call.__dict__
+        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "slots" in own:
+            return False
+        current, inner, known = usual.current, self.inner, own["known"]
+        if self.running is not current or inner is not usual.inner or own["forward"] != usual.forward:
+            return False
+        if (inner is None and current_task() != usual.task) or not self.hears() or not usual.leaves.keys() >= known.ids:
+            return False
+        if torch.is_grad_enabled() or is_transformed() or is_batched(grad) or self.record.on_arrival is not None:
+            return False
+        if self.record.segments is not usual.segments or call in current._received:
+            return False
+        if inner is not None:
+            if (call, 0) in inner.filed:
+                return True
+            inner.filed.add((call, 0))
+        current.arrived.append((call, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        current.arrived_for.update(known.names)
+        return True
+
+    def _usual_after(self, use: Use, current: Pass) -> Usual | None:
+        """What is known of a pass after its first use; None if it may do more than the usual."""
+        leaves, inner = use.leaves if isinstance(use, LayerCall) else None, self.inner
+        if leaves is None or current.captures or current.higher_order or use.recomputed_in is not None:
+            return None
+        if inner is None:
+            if not self.wants_grad:
+                return None
+            try:
+                reaches_all = all(map(will_execute, leaves.values()))
+            except RuntimeError:  # torch.autograd.grad takes some
+                return None
+        else:
+            reaches_all = len(inner.ways) == len(leaves) and set(inner.ways.values()) == {EXECUTED}
+        return Usual(current, current.task, inner, use.forward, leaves, self.record.segments) if reaches_all else None
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
@@ -227,10 +229,8 @@ class Backward:
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
         inner, edges = self.inner, use.edges
-        if inner is None:
-            ways = ways_to(edges)
-        else:
-            ways = {local: way for local, edge in edges.items() if (way := inner.ways.get(edge.name))}
+        found = ((local, reach_of(e.node) if inner is None else inner.ways.get(e.name)) for local, e in edges.items())
+        ways = {local: way for local, way in found if way}
         if not ways or all(grad is None for grad in grads):
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
@@ -249,6 +249,7 @@ class Backward:
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, use)
+        is_first = not (current._received or current.arrived)
         received = current.received.get(use)
         if received is None:
             received = current.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
@@ -265,6 +266,8 @@ class Backward:
             if local not in received.reached:
                 received.reached += (local,)
                 current.calls_of.setdefault(edges[local].name, []).append(use)
+        if is_first:
+            self._usual = self._usual_after(use, current)
         self.answered = True
         return received
 
@@ -275,10 +278,6 @@ class Backward:
         all segments, or begins a new one while accumulating.
         """
         record = self.record
-        if len(record.segments) == 1 and not record.superseded:  # the usual case
-            (only,) = record.segments
-            if current in only.passes and call.forward in only.forwards:
-                return
         home = next((segment for segment in record.segments if current in segment.passes), None)
         # 1. Does the call belong to a forward of another segment, including replaced ones?
         target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
@@ -333,21 +332,23 @@ class Backward:
         if grad is None and left is None and record.on_arrival is None:  # as for each parameter without gradients
             return
         name = record.names.get(parameter) or record.name_of(parameter)
-        uses = () if running is None else running.calls_of.get(name, ())
+        is_left, own = left is not None and left[0] == name, False
+        if grad is None and not is_left and record.on_arrival is None:
+            return
+        is_used = running is not None and running.leads_to(name)
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
-        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
+        if running is not None and grad is not None and is_used and not (is_known or name in running.beside):
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
+        if running is not None and (is_left or not self.wants_grad):
+            own = not running.captures and running.has_own(name)
         if record.on_arrival is not None and not (is_around and self.inner is None):
             self.reached(name, grad)
-        is_left, own = left is not None and left[0] == name, False
-        if running is not None and (is_left or not self.wants_grad):
-            own = not running.captures and any(use.is_own for use in uses)
-            if own and left is not None and is_left:
-                running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
+        if running is not None and own and left is not None and is_left:
+            running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
         if grad is None:
             return
-        if running is None or not uses:
+        if running is None or not is_used:
             record.unseen[name] = record.forwards
             return
         if not running.captures and self.inner is None:
@@ -389,12 +390,6 @@ class Backward:
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
     if (own := backward()) is not None:
         own.is_silent = False
-
-
-def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
-    """own: what has come to a value so far"""
-    grad = brought[place]
-    own += [] if grad is None else [grad]
 
 
 def may_skip(parameter: Tensor) -> bool:

@@ -398,21 +398,23 @@ class Hook:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are detected on arrival
             return None
         if (tape := self.recorder.tape) is None:
-            return self._then(module, args, kwargs, output)
+            if not output:
+                return self.then(self.path, module, args, kwargs)
+            return self.then(self.path, module, args, kwargs, output[0], self._is_first(module))
         with tape.paused():
-            returned = self._then(module, args, kwargs, output)
-            if output and returned is not None and returned is not output[0]:
+            if not output:
+                return self.then(self.path, module, args, kwargs)
+            returned = self.then(self.path, module, args, kwargs, output[0], self._is_first(module))
+            if returned is not None and returned is not output[0]:
                 tape.take_as_same(tensors_of(output[0]), tensors_of(returned))
             return returned
 
-    def _then(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
-        if not output:
-            return self.then(self.path, module, args, kwargs)
-        # Did any foreign hook run before this one?  The library's own hooks return the module's output unchanged.
+    def _is_first(self, module: nn.Module) -> bool:
+        """Whether no foreign hook ran before this one.  The library's own hooks return the module's output unchanged."""
         for hook in module._forward_hooks.values():
             if hook is self or not isinstance(hook, Hook):
-                break
-        return self.then(self.path, module, args, kwargs, *output, hook is self)
+                return hook is self
+        return False
 
     def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
         return _Unhooked, ()

@@ -14,12 +14,11 @@ from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, pu
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
+from autograd_hacks.capture.uses import GraphAlive, LayerCall, packed_into
 from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
-from autograd_hacks.support.graph import node_of
-from autograd_hacks.support.internals import is_traced, is_transformed
+from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
@@ -27,7 +26,6 @@ from autograd_hacks.support.trees import (
     plain,
     tensors_in,
     tensors_of,
-    version_of,
     versions_among,
     versions_of,
 )
@@ -89,6 +87,8 @@ class Layer:
     tensors: tuple[Tensor, ...]  # the same without names
     buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
+    ids: frozenset[int]  # of these
+    names: tuple[str, ...]  # theirs in the model
     is_plain: bool  # whether its calls may be noted in few words
     settings: Settings  # a stride, an epsilon: they may differ from call to call
 
@@ -118,17 +118,15 @@ class Forward:
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
-        # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
-        self._edges_now: dict[int, Edge] = {}
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
 
     def is_on(self) -> bool:
-        # Inside torch.func's transforms tensors belong to one transform, and end with it.
-        transformed = is_transformed()
-        self.record.transformed |= transformed
-        return Switch.on() and not transformed and not is_traced() and not self.backward.is_silent
+        if is_transformed():  # inside torch.func's transforms tensors belong to one transform, and end with it
+            self.record.transformed = True
+            return False
+        return Switch.on() and not is_traced() and not self.backward.is_silent
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
@@ -146,7 +144,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._edges_now, self._random_states = [], {}, {}
+        self.noted, self._random_states = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -176,24 +174,21 @@ class Forward:
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        edges = {local: self._edge(p, name) for local, p, name in known.wanted}
         live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
-        state = {name: (p, version_of(p)) for name, p in known.read}
         call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default, which takes twice as long
         vars(call).update(
             path=path,
             layer=layer,
+            known=known,
+            overwritten=(0, *versions_among(*known.tensors)),
             args=args,
             kwargs=kwargs,
             training=layer.training,
-            state=state,
-            settings=known.settings,
             random_state=drew,
             outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
             precision=autocast_dtype(outputs[0].device),
-            edges=edges,
             slots=len(outputs),
             forward=self.record.forwards,
             is_own=self.running is not None or task != NO_TASK,
@@ -206,7 +201,7 @@ class Forward:
         )
         if self.running is None and task != NO_TASK and self.record.told is not self.static:
             call.why_refused = INSIDE_PASS
-        output, hooks = attach(call, graph, output, outputs, self.backward.receive, known.rule.recomputes, live, made_of)
+        output, hooks = attach(call, graph, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
         return output
@@ -223,23 +218,23 @@ class Forward:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        call = LayerCall.__new__(LayerCall)
-        call.__dict__.update(
-            path=path,
-            layer=known.layer,
-            known=known,
-            args=(x.detach(),),
-            kwargs=_NONE,
-            training=known.layer.training,
-            overwritten=versions_among(x, *known.tensors),
-            precision=autocast_dtype(output.device),
-            forward=self.record.forwards,
-            samples=self.samples,
-            told=self.record.told,
-        )
-        inputs = frozenset((x.grad_fn,)) if x.requires_grad and x.grad_fn is not None else _NO_NODES
-        hook = AtOutput(call, None, self.backward.receive, 0, output, (args, _NONE), inputs)
-        call.graph = weakref.ref(hook)
+        call, record, made_by = LayerCall.__new__(LayerCall), self.record, x.grad_fn
+        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
+        hook = AtOutput(call, None, self.backward, 0, output, (args, _NONE), inputs)
+        call.__dict__ = {
+            "path": path,
+            "layer": known.layer,
+            "known": known,
+            "args": (x.detach(),),
+            "kwargs": _NONE,
+            "training": known.layer.training,
+            "overwritten": versions_among(x, *known.tensors),
+            "precision": autocast_dtype(output.device) if is_any_autocast_on() else None,
+            "forward": record.forwards,
+            "samples": self.samples,
+            "told": record.told,
+            "graph": weakref.ref(hook),
+        }
         if not is_first:
             call.is_first = False
         if self.is_taped:
@@ -259,16 +254,8 @@ class Forward:
         buffers = tuple(layer._buffers.values())
         read += [(local, x) for local, x in layer._buffers.items() if x is not None]
         is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
-        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, is_plain, Settings(layer))
-
-    def _edge(self, p: Tensor, name: str) -> Edge:
-        edge = self._edges_now.get(id(p))
-        if edge is None:
-            self.backward.watch(p)
-            edge = Edge(name, p, node_of(p))
-            if p in self.record.names:  # other tensors may get another name
-                self._edges_now[id(p)] = edge
-        return edge
+        ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
+        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, names, is_plain, Settings(layer))
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import AtNode, Receive, put_on
+from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
@@ -90,6 +90,11 @@ class Ran:
         return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
 
     @cached_property
+    def leaf_of(self) -> dict[str, Any]:
+        """The same the other way round."""
+        return {name: leaf for leaf, name in self.leaves.items()}
+
+    @cached_property
     def ends_of_graph(self) -> list[Any]:
         """All leaves: parameters and others."""
         return self.graph.leaves
@@ -135,7 +140,7 @@ class Ran:
 
     def edge_of(self, name: str) -> Edge:
         """The edge at which a parameter ends the graph."""
-        leaf: Any = next(leaf for leaf, own in self.leaves.items() if own == name)
+        leaf = self.leaf_of[name]
         return Edge(name, leaf.variable, leaf)
 
     def taken_apart(self) -> set[Any]:
@@ -181,7 +186,7 @@ class OffGraph:
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
         self.found: dict[Node, tuple[list[tuple[Value, Taker]], Whose]] = {}  # by the node that takes the values
         self.hooks: list[tuple[Node, AtNode]] = []
-        self._below: dict[Node, frozenset[str]] = {}
+        self.known_below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
         self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
@@ -189,24 +194,24 @@ class OffGraph:
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""
-        if node not in self._below:
+        if node not in self.known_below:
             seen, waiting = {node}, [node]
             while waiting:
                 new = {value.node for value in inputs_of(waiting.pop())} - seen
                 seen |= new
                 waiting += new
-            self._below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
-        return self._below[node]
+            self.known_below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
+        return self.known_below[node]
 
     def attach(
-        self, edge_of: Callable[[str], Edge], forward: int, receive: Receive, recomputed_in: Pass | None = None
+        self, edge_of: Callable[[str], Edge], forward: int, receiver: Receiver, recomputed_in: Pass | None = None
     ) -> None:
-        """Sends the gradients at these nodes to ``receive``.  recomputed_in: the pass that made the nodes"""
+        """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
         for node, use in self.uses(edge_of, forward):
             use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
             graph = GraphAlive()
             use.graph = weakref.ref(graph)
-            hook = AtNode(use, graph, receive)
+            hook = AtNode(use, graph, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))
 
@@ -244,7 +249,7 @@ class OffGraph:
         names, is_complex = self._names(value, taker), dtype_of(value).is_complex
         if type(value.node) is Leaf:
             return ValueUse(taker.place, shape_of(value), {names[0]: None}, is_complex)
-        leaves = {name: leaf for leaf, name in self.ran.leaves.items() if name in names}
+        leaves = {name: self.ran.leaf_of[name] for name in names}
         if len(leaves) == 1 and (steps := _steps(value)) is not None:
             return ValueUse(taker.place, shape_of(value), dict.fromkeys(leaves, partial(_stepwise, steps)), is_complex)
         transposed = Transposed(value, leaves)

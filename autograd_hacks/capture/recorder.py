@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.bypasses import watch_outputs
 from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
 from autograd_hacks.capture.kinds import Kinds, Known, Told
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
@@ -225,7 +226,7 @@ class Recorder:
             place_by_sizes(ran.noted, samples)
         off = self._off_graph(told, ran, samples, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
+        off.attach(partial(self._edge, ran), self.record.forwards, self.backward, again)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
         is_hooked = bool(self._users_hooks)
@@ -285,9 +286,9 @@ class Recorder:
         # Nothing shows that what modules keep is independent of other samples' values.
         unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
         if returned:
-            self.backward.watch_outputs(returned, told.mixing or told.untold, ran.graph.takers)
+            watch_outputs(self.backward, returned, told.mixing or told.untold, ran.graph.takers)
         if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
-            self.backward.watch_outputs(kept, KEPT, ran.graph.takers)
+            watch_outputs(self.backward, kept, KEPT, ran.graph.takers)
         return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:

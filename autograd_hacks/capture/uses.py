@@ -178,11 +178,6 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def _is_ready(x: Any, dtype: torch.dtype) -> bool:
-    """Whether an argument or gradient is as `ready` makes it."""
-    return type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
-
-
 @dataclass(eq=False, kw_only=True)
 class LayerCall(Use, Call):
     """A call of a layer with a rule: everything that the rule reads.
@@ -278,7 +273,10 @@ class LayerCall(Use, Call):
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
         args, kwargs, at = self.args, self.kwargs, tuple(grads.at)
-        if layout is not None or not all(_is_ready(x, dtype) for x in (*args, *kwargs.values(), *at)):
+        is_ready = layout is None
+        for x in (*args, *kwargs.values(), *at) if is_ready else ():
+            is_ready = is_ready and type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
+        if not is_ready:
             args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
             at = tuple([g if g is None else as_expected(g) for g in at])
         outputs, layer = (self.random_state, self.outputs, self.precision), self.settings.put_back(self.layer)
@@ -287,11 +285,12 @@ class LayerCall(Use, Call):
             forms = rule.formula(layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        if not isinstance(forms, dict | Mapping) or not all(isinstance(form, Form) for form in forms.values()):
-            raise TypeError(
-                f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
-            )
+        if type(forms) is not dict and not isinstance(forms, Mapping):
+            raise self._no_forms(forms)
         return {name: self._checked(forms, name, rows) for name in grads.reached}
+
+    def _no_forms(self, forms: object) -> TypeError:
+        return TypeError(f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
 
     def _is_compared(self, grads: OutputGrads) -> bool:
         """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
@@ -304,6 +303,8 @@ class LayerCall(Use, Call):
                 "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
         form, shape = forms[name], self.edges[name].parameter.shape
+        if not isinstance(form, Form):
+            raise self._no_forms(forms)
         if form.samples != rows or form.shape != shape:
             raise BatchSizeError(
                 f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "

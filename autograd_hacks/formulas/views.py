@@ -8,7 +8,7 @@ import torch
 
 from autograd_hacks.forms import Dense, Form, Outer, Placed
 from autograd_hacks.formulas.embedding import lookup
-from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of
+from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of, signed
 
 Step = Callable[[Form], Form]
 
@@ -66,6 +66,23 @@ def _looked_up(node: Any, number: int, shape: torch.Size) -> Step | None:
     return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
 
 
+def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
+    """The same by ``table[index]``, such as relative positions."""
+    if is_packed_by_hooks(node, "indices"):
+        return None
+    index, *others = kept_by(node, "indices")
+    if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
+        return None
+    index = index.remainder(shape[0])  # a copy, in which numbers from the end are counted from the beginning
+    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape)
+
+
+def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
+    dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
+    back = [1 + dims.index(at) for at in range(len(dims))]
+    return lambda form: Dense(form.dense().permute(0, *back))
+
+
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
     **dict.fromkeys(("TBackward0", "TransposeBackward0"), _swap),
     **dict.fromkeys(
@@ -75,8 +92,11 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
         ),
         lambda node, number, shape: partial(reshaped, shape=shape),
     ),
-    "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
+    # Formulas compute in the parameter's dtype.
+    **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda node, number, shape: lambda form: form),
+    "PermuteBackward0": _permuted,
     **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
     "EmbeddingBackward0": _looked_up,
+    "IndexBackward0": _indexed,
 }  # fmt: skip
 """{node name: ``step(node, number, shape)``} for nodes that view a tensor; None for a case that isn't covered"""

@@ -35,12 +35,15 @@ class Trace:
     ``number`` gives a node's number.
     """
 
-    __slots__ = ("edges", "ends", "fixed", "key", "kinds", "nodes", "number", "numbers", "parameters", "roots", "shapes")
+    __slots__ = (
+        "edges", "ends", "fixed", "key", "kinds", "leaves", "nodes", "number", "numbers", "parameters", "roots", "shapes"
+    )  # fmt: skip
 
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        fixed: list[int] = []  # leaves that are parameters, of this model or of one that it hides
+        leaves: list[int] = []
+        fixed: list[int] = []  # those that are parameters, of this model or of one that it hides
         found: list[tuple[Kind, Any, Any, tuple[tuple[int, int] | None, ...]]] = []
         key: list[Hashable] = [tuple((place[node], number) for node, number in roots)]
         find, known = place.get, _BY_TYPE.get
@@ -48,6 +51,7 @@ class Trace:
             kind = type(node)
             if kind is Leaf:
                 x = node.variable
+                leaves.append(len(found))
                 if id(x) in parameters or isinstance(x, Parameter):
                     fixed.append(len(found))
                     key.append(id(x))
@@ -76,7 +80,7 @@ class Trace:
         self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
-        self.parameters, self.ends, self.fixed = parameters, ends, fixed
+        self.parameters, self.ends, self.leaves, self.fixed = parameters, ends, leaves, fixed
         self.key: Hashable = (tuple(key), tuple(fixed), tuple(found))
 
     def leaf(self, k: int) -> Tensor:

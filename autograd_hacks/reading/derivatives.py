@@ -117,7 +117,7 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
 def _attach(own: Recorder, reader: Reader, forward: int) -> None:
     off, ran = OffGraph(reader.ran, Told(), reader.samples), reader.ran
     reader.follow(reader.read(), off)
-    off.attach(ran.edge_of, forward, own.backward.receive)
+    off.attach(ran.edge_of, forward, own.backward)
 
 
 def _computed(

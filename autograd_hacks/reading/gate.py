@@ -117,14 +117,22 @@ class Gate:
         self.samples = next((d.count for d in told if d is not None), self.samples)
 
     def _ask(self, number: int, call: Use) -> None:
-        grads, terms = self.segment.passes[number].received[call], self._terms[number]
+        received = self.segment.passes[number].received
+        grads, terms, read, is_mean = received[call], self._terms[number], self._read[number], self._is_mean[number]
         check_seen(call, grads)
-        for local, form in call.forms(grads, self.segment.passes[number].received).items():
-            count = form.samples if call.documents is None else call.documents.losses
-            own = scale(form, count) if self._is_mean[number] else form  # a mean loss was divided by N
-            found = terms.setdefault(call.edges[local].name, {})
-            found[call] = add([found[call], own]) if call in found else own
-            self._read[number].setdefault(call.edges[local].name, []).append((call, grads, form))
+        for local, form in call.forms(grads, received).items():
+            name, own = call.edges[local].name, form
+            if is_mean:  # a mean loss was divided by N
+                own = scale(form, form.samples if call.documents is None else call.documents.losses)
+            if name in terms:
+                found = terms[name]
+                found[call] = add([found[call], own]) if call in found else own
+            else:
+                terms[name] = {call: own}
+            if name in read:
+                read[name].append((call, grads, form))
+            else:
+                read[name] = [(call, grads, form)]
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""

@@ -238,12 +238,14 @@ def check_seen(use: Use, grads: OutputGrads) -> None:
             f"{use.place}: another forward hook runs before the library's and may have changed the output. Register it "
             "without prepend=True, or call remove_hooks and add_hooks after registering it."
         )
-    for kind, watched in (("input", use.versions), ("gradient at the output", zip(grads.at, grads.versions))):
-        if wrong := overwritten_in(watched):
-            raise StaleRecord(
-                f"{use.place}: its {kind}, {wrong} after the layer read it. Read the per-sample gradients before that, or "
-                "give the layer a copy: x.clone()."
-            )
+    wrong, kind = overwritten_in(use.versions), "input"
+    if not wrong:
+        wrong, kind = overwritten_in(zip(grads.at, grads.versions)), "gradient at the output"
+    if wrong:
+        raise StaleRecord(
+            f"{use.place}: its {kind}, {wrong} after the layer read it. Read the per-sample gradients before that, or "
+            "give the layer a copy: x.clone()."
+        )
 
 
 def _trains(layer: nn.Module) -> bool:

@@ -36,7 +36,7 @@ def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returne
     found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
     off = OffGraph(ran, Told(), samples)
     reader.follow(found, off)
-    off.attach(ran.edge_of, max(mark.forward for _, mark in marks), recorder.backward.receive)
+    off.attach(ran.edge_of, max(mark.forward for _, mark in marks), recorder.backward)
     if recorder.record.documents is not None:
         return ""
     at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]
@@ -65,7 +65,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
     found = set[Node]()
     for node in reader.trace.nodes:
         for hook in on_node(node):
-            if hook.receive != recorder.backward.receive:
+            if hook.receiver is not recorder.backward:
                 continue
             if isinstance(hook, AtNode):
                 found.add(node)

@@ -52,6 +52,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
     lowest: see `OffGraph`; None as long as nobody has looked for them
+    below: the parameters on which the values of uses depend, by node
     """
 
     calls: list[Whose | None] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Read:
     returns_parameters: bool = False
     links: Sequence[Link] = ()
     lowest: list[int] | None = None
+    below: dict[int, frozenset[str]] | None = None
 
     def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
         if all(node in number for node in nodes):
@@ -88,8 +90,9 @@ class Reader:
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
-        kinds = zip(self.trace.kinds, self.trace.nodes)
-        asks = [node for k, node in kinds if k.entry is None and k.law is None and k is not LEAF and is_users(node)]
+        nodes, kinds = self.trace.nodes, self.trace.kinds
+        lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
+        asks = lawless and any(k in lawless and is_users(node) for k, node in zip(kinds, nodes))
         self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
         with self._kept():
             walk = walked if memo is None else memo.walk
@@ -97,10 +100,10 @@ class Reader:
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
         self.number = self.trace.number
-        names, nodes = {id(p): name for name, p in ran.parameters.items()}, self.trace.nodes
-        ran.ends_of_graph = [nodes[k] for k, kind in enumerate(self.trace.kinds) if kind is LEAF]
+        names = {id(p): name for name, p in ran.parameters.items()}
+        ran.ends_of_graph = [nodes[k] for k in self.trace.leaves]
         ran.nodes = self.number
-        ran.checkpoints = [node for node, kind in zip(nodes, self.trace.kinds) if kind.name == CHECKPOINT]
+        ran.checkpoints = [node for node, k in zip(nodes, kinds) if k in lawless and k.name == CHECKPOINT]
         ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
         self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
@@ -132,19 +135,13 @@ class Reader:
             if len(hooks) != 1:
                 return None
             ((node, hook),) = hooks
-            known: Any = vars(call).get("known")
-            if known is not None:
-                known = weakref.ref(known)
-            else:
-                rule = rule_for(call.layer)
-                if rule is None or rule.count is not None or rule.recomputes:
-                    return None
-                known = call.path, id(rule), *call.edges
+            if not call.known.is_plain:
+                return None
             at = None
             given = call.args[0] if call.args and not inputs else None
             if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
                 at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
-            key += (known, number.get(node), hook.number, hook.shape, at)
+            key += (weakref.ref(call.known), number.get(node), hook.number, hook.shape, at)
         return tuple(key)
 
     def known(self) -> Read | None:
@@ -297,6 +294,10 @@ class Reader:
             off.lowest = [nodes[k] for k in found.lowest]
         off.note_lowest = partial(found.note_lowest, self.number)
         off.found |= self.found_in_graph(found)
+        if found.below is None:
+            found.below = {j: off.below(nodes[j]) for values, _ in found.uses.values() for j, _, _ in values}
+        else:
+            off.known_below |= {nodes[j]: names_below for j, names_below in found.below.items()}
         off.refused = refused
         off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
 

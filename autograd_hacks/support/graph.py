@@ -149,7 +149,9 @@ def _unpacked(raw: Any) -> Any:
 
 def is_packed_by_hooks(node: Any, name: str) -> bool:
     """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
-    return getattr(getattr(node, f"{RAW}{name}"), "unpack_hook", None) is not None
+    raw = getattr(node, f"{RAW}{name}")
+    every = raw if isinstance(raw, tuple | list) else (raw,)
+    return any(getattr(own, "unpack_hook", None) is not None for own in every)
 
 
 def put_back_by(node: Any) -> Callable[[], None]:

@@ -84,6 +84,7 @@ def is_transformed() -> bool:
 
 
 is_traced: Callable[[], Any] = _C._get_tracing_state  # true while torch.jit.trace runs
+is_any_autocast_on: Callable[[], bool] = _C._is_any_autocast_enabled
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # for is_grads_batched
 
 

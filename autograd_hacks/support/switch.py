@@ -13,21 +13,25 @@ NO_TASK = -1
 """torch's number for the current backward pass if none runs."""
 
 
+class _Here(threading.local):
+    paused = False  # whether this thread is in one of the library's own contexts
+
+
 class Switch:
     """Whether hooks record, in the whole process."""
 
     enabled = True
     pauses: ClassVar[set[object]] = set()  # open contexts, of all threads
-    here = threading.local()  # .paused: whether this thread is in one of the library's own contexts
+    here = _Here()
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not getattr(cls.here, "paused", False)
+        return cls.enabled and not cls.pauses and not cls.here.paused
 
     @classmethod
     def is_paused_here(cls) -> bool:
         """Whether this thread's forwards are the library's and not the user's."""
-        return getattr(cls.here, "paused", False)
+        return cls.here.paused
 
     @classmethod
     @contextmanager

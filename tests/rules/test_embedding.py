@@ -149,3 +149,38 @@ def test_positions_are_looked_up(options: dict[str, int], checkpointed: bool) ->
             assert isinstance(grads["positions.weight"], Chained if checkpointed else Lookup)
             assert_same(grads.dense(), expected)
             model.at.copy_(at)
+
+
+class RelativePositions(nn.Module):
+    """A table that is read by distances, from both ends, as a bias of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table, self.out = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 2)), nn.Linear(4, 3)
+        self.register_buffer("at", torch.arange(3)[:, None] - torch.arange(3))
+        self.checkpointed = False
+
+    def bias(self) -> Tensor:
+        return self.table[self.at.flatten()].view(3, 3, 2).permute(2, 0, -2).contiguous().unsqueeze(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = checkpoint(self.bias, use_reentrant=False) if self.checkpointed else self.bias()
+        h = self.embed(x).unflatten(2, (2, 2)).transpose(1, 2)
+        return self.out((h @ h.mT + bias).softmax(-1).matmul(h).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_relative_positions_are_looked_up(checkpointed: bool) -> None:
+    model, x = RelativePositions().double(), torch.randint(7, (4, 3))
+    expected = one_backward_per_sample(model, squares, x)
+    model.checkpointed = checkpointed
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            squares(model(x)).sum().backward()
+            at = model.at.clone()
+            if not checkpointed:  # else a derivative is taken, which needs the index
+                model.at.zero_()
+            grads = autograd_hacks.per_sample_grads(model, "sum")
+            assert isinstance(grads["table"], Chained if checkpointed else Lookup)
+            assert_same(grads.dense(), expected)
+            model.at.copy_(at)
