@@ -251,6 +251,7 @@ def test_samples_that_are_not_finite_or_not_there_through_a_convolution() -> Non
             squares(model(samples)).mean().backward()
             autograd_hacks.compute_grad1(model)
             for p in model.parameters():
+                assert p.grad1.shape == (len(samples), *p.shape)
                 assert p.grad1.flatten(1).isnan().any(1).tolist() == [False, False, True, False][: len(samples)]
             model.zero_grad()
 
