@@ -181,6 +181,12 @@ class Between(nn.Module):
         return self.last(self.how(self.first(x).tanh(), *more))
 
 
+def with_spare(used: nn.Module, frozen: nn.Module | None = None) -> nn.Module:
+    """A layer that no loss reaches, and behind the one that is used another that doesn't train."""
+    behind = (frozen or nn.Identity()).requires_grad_(False)
+    return Bare(lambda m, x: m.frozen(m.used(x)), used=used, spare=nn.Linear(2, 2), frozen=behind)
+
+
 class SequenceFirst(nn.Module):
     """T N F inside, folded both ways, and PReLU with T for its channels' neighbour."""
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from curvature_nets import curve, network
+from nets import with_spare
 from oracle import joined
 from refused import check_each
 from steps import assert_means
@@ -127,14 +128,12 @@ def test_rows_of_passes_are_no_gradients() -> None:
 
 
 def test_parameters_that_are_frozen_or_not_reached() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "frozen": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))
+    model = with_spare(nn.Linear(3, 2), nn.Linear(2, 2))
     autograd_hacks.add_hooks(model)
     curve(model, model(torch.randn(4, 3)))
-    assert model["used"].weight.hess.shape == (2, 3, 2, 3)
-    assert not hasattr(model["frozen"].weight, "hess")
-    assert model["idle"].weight.hess is None
+    assert model.used.weight.hess.shape == (2, 3, 2, 3)
+    assert not hasattr(model.frozen.weight, "hess")
+    assert model.spare.weight.hess is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from nets import perceptron
+from nets import perceptron, with_spare
 from oracle import clipped, squares
 from rarely import crossed
 from refused import check_each
@@ -116,15 +116,13 @@ def test_an_empty_batch_is_noise(first: bool) -> None:
 
 
 def test_a_parameter_that_no_loss_reached_has_noise() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
+    model = with_spare(nn.Linear(4, 2), nn.Linear(2, 2))
     autograd_hacks.add_hooks(model, independent=True)
     backward(model, torch.randn(5, 4))
     step(model, 1.0)
-    assert model["spare"].weight.grad is not None
-    assert model["spare"].weight.grad.all()
-    assert model["frozen"].weight.grad is None
+    assert model.spare.weight.grad is not None
+    assert model.spare.weight.grad.all()
+    assert model.frozen.weight.grad is None
 
 
 def test_micro_batches() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS
+from nets import MODELS, with_spare
 from oracle import assert_rows, joined, one_loss_at_a_time, squares
 from rarely import crossed
 from refused import check_each
@@ -88,15 +88,13 @@ def test_memory_of_rows_is_used_again() -> None:
 
 
 def test_parameters_that_no_loss_reaches_have_none_and_frozen_ones_nothing() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
-    model["used"].bias.requires_grad_(False)
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    model = with_spare(nn.Linear(4, 3), nn.Linear(3, 3))
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.during_backward(model, "grad1"):
             squares(model(torch.randn(5, 4))).mean().backward()
-        assert model["used"].weight.grad1.shape == (5, 3, 4)
-        assert not hasattr(model["used"].bias, "grad1")
-        assert model["unused"].weight.grad1 is None
+        assert model.used.weight.grad1.shape == (5, 3, 4)
+        assert not hasattr(model.frozen.weight, "grad1")
+        assert model.spare.weight.grad1 is None
 
 
 def mixing() -> nn.Module:

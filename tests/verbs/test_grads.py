@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import BareMatrix, Language, perceptron
+from nets import BareMatrix, Language, perceptron, with_spare
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from refused import check_each
@@ -39,10 +39,7 @@ def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
 
 
 def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
-    model = nn.ModuleDict({"used": perceptron(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
-    x = torch.randn(5, 4).double()
+    model, x = with_spare(perceptron(), nn.Linear(3, 3)).double(), torch.randn(5, 4).double()
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.accumulate(model):
             for part in (x[:2], x[2:]):
@@ -160,8 +157,7 @@ def test_a_flat_buffer_of_gradients_is_written_in_place(build: Callable[[], nn.M
 
 
 def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
+    model = with_spare(nn.Linear(4, 3))
     buffer = in_one_buffer(model)
     buffer += 1
     autograd_hacks.add_hooks(model, param_grad=False)
@@ -206,17 +202,16 @@ def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(ho
 
 
 def test_forms_by_name_and_by_parameter() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
-    model["other"].weight = model["one"].weight
-    model["one"].bias.requires_grad_(False)
-    model.forward = lambda x: model["other"](model["one"](x))  # type: ignore[method-assign]  # the model of this test
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
     grads = stepped(model, torch.randn(6, 4))
     for name, p in model.named_parameters():
         assert (p in grads) == (name in grads) == p.requires_grad
         if p.requires_grad:
             assert grads[p] is grads[name]
             assert grads.get(p) is grads[name]
-    assert grads["other.weight"] is grads["one.weight"] is grads[model["other"].weight]
+    assert grads["1.weight"] is grads["0.weight"] is grads[model[1].weight]
 
 
 # How numbers behave in `PerSampleGrads` and `clip_grad1_norm_`: zeros, overflow, half precision, autocast

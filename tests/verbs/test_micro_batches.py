@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn as nn
-from nets import BareMatrix
+from nets import BareMatrix, with_spare
 from oracle import clipped, squares
 from refused import check_each
 from steps import batch, mlp, rows_of, step
@@ -132,14 +132,13 @@ def test_sums_divided_by_a_number_are_added_to_what_is_there(zeros: bool) -> Non
 
 
 def test_what_the_loss_did_not_reach_keeps_its_gradient() -> None:
-    model = nn.ModuleDict({"used": mlp(), "spare": nn.Linear(2, 2)}).double()
-    model.forward = model["used"].forward  # type: ignore[method-assign]  # the model of this test
-    model["spare"].weight.grad = kept = torch.ones(2, 2).double()
+    model = with_spare(mlp()).double()
+    model.spare.weight.grad = kept = torch.ones(2, 2).double()
     with autograd_hacks.add_hooks(model, param_grad=False):
         step(model, *batch())
         autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
-    assert model["spare"].weight.grad is kept
-    assert model["spare"].bias.grad is None
+    assert model.spare.weight.grad is kept
+    assert model.spare.bias.grad is None
 
 
 def test_adding_is_refused_where_grad_holds_some_of_it() -> None:

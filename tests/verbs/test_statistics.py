@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import perceptron
+from nets import perceptron, with_spare
 from oracle import joined, squares
 from refused import check_each
 from steps import rows_of, stepped
@@ -69,9 +69,7 @@ def test_next_to_no_noise_keeps_its_digits() -> None:
 
 
 def test_a_parameter_that_no_loss_reaches_has_no_noise() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
-    each = stepped(model, torch.randn(5, 4)).noise_scale(per_parameter=True)
+    each = stepped(with_spare(nn.Linear(4, 2)), torch.randn(5, 4)).noise_scale(per_parameter=True)
     assert each["spare.weight"].noise == each["spare.weight"].signal == 0
     assert each["used.weight"].noise > 0
 
