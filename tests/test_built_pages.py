@@ -1,4 +1,4 @@
-"""How the pages are built: what conf.py sets, and what a page must have."""
+"""How the pages are built: what conf.py sets, and what a page and a release must have."""
 
 import ast
 import configparser

@@ -1,4 +1,4 @@
-"""The public face is documented, and nothing else is public."""
+"""The public face is documented, has an example that runs, and nothing else is public."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Parts of a hooked model that are called by themselves."""
+"""Parts of a hooked model that are called by themselves, and losses that read what a model keeps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Several losses, forwards and models: which backward passes belong together."""
+"""Several losses, forwards and models: which backward passes belong together, and how long a record lives."""
 
 import threading
 

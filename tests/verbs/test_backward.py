@@ -1,4 +1,4 @@
-"""`backward(losses)`, and what the scale of a row is."""
+"""`backward(losses)`, what the scale of a row is, and losses that begin to mix."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Memory of ``grad1``: used again from step to step, and never what someone else holds."""
+"""Memory of ``grad1``: used again from step to step, and never what someone else holds; and rows of some parameters."""
 
 import copy
 import weakref
