@@ -1,4 +1,4 @@
-"""How a layer may be called: by keyword, at two paths, among the user's hooks, scripted or traced, in a wrapper; and its output."""
+"""How a layer may be called: by keyword, at two paths, among the users' hooks, scripted, in a wrapper; and its output."""
 
 from collections.abc import Callable
 
