@@ -144,11 +144,11 @@ def test_tensors_that_replaced_parameters_are_freed() -> None:
 def test_hooks_that_come_and_go_keep_no_more_than_before() -> None:
     model, x = mlp(), torch.randn(5, 3).double()
     handle, found = autograd_hacks.add_hooks(model), []
-    for _ in range(12):
+    for n in range(12):
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         handle.off()
         handle.on()
-        gc.collect()
-        found.append((alive(Read), alive(Layer)))
-    assert found[-1] == found[6]
+        if n in (6, 11):
+            found.append((alive(Read), alive(Layer)))
+    assert found[0] == found[1]
