@@ -70,7 +70,7 @@ def floors() -> dict[str, list[Path]]:
     return {
         "core": [path for path in package.iterdir() if path.name not in ROOMS and path.suffix in ("", ".py")],
         "rooms": [package / name for name in ROOMS],
-        "tests": 26216[ROOT / "tests"],
+        "tests": [ROOT / "tests"],
         "benchmarks": [ROOT / "benchmarks"],
     }
 
