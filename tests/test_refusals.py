@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from refused import Given, Row, check_refused, of, said
 from torch import Tensor
 from torch.func import functional_call
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import (
@@ -43,15 +44,13 @@ VERBS, CLIPPING, OUTPUTS = "What verbs are given", "Clipping", "Rows of outputs"
 NOISE, ARRIVING = "Noise and signal", "Smaller: while backward runs"
 
 
-class OfOneBatch(nn.Module):
-    def __init__(self, batch: Tensor) -> None:
-        super().__init__()
-        self.layer, self.batch = nn.Linear(3, 2).double(), batch
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.equal(x, self.batch):
+def of_one_batch(batch: Tensor) -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        if not torch.equal(x, batch):
             raise KeyError("another batch")
-        return self.layer(x)
+        return m.layer(x)
+
+    return Bare(forward, layer=nn.Linear(3, 2).double())
 
 
 def a_derivative_while_rows_are_read(s: Given) -> None:
@@ -196,7 +195,7 @@ STEPS: list[Row] = [
     ]),
     (TypeError, REDUCTION, "list", lambda s: backward([1.0])),
     (HigherOrderError, "What is refused", "create_graph=True", a_derivative_while_rows_are_read),
-    (ProbeFailed, ..., "", lambda s: (model := OfOneBatch(s.x), add_hooks(model, independent=True), model(s.x))),
+    (ProbeFailed, ..., "", lambda s: (model := of_one_batch(s.x), add_hooks(model, independent=True), model(s.x))),
     (ParamGradSkipped, ..., "",
      lambda s: (m := s.other(param_grad=False), m(s.x).sum().backward(), torch.optim.SGD(m.parameters(), 0.1).step())),
     (ValueError, "A GradScaler", "", lambda s: (s.grads, clip_grad1_norm_(s.model, 1.0, scale=2.0))),
