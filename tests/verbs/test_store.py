@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads, Store, over
-from autograd_hacks.support.row_files import RowFile
+from autograd_hacks.support.row_files import RowFiles
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -157,7 +157,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no .*none\.npy"):
         Store(tmp_path / "none.npy")
-    with pytest.raises(FileNotFoundError, match="has no rows; expected a folder that over"):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*\.progress; expected the rows that over"):
         Store(tmp_path)
     (tmp_path / "rows.npy").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match=r"rows\.npy\.progress"):
@@ -180,22 +180,21 @@ class Interrupted(Exception):
 def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted in one of its batches, after some of the files were written."""
     model, data, path = net(), batches(2, 3, 2), tmp_path / "rows"
-    append, count = RowFile._append, 0
+    append, count = RowFiles._append, 0
 
-    def interrupted(self: RowFile, rows: Tensor) -> None:
+    def interrupted(self: RowFiles, name: str, rows: Tensor) -> None:
         nonlocal count
         if count == 4 * batch + files:
             raise Interrupted
         count += 1
-        append(self, rows)
+        append(self, name, rows)
 
-    monkeypatch.setattr(RowFile, "_append", interrupted)
+    monkeypatch.setattr(RowFiles, "_append", interrupted)
     with pytest.raises(Interrupted):
         over(model, data, loss, PerSampleGrads.dense, out=path)
-    monkeypatch.setattr(RowFile, "_append", append)
-    if files:
-        with pytest.raises(ValueError, match="to its end") if batch else pytest.warns(RuntimeWarning):
-            Store(path)
+    monkeypatch.setattr(RowFiles, "_append", append)
+    with pytest.warns(RuntimeWarning, match="has 2 rows") if batch else pytest.raises(ValueError, match="to its end"):
+        Store(path)
     found = over(model, data, loss, PerSampleGrads.dense, out=path)
     assert_close(torch.cat([x.flatten(1) for x in found.values()], 1), rows_of(model, data))
     assert_close(Store(path).rows, found)
@@ -208,14 +207,14 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"returned a dictionary\. Give a file"):
         over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
     over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"another verb.*Delete the folder"):
+    with pytest.raises(ValueError, match=r"another verb; this verb returned .* for 'a'. Delete it"):
         over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"'a/b', which can't be the name of a file"):
         over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
     with pytest.raises(ValueError, match="other weights"):
         over(net(1), data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
     store = Store(tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"expects {name: tensor} for '0\.bias'"):
+    with pytest.raises(ValueError, match=r"expects {name: tensor} for '0\.weight'"):
         store.search(torch.randn(2, 4), 1)
 
 
