@@ -105,7 +105,9 @@ class RowFiles:
         kinds = {name: [str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for name, x in rows.items()}
         if not self._notes.exists():
             if old := [path for name in rows if (path := self._path(name)).exists()]:
-                raise self._refused(f"can't be resumed, without {self._notes}: only one of the two files exists; delete {old[0]}")
+                raise self._refused(
+                    f"can't be resumed, without {self._notes}: only one of the two files exists; delete {old[0]}"
+                )
             if not self.is_one:
                 self.path.mkdir(parents=True, exist_ok=True)
             self._note(kinds=kinds)

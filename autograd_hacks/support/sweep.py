@@ -1,6 +1,6 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
-from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -43,7 +43,8 @@ def sweep(
     """
 
     def run() -> None:
-        left = _dependencies([value.node for value in given], ends)
+        takers = Graph([value.node for value in given], frozenset(ends)).takers
+        left = Counter(value.node for value, own in takers.items() for _ in own)  # the edges that lead to a node
         brought: dict[Node, list[Grads]] = {}
         for value, grads in given.items():
             _add(brought, value, grads)
@@ -69,22 +70,6 @@ def sweep(
 
     with Switch.paused_here():  # checkpoints run the user's modules
         as_one_pass(run)
-
-
-def _dependencies(roots: Sequence[Node], ends: Collection[Node]) -> dict[Node, int]:
-    """By node, how many edges lead there from other nodes of the sweep."""
-    left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
-    while waiting:
-        node = waiting.pop()
-        if node in ends:
-            continue
-        for ahead, _ in node.next_functions:
-            if ahead is not None:
-                if ahead not in left:
-                    left[ahead] = 0
-                    waiting.append(ahead)
-                left[ahead] += 1
-    return left
 
 
 def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor | None]) -> None:
@@ -263,11 +248,6 @@ def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[
             like = node.variable
             found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
 
-    def run() -> None:
-        sweep({value: list(rows)}, arrive)
-
-    if current_task() == NO_TASK:
-        run()
-    else:  # the running pass may not need some gradients on the way
-        outside_passes(run)
+    run = partial(sweep, {value: list(rows)}, arrive)
+    run() if current_task() == NO_TASK else outside_passes(run)  # a running pass may not need some gradients on the way
     return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}
