@@ -89,15 +89,11 @@ class Batch:
             return None
         if counted_leaf is not None:
             return _size(self.leaves[counted_leaf], axis)
-        first = self._first(axis)
-        return None if first is None else _size(self.leaves[first], axis)
-
-    def _first(self, axis: int) -> int | None:
-        """The first leaf that has the axis.  A tensor with one entry is skipped if there are others: it may be a setting."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
-        return next(
-            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
-        )
+        # A tensor with one entry is skipped if there are others: it may be a setting.
+        several = (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1)
+        first = next(several, having[0] if having else None)
+        return None if first is None else _size(self.leaves[first], axis)
 
     def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
         """For each leaf the axis of its samples; None if it has none.

@@ -1,7 +1,7 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -56,7 +56,7 @@ def sweep(
                 arrive(node, passes)
             if type(node) is Leaf or node in ends:
                 continue
-            found = None if passes is None else _call(node, passes)
+            found = None if passes is None else list(_call(node, passes, len(passes) > 1))
             for place, (ahead, number) in enumerate(node.next_functions):
                 if ahead is None:
                     continue
@@ -135,24 +135,22 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """The gradients that a node computes, for several passes."""
+def _call(node: Any, passes: Iterable[Grads], several: bool) -> Iterator[Sequence[Tensor | None] | None]:
+    """The gradients that a node computes, for one or several passes."""
     if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
         raise UnseenGradient(
             "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
             "checkpoint(..., use_reentrant=False)."
         )
-    found, put_back = list[Sequence[Tensor | None] | None](), None
+    put_back = put_back_by(node) if several else None
     for grads in passes:
+        try:
+            found = call_node(node, grads)
+        except CheckpointError:  # a node that doesn't show what it saves
+            found = outside_passes(partial(call_node, node, grads))
         if put_back is not None:
             put_back()
-        elif len(passes) > 1:
-            put_back = put_back_by(node)
-        try:
-            found.append(call_node(node, grads))
-        except CheckpointError:  # a node that doesn't show what it saves
-            found.append(outside_passes(partial(call_node, node, grads)))
-    return found
+        yield found
 
 
 def as_one_pass(run: Callable[[], None]) -> None:
@@ -211,14 +209,11 @@ def by_node(
     whole = [samples] if is_users(node) and samples else []
 
     def rows() -> list[Tensor | None]:
-        found, put_back = list[Tensor | None](), put_back_by(node)
-        for n in (*range(samples), *whole):
-            of_part = [None if own is None else own >= 0 if n == samples else own == n for own in owners]
-            parts = [None if g is None or own is None else g.where(own, 0) for g, own in zip(grads, of_part)]
-            made = call_node(node, parts)
-            found.append(None if made is None else made[place])
-            put_back()
-        return found
+        parts = (
+            [None if x is None else x >= 0 if n == samples else x == n for x in owners] for n in (*range(samples), *whole)
+        )
+        passes = ([None if g is None or x is None else g.where(x, 0) for g, x in zip(grads, part)] for part in parts)
+        return [None if made is None else made[place] for made in _call(node, passes, True)]
 
     found = rows()
     if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient
