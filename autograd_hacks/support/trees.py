@@ -190,25 +190,11 @@ def _is_empty(tree: Any) -> bool:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules, in the order of ``model.modules()``, which builds their names and takes four times as long."""
-    found: dict[int, nn.Module] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:  # most have none
-                waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
-    return list(found.values())
+    return list(model.modules())
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """``dict(model.named_parameters())``, which takes four times as long."""
-    if type(model).named_parameters is not nn.Module.named_parameters:  # overridden by the user
-        return dict(model.named_parameters())
-    found: dict[str, nn.Parameter] = {}
-    _find_parameters(model, "", found, set())
-    return found
+    return dict(model.named_parameters())
 
 
 class Tree:
@@ -240,17 +226,6 @@ class Tree:
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
         return modules, self._parameters
-
-
-def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Parameter], seen: set[int]) -> None:
-    seen.add(id(module))
-    for name, p in module._parameters.items():
-        if p is not None and id(p) not in seen:
-            seen.add(id(p))
-            found[prefix + name] = p
-    for name, child in module._modules.items():
-        if child is not None and (child._parameters or child._modules) and id(child) not in seen:
-            _find_parameters(child, f"{prefix}{name}.", found, seen)
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
@@ -312,11 +287,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_among(*tensors: Tensor) -> list[int]:
-    """`version_of` tensors, which usually aren't inference tensors."""
-    try:
-        return [x._version for x in tensors]
-    except RuntimeError:
-        return list(map(version_of, tensors))
+    return list(map(version_of, tensors))
 
 
 class ByTensor(Generic[T]):

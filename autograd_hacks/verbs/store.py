@@ -177,7 +177,8 @@ class Store(Shown):
                     theirs = mine if second == first else self._units(self._block(second, cpu))
                     found = self._products(mine, theirs)
                     near = found >= float(threshold) - slack  # NaN isn't
-                    near &= torch.arange(first.start, first.stop)[:, None] < torch.arange(second.start, second.stop)
+                    numbers = (torch.arange(x.start, x.stop, device=cpu) for x in (first, second))
+                    near &= next(numbers)[:, None] < next(numbers)
                     places = near.nonzero()
                     if (total := total + len(places)) > limit:
                         many = f"more than {limit:,} pairs of rows with a cosine of {threshold} or more"
