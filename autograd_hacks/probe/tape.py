@@ -127,7 +127,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _, kind = _KINDS.get(id(func)) or _kind(func)
+        kind = _kind(func)
         if self.is_paused or kind == _MARK:
             return func(*args, **kwargs) if kwargs else func(*args)
         numbers, expected, at = self._numbers, self._expected, len(self.entries)
@@ -314,15 +314,13 @@ _NUMBERS = frozenset((int, float, bool, type(None), torch.dtype, torch.device, t
 _MARK, _OPAQUE, _SILENT, _READING = "mark", "opaque", "silent", "reading"
 """Kinds of operations: marks for profilers, as DistributedDataParallel sets them; those of other packages; those that
 read no values; and those that do if they return no tensor and write into none."""
-_KINDS: dict[int, tuple[Any, str]] = {}
-"""By identity, because an operation's hash takes a call.  The operations are kept, so no other has the same identity."""
 
 
-def _kind(func: Any) -> tuple[Any, str]:
-    kind = _SILENT if func.overloadpacket in _OF_SIZES else _READING
+@cache
+def _kind(func: Any) -> str:
     if func.namespace not in _TORCHS:
-        kind = _MARK if func.namespace == "profiler" else _OPAQUE
-    return _KINDS.setdefault(id(func), (func, kind))
+        return _MARK if func.namespace == "profiler" else _OPAQUE
+    return _SILENT if func.overloadpacket in _OF_SIZES else _READING
 
 
 def place() -> tuple[str, int]:
