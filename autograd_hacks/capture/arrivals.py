@@ -1,7 +1,7 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -49,14 +49,6 @@ def reach_of(node: Node) -> str:
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return CAPTURED
         raise
-
-
-def ways_to(edges: Mapping[str, Edge]) -> dict[str, str]:
-    """`reach_of` the nodes that the running pass reaches, by the parameters' names in a use."""
-    try:
-        return {local: EXECUTED for local, edge in edges.items() if will_execute(edge.node)}
-    except RuntimeError:
-        return {local: way for local, edge in edges.items() if (way := reach_of(edge.node))}
 
 
 class AtOutput(GraphAlive):

@@ -1,11 +1,10 @@
 """Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, ways_to
-from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Segment
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, reach_of
+from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
 from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
 from autograd_hacks.support.contexts import without_autocast
-from autograd_hacks.support.graph import Taker, Value, is_users
+from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import (
     call_at_end,
     hooks_after,
@@ -29,34 +28,9 @@ from autograd_hacks.support.internals import (
     is_transformed,
     will_execute,
 )
-from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import ByTensor, version_of
-
-
-@dataclass
-class Inner:
-    """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
-
-    task: int  # of the outer pass
-    ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
-    left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
-    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
-    filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
-
-
-class Usual(NamedTuple):
-    """A pass through one forward that reaches all of its parameters and does nothing else.
-
-    Of what comes to the forward's usual calls nothing is left to decide, so it is only kept."""
-
-    current: Pass
-    task: int
-    inner: Inner | None
-    forward: int
-    leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
-    segments: Sequence[Segment]  # the record's, as they were
 
 
 class Backward:
@@ -133,36 +107,6 @@ class Backward:
             self.watched[parameter] = (*handles, hook)
             self.hooks += 1
 
-    def watch_outputs(self, outputs: Iterable[Tensor], why: str, takers: Mapping[Value, Sequence[Taker]]) -> None:
-        """Notes gradients that come through tensors from outside of the forward, as from a loss that reads them.
-
-        why: the reason to refuse these gradients
-        takers: the nodes of the forward that take a value; what they bring is the forward's own
-        """
-        for x in outputs:
-            if x.grad_fn is not None:
-                own, at = list[Tensor](), Value(x.grad_fn, x.output_nr)
-                for taker in takers.get(at, ()):
-                    taker.node.register_hook(partial(_note_brought, own, taker.place))
-                x.grad_fn.register_prehook(partial(self._note_mixed, why, own, at.number))
-
-    def _note_mixed(self, why: str, own: list[Tensor], number: int, grads: tuple[Tensor | None, ...]) -> None:
-        brought, grad = list(own), grads[number]
-        own.clear()
-        if grad is None or not self.hears():
-            return
-        if not brought or bool(differs(grad, torch.stack(brought).sum(0), rounding_of(grad)).any()):
-            self.enter(current_task()).refused = why
-
-    def watch_penalty(self, node: Node, names: Collection[str]) -> None:
-        """Notes gradients that come through an output of parameters alone, which belongs to no sample.  names: theirs"""
-
-        def note(grads: tuple[Tensor | None, ...]) -> None:
-            if self.hears() and any(grad is not None for grad in grads):
-                self.enter(current_task()).beside.update(names)
-
-        node.register_prehook(note)
-
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
         return self.hooks_before not in (0, RemovableHandle.next_id)
@@ -198,7 +142,7 @@ class Backward:
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
         """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
         usual, own = self._usual, call.__dict__
-        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "known" not in own:
+        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "slots" in own:
             return False
         current, inner, known = usual.current, self.inner, own["known"]
         if self.running is not current or inner is not usual.inner or own["forward"] != usual.forward:
@@ -285,10 +229,8 @@ class Backward:
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
         inner, edges = self.inner, use.edges
-        if inner is None:
-            ways = ways_to(edges)
-        else:
-            ways = {local: way for local, edge in edges.items() if (way := inner.ways.get(edge.name))}
+        found = ((local, reach_of(e.node) if inner is None else inner.ways.get(e.name)) for local, e in edges.items())
+        ways = {local: way for local, way in found if way}
         if not ways or all(grad is None for grad in grads):
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
@@ -336,10 +278,6 @@ class Backward:
         all segments, or begins a new one while accumulating.
         """
         record = self.record
-        if len(record.segments) == 1 and not record.superseded:  # the usual case
-            (only,) = record.segments
-            if current in only.passes and call.forward in only.forwards:
-                return
         home = next((segment for segment in record.segments if current in segment.passes), None)
         # 1. Does the call belong to a forward of another segment, including replaced ones?
         target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
@@ -452,12 +390,6 @@ class Backward:
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
     if (own := backward()) is not None:
         own.is_silent = False
-
-
-def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
-    """own: what has come to a value so far"""
-    grad = brought[place]
-    own += [] if grad is None else [grad]
 
 
 def may_skip(parameter: Tensor) -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, reach_of
-from autograd_hacks.capture.backward import Backward, Inner, may_skip
+from autograd_hacks.capture.backward import Backward, may_skip
 from autograd_hacks.capture.kinds import Kind
 from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.records import Inner
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph, will_execute
 from autograd_hacks.support.restored import kept

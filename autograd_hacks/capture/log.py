@@ -14,11 +14,10 @@ from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, pu
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall, packed_into
+from autograd_hacks.capture.uses import GraphAlive, LayerCall, packed_into
 from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
-from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -27,7 +26,6 @@ from autograd_hacks.support.trees import (
     plain,
     tensors_in,
     tensors_of,
-    version_of,
     versions_among,
     versions_of,
 )
@@ -120,8 +118,6 @@ class Forward:
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
-        # By parameter (id).  Finding a parameter's node takes 2 µs.  Its node may be another one in the next forward.
-        self._edges_now: dict[int, Edge] = {}
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -148,7 +144,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._edges_now, self._random_states = [], {}, {}
+        self.noted, self._random_states = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -162,12 +158,7 @@ class Forward:
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
-        task, backward = current_task(), self.backward
-        if task == NO_TASK and self.running is not None:  # the usual case
-            backward.running = None  # left over from a pass that failed
-            backward.called.add(id(layer))
-        else:
-            task = self._locate(layer)
+        task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
         known = self.layers.get(path)
         if known is None or not known.holds(layer):
@@ -183,24 +174,21 @@ class Forward:
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        edges = {local: self._edge(p, name) for local, p, name in known.wanted}
         live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
-        state = {name: (p, version_of(p)) for name, p in known.read}
         call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default, which takes twice as long
         vars(call).update(
             path=path,
             layer=layer,
+            known=known,
+            overwritten=(0, *versions_among(*known.tensors)),
             args=args,
             kwargs=kwargs,
             training=layer.training,
-            state=state,
-            settings=known.settings,
             random_state=drew,
             outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
             precision=autocast_dtype(outputs[0].device),
-            edges=edges,
             slots=len(outputs),
             forward=self.record.forwards,
             is_own=self.running is not None or task != NO_TASK,
@@ -268,15 +256,6 @@ class Forward:
         is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
         ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
         return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, names, is_plain, Settings(layer))
-
-    def _edge(self, p: Tensor, name: str) -> Edge:
-        edge = self._edges_now.get(id(p))
-        if edge is None:
-            self.backward.watch(p)
-            edge = Edge(name, p, node_of(p))
-            if p in self.record.names:  # other tensors may get another name
-                self._edges_now[id(p)] = edge
-        return edge
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.bypasses import watch_outputs
 from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
 from autograd_hacks.capture.kinds import Kinds, Known, Told
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
@@ -285,9 +286,9 @@ class Recorder:
         # Nothing shows that what modules keep is independent of other samples' values.
         unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
         if returned:
-            self.backward.watch_outputs(returned, told.mixing or told.untold, ran.graph.takers)
+            watch_outputs(self.backward, returned, told.mixing or told.untold, ran.graph.takers)
         if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
-            self.backward.watch_outputs(kept, KEPT, ran.graph.takers)
+            watch_outputs(self.backward, kept, KEPT, ran.graph.takers)
         return samples, off
 
     def _edge(self, ran: Ran, name: str) -> Edge:

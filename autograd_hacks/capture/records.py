@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import Edge, LayerCall, OutputGrads, Use
@@ -218,6 +219,30 @@ class Segment:
     def can_be_run_again(self) -> bool:
         graphs = (call.graph() for recorded in self.passes for call in recorded.received)
         return any(graph is not None and not graph.is_over for graph in graphs)
+
+
+@dataclass
+class Inner:
+    """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
+
+    task: int  # of the outer pass
+    ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
+    left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
+    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
+    filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
+
+
+class Usual(NamedTuple):
+    """A pass through one forward that reaches all of its parameters and does nothing else.
+
+    Of what comes to the forward's usual calls nothing is left to decide, so it is only kept."""
+
+    current: Pass
+    task: int
+    inner: Inner | None
+    forward: int
+    leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
+    segments: Sequence[Segment]  # the record's, as they were
 
 
 @dataclass(eq=False)

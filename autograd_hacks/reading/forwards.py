@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed
+from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS
@@ -189,7 +190,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
     for slot in of_parameters:
         node = ran.value(slot).node
-        recorder.backward.watch_penalty(node, off.below(node))
+        watch_penalty(recorder.backward, node, off.below(node))
     of_model = {id(p) for p in ran.parameters.values()}
     found.returns_parameters = bool(of_parameters) or any(id(x) in of_model for x in ran.outputs)
     layouts: dict[int | Value, Where] = {

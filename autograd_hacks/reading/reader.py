@@ -135,19 +135,13 @@ class Reader:
             if len(hooks) != 1:
                 return None
             ((node, hook),) = hooks
-            known: Any = vars(call).get("known")
-            if known is not None:
-                known = weakref.ref(known)
-            else:
-                rule = rule_for(call.layer)
-                if rule is None or rule.count is not None or rule.recomputes:
-                    return None
-                known = call.path, id(rule), *call.edges
+            if not call.known.is_plain:
+                return None
             at = None
             given = call.args[0] if call.args and not inputs else None
             if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
                 at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
-            key += (known, number.get(node), hook.number, hook.shape, at)
+            key += (weakref.ref(call.known), number.get(node), hook.number, hook.shape, at)
         return tuple(key)
 
     def known(self) -> Read | None:

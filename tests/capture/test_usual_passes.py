@@ -1,0 +1,164 @@
+"""A pass of which nothing is left to decide gives the same rows, bit for bit, as one that is filed gradient by gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.capture.backward import Backward
+
+N = 6
+
+
+class Net(nn.Module):
+    """Tables, norms, layers that a flag uses twice or skips, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.a, self.b = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain, self.head = nn.Parameter(torch.full((8,), 1.1)), nn.Linear(8, 3)
+        self.flag, self.hook = "", None
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.a(self.norm(self.embed(x)))
+        if self.hook is not None:
+            u.register_hook(self.hook)
+        h = self.a(u.tanh()) if self.flag == "twice" else u.tanh()
+        if self.flag != "skip":
+            h = self.b(h) * self.gain + h
+        return self.head(h.mean(1))
+
+
+def losses(model: Net, x: Tensor) -> Tensor:
+    return model(x).square().sum(1)
+
+
+def step(model: Net, x: Tensor, **flags: Any) -> None:
+    vars(model).update(flags)
+    try:
+        losses(model, x).mean().backward()
+    finally:
+        model.flag, model.hook = "", None
+
+
+def twice(model: Net, x: Tensor) -> None:
+    loss = losses(model, x).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def accumulated(model: Net, x: Tensor) -> None:
+    with autograd_hacks.accumulate(model):
+        step(model, x)
+        step(model, x.roll(1, 0))
+
+
+def failed(model: Net, x: Tensor) -> None:
+    def fail(g: Tensor) -> None:
+        raise KeyError("hook")
+
+    with pytest.raises(KeyError):
+        step(model, x, hook=fail)
+
+
+def failed_before(model: Net, x: Tensor) -> None:
+    failed(model, x)
+    model.zero_grad()
+    step(model, x)
+
+
+def of_several(model: Net, x: Tensor) -> None:
+    out = model(x)
+    torch.autograd.grad(out, [model.a.weight], torch.randn(2, *out.shape), is_grads_batched=True)
+
+
+def frozen(model: Net, x: Tensor) -> None:
+    loss = losses(model, x).mean()
+    model.b.bias.requires_grad_(False)
+    loss.backward()
+
+
+def one_by_one(model: Net, x: Tensor) -> None:
+    with autograd_hacks.during_backward(model):
+        step(model, x)
+    step(model, x)
+
+
+def while_off(model: Net, x: Tensor) -> None:
+    step(model, x, hook=lambda g: autograd_hacks.disable_hooks())
+
+
+def cleared(model: Net, x: Tensor) -> None:
+    step(model, x, hook=lambda g: autograd_hacks.clear_backprops(model))
+
+
+PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
+    "one pass": step,
+    "used twice": lambda model, x: step(model, x, flag="twice"),
+    "skipped": lambda model, x: step(model, x, flag="skip"),
+    "two passes of one forward": twice,
+    "two forwards, one pass": lambda model, x: (losses(model, x) + losses(model, x.roll(1, 0))).mean().backward(),
+    "two forwards, two passes": lambda model, x: (step(model, x), step(model, x.roll(1, 0))),
+    "accumulated": accumulated,
+    "a hook doubles": lambda model, x: step(model, x, hook=lambda g: 2 * g),
+    "failed": failed,
+    "failed before": failed_before,
+    "some parameters": lambda model, x: losses(model, x).mean().backward(inputs=[model.a.weight, model.head.bias]),
+    "captured": lambda model, x: torch.autograd.grad(losses(model, x).mean(), list(model.parameters())),
+    "with a graph": lambda model, x: losses(model, x).mean().backward(create_graph=True),
+    "batched": of_several,
+    "frozen between": frozen,
+    "a penalty": lambda model, x: (losses(model, x).mean() + model.a.weight.square().sum()).backward(),
+    "losses": lambda model, x: autograd_hacks.backward(losses(model, x), "sum"),
+    "other sizes": lambda model, x: (step(model, x[:4]), model.zero_grad(), step(model, x)),
+    "during the pass": one_by_one,
+    "off in the middle": while_off,
+    "cleared in the middle": cleared,
+    "a layer by itself": lambda model, x: (step(model, x), model.a(torch.ones(N, 8)).sum().backward()),
+}
+
+
+def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[object]:
+    """Rows, norms and ``.grad`` after a program that follows usual steps, or its errors."""
+    torch.manual_seed(0)
+    model, found = Net(), list[object]()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            model.zero_grad()
+            step(model, torch.randint(11, (N, 5)))
+            autograd_hacks.compute_grad1(model)
+        model.zero_grad()
+        try:
+            program(model, torch.randint(11, (N, 5)))
+            autograd_hacks.compute_grad1(model)
+            found = [vars(p).get("grad1") for p in model.parameters()]
+            found.append(autograd_hacks.per_sample_grads(model).norms())
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        finally:
+            autograd_hacks.enable_hooks()
+        return [*found, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = list[bool](), Backward.take
+
+    def counted(*given: Any) -> bool:
+        taken.append(take(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(Backward, "take", counted)
+    found = outcome(PROGRAMS[program], param_grad)
+    assert sum(taken) >= 2 * 4  # in usual steps, all that comes to layers but the first gradient of a pass
+    monkeypatch.setattr(Backward, "take", lambda *given: False)
+    expected = outcome(PROGRAMS[program], param_grad)
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected):
+        assert torch.equal(own, other) if isinstance(own, Tensor) and isinstance(other, Tensor) else own == other
