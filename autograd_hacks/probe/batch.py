@@ -252,17 +252,15 @@ def _size(leaf: Any, axis: int) -> int | None:
 
 def _counts_up(leaf: Any) -> bool:
     """Whether a leaf is a vector of positions, which may have as many entries as there are samples."""
-    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.is_meta:
-        return False
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
-        return False
-    return len(leaf) > 1 and bool((leaf.diff() == 1).all())
+    is_vector = isinstance(leaf, Tensor) and leaf.ndim == 1 and not leaf.is_meta and len(leaf) > 1
+    is_whole = is_vector and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    return is_whole and bool((leaf.diff() == 1).all())
 
 
 def _is_mask(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
-        return False
-    return leaf.dtype == torch.bool or (leaf.is_floating_point() and bool(((leaf == 0) | (leaf == -torch.inf)).all()))
+    is_square = isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+    is_float = is_square and leaf.is_floating_point()
+    return is_square and (leaf.dtype == torch.bool or (is_float and bool(((leaf == 0) | (leaf == -torch.inf)).all())))
 
 
 def _items(x: Any, order: list[int]) -> Any:

@@ -92,8 +92,6 @@ def plainly_saved() -> AbstractContextManager[object]:
 
 def cuda_devices_of(module: nn.Module) -> set[torch.device]:
     """The devices of a module that have random generators of their own."""
-    if not torch.cuda.is_initialized():
-        return set()
     return {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
 
 

@@ -57,14 +57,11 @@ class Range:
 
     def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
         """None for a number in the range, ValueError for another number, TypeError for anything else."""
-        if (held := self._numbers_in(value)) is None:
+        held = self._numbers_in(value)
+        if held is None or not all(map(self._fits, held)):
             return TypeError
-        for x in held:
-            if not self._fits(x):
-                return TypeError
-            if not (self.low < x < self.high or x in self._ends):
-                return ValueError
-        return None if held or self._is_tree else ValueError
+        are_inside = all(self.low < x < self.high or x in self._ends for x in held)
+        return None if are_inside and (held or self._is_tree) else ValueError
 
 
 def whole(interval: str, inside: str = "") -> Range:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -234,9 +235,7 @@ class _Step:
         first = len(kept)
         if first and first == len(self._seen):  # all are kept
             return
-        for number, batch in enumerate(against):
-            if number < first:
-                continue
+        for number, batch in islice(enumerate(against), first, None):
             seen = digest_of(batch)
             if number == len(self._seen):
                 self._seen.append(seen)
