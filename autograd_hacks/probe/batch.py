@@ -103,8 +103,7 @@ class Batch:
         """
         if self.axes is not None:
             return self.axes
-        sizes = [None if axis is None else _size(leaf, axis) for leaf in self.leaves]
-        axes = [axis if size == samples else None for size in sizes]
+        axes = [None if axis is None or _size(leaf, axis) != samples else axis for leaf in self.leaves]
         first, is_odd = next((n for n, at in enumerate(axes) if at is not None), 0), [*map(_counts_up, self.leaves)]
         if not with_masks:
             is_odd = [own or _is_mask(leaf) for own, leaf in zip(is_odd, self.leaves)]

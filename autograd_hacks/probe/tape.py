@@ -283,11 +283,10 @@ never_compile(Tape.__torch_dispatch__)
 
 def _numbers(tape: Tape) -> list[Any]:
     """The operations that are no casts, with their numbers."""
-    casts = torch.ops.aten._to_copy, torch.ops.aten.detach
     return [
         (entry.func, [x for x in entry.args if type(x) is not tuple])
         for entry in tape.entries
-        if entry.func.overloadpacket not in casts
+        if entry.func.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.detach)
     ]
 
 

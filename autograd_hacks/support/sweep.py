@@ -43,8 +43,8 @@ def sweep(
     """
 
     def run() -> None:
-        takers = Graph([value.node for value in given], frozenset(ends)).takers
-        left = Counter(value.node for value, own in takers.items() for _ in own)  # the edges that lead to a node
+        graph = Graph([value.node for value in given], frozenset(ends))
+        left = Counter(value.node for value, takers in graph.takers.items() for _ in takers)  # the edges that lead to it
         brought: dict[Node, list[Grads]] = {}
         for value, grads in given.items():
             _add(brought, value, grads)

@@ -311,8 +311,7 @@ class ByTensor(Generic[T]):
         return None if found is None or found[0]() is not tensor else found[1]
 
     def keys(self) -> Iterator[Tensor]:
-        tensors = [reference() for reference, _ in self._held.values()]
-        return iter([tensor for tensor in tensors if tensor is not None])
+        return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])
 
     def values(self) -> Iterator[T]:
         return iter([value for _, value in list(self._held.values())])

@@ -212,8 +212,9 @@ class Comparison:
                 numbers += shape.numel()
                 covered += 0 if lacking else shape.numel()
             checked += own or ([CheckedParameter(name, tuple(shape), None, None, lacking, True)] if lacking else [])
-        hint = "" if all(line.is_right for line in checked) else self.hint()
-        if all(line.is_right for line in checked) and self.is_whole and covered < numbers:
+        is_right = all(line.is_right for line in checked)
+        hint = "" if is_right else self.hint()
+        if is_right and self.is_whole and covered < numbers:
             hint = (
                 "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
                 f"{self.tolerance:.1e}. Give rows by name, or compute in float64."

@@ -255,8 +255,7 @@ def _with_autograd(
             for _, _, w in weights:
                 expected.append(_pull(outputs, {n: g * over[n](g, w.to(g)) for n, g in grads.items()}, parameters))
         _pull(outputs, grads, parameters)
-        named = dict(copy.model.named_parameters())
-        forms, comparisons = read(copy.model, named, own, "sum"), list[Comparison]()
+        forms, comparisons = read(copy.model, dict(copy.model.named_parameters()), own, "sum"), list[Comparison]()
         for (what, some, w), totals in zip(weights, expected):
             for name, total in totals.items():
                 form = forms.get(name)
