@@ -176,12 +176,7 @@ def held(tree: Any) -> Any:
 
 def _is_flat(tree: Any) -> bool:
     """Whether a tree is a tuple of tensors, as most arguments are."""
-    if type(tree) is not tuple:
-        return False
-    for leaf in tree:  # noqa: SIM110  # half the time of a generator within all()
-        if not isinstance(leaf, Tensor):
-            return False
-    return True
+    return type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree)
 
 
 def _is_empty(tree: Any) -> bool:
