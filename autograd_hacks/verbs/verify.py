@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def _wrong(record: Record, comparisons: Iterable[Comparison]) -> list[tuple[str,
         difference = expected
         if form is not None:
             w = w.to(form.like.device, form.sum_dtype)
-            if agree(form, w, expected, used, lambda size=size: size * length, rounded_by(uses, expected)):
+            if agree(form, w, expected, used, partial(mul, size, length), rounded_by(uses, expected)):
                 continue
             difference = form.weighted_sum(w).to(expected) - expected
         if form is not None or expected.any():
