@@ -42,7 +42,8 @@ class RowFiles:
     """
 
     def __init__(self, path: Path, origin: str | None = None, weights: str = "") -> None:
-        self.path, self.is_one, self._notes = path, bool(path.suffix), _notes_of(path)
+        self.path, self.is_one = path, bool(path.suffix)
+        self._notes = path.with_name(path.name + NOTES) if self.is_one else path / NOTES
         self._at = 0, ""  # how many batches this call has seen, and their digest
         self.notes: dict[str, Any] = {"origin": origin, "weights": weights, "kinds": {}, "rows": 0, "batches": 0, "seen": ""}
         self.notes["ended"] = False
@@ -55,6 +56,11 @@ class RowFiles:
             raise ValueError(
                 f"over: out={path} is a file, but verb returns rows of several names; expected a folder, without .npy"
                 + ON_DATA_SETS
+            )
+        if origin is None and (missing := [part for part in (path, self._notes) if not part.exists()]):
+            raise FileNotFoundError(
+                f"there is no {missing[0]}; expected the rows that over(..., out={str(path)!r}) has written, and their "
+                f"notes in {self._notes}" + ON_DATA_SETS
             )
         try:
             if self._notes.exists():
@@ -71,17 +77,6 @@ class RowFiles:
             file, expected = self._path(name), self._end(name)
             if (size := file.stat().st_size if file.exists() else 0) < expected:
                 raise self._refused(f"has {size} of the {expected} bytes written in {file}; delete it and {self._notes}")
-
-    @classmethod
-    def written(cls, path: Path) -> "RowFiles":
-        """Existing files, for reading."""
-        notes = _notes_of(path)
-        if missing := [part for part in (path, notes) if not part.exists()]:
-            raise FileNotFoundError(
-                f"there is no {missing[0]}; expected the rows that over(..., out={str(path)!r}) has written, and their "
-                f"notes in {notes}" + ON_DATA_SETS
-            )
-        return cls(path)
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
@@ -201,10 +196,6 @@ class RowFiles:
             if prod(shape):
                 found[name] = torch.from_numpy(np.memmap(self._path(name), _KINDS[dtype][0], "c", _HEADER, tuple(shape)))
         return found
-
-
-def _notes_of(path: Path) -> Path:
-    return path.with_name(path.name + NOTES) if path.suffix else path / NOTES
 
 
 def _header(suffix: str, dtype: torch.dtype, shape: list[int]) -> bytes:

@@ -51,7 +51,7 @@ class Store(Shown):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_kind("Store", ON_STORES, str | os.PathLike, "the path of rows that over has written", path=path)
         self.path = Path(path)
-        self._files = RowFiles.written(self.path)
+        self._files = RowFiles(self.path)
         self._rows = self._files.rows()
         if not self._files.notes["rows"]:
             raise ValueError(
