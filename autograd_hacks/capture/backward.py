@@ -141,24 +141,21 @@ class Backward:
 
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
         """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        usual, own = self._usual, call.__dict__
-        if usual is None or grad is None or own.get("leaves") is not usual.leaves or "edges" in own or "slots" in own:
+        usual, inner = self._usual, self.inner
+        if usual is None or grad is None or call.leaves is not usual.leaves or inner is not usual.inner:
             return False
-        current, inner, known = usual.current, self.inner, own["known"]
-        if self.running is not current or inner is not usual.inner or own["forward"] != usual.forward:
-            return False
-        if (inner is None and current_task() != usual.task) or not self.hears() or not usual.leaves.keys() >= known.ids:
+        if (inner is None and current_task() != usual.task) or not self.hears() or not usual.leaves.keys() >= call.known.ids:
             return False
         if torch.is_grad_enabled() or is_transformed() or is_batched(grad) or self.record.on_arrival is not None:
             return False
-        if self.record.segments is not usual.segments or call in current._received:
+        if self.record.segments is not usual.segments:
             return False
         if inner is not None:
             if (call, 0) in inner.filed:
                 return True
             inner.filed.add((call, 0))
-        current.arrived.append((call, grad.detach() if grad.requires_grad else grad, version_of(grad)))
-        current.arrived_for.update(known.names)
+        usual.current.arrived.append((call, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        usual.current.arrived_for.update(call.known.names)
         return True
 
     def _usual_after(self, use: Use, current: Pass) -> Usual | None:
@@ -175,7 +172,7 @@ class Backward:
                 return None
         else:
             reaches_all = len(inner.ways) == len(leaves) and set(inner.ways.values()) == {EXECUTED}
-        return Usual(current, current.task, inner, use.forward, leaves, self.record.segments) if reaches_all else None
+        return Usual(current, current.task, inner, leaves, self.record.segments) if reaches_all else None
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""

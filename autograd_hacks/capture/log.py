@@ -225,6 +225,7 @@ class Forward:
             "path": path,
             "layer": known.layer,
             "known": known,
+            "is_usual": True,
             "args": (x.detach(),),
             "kwargs": _NONE,
             "training": known.layer.training,

@@ -24,8 +24,6 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
-SMALL = 2**14
-"""Up to how many numbers a gradient is copied, to be compared together with others: a copy costs less than a product."""
 P = TypeVar("P", bound=Tensor)
 
 
@@ -240,7 +238,6 @@ class Usual(NamedTuple):
     current: Pass
     task: int
     inner: Inner | None
-    forward: int
     leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
     segments: Sequence[Segment]  # the record's, as they were
 

@@ -187,7 +187,8 @@ class LayerCall(Use, Call):
 
     slots: int = 1
     settings: Settings = field(repr=False)  # of the layer at the call
-    leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # where parameters (id) end the forward's graph
+    is_usual: bool = False  # whether it has one argument, one output, and a rule that recomputes nothing
+    leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # then: where parameters (id) end the graph
 
     def __getattr__(self, name: str) -> Any:
         """What a usual call's note leaves out.

@@ -281,13 +281,14 @@ class Reader:
         leaf_of = {id(leaf.variable): leaf for leaf in leaves}
         for noted, whose in zip(ran.noted, found.calls):
             call = noted.call
-            call.told, call.samples, call.leaves = off.told, samples, leaf_of
+            call.told, call.samples = off.told, samples
             if refused:
                 call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "")
             if whose is None:
                 call.edges = {}  # its rows come from where its output meets the batch
             else:
                 call.layouts, call.labels, call.is_unseen = whose
+                call.leaves = leaf_of if call.is_usual else None
             if noted.is_empty:
                 call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
         if found.lowest is not None:

@@ -92,6 +92,24 @@ def while_off(model: Net, x: Tensor) -> None:
     step(model, x, hook=lambda g: autograd_hacks.disable_hooks())
 
 
+def ignored(model: Net, x: Tensor) -> None:
+    model.norm.more = nn.Parameter(torch.ones(2))
+    step(model, x)
+
+
+def nested(model: Net, x: Tensor) -> None:
+    def run(g: Tensor) -> None:
+        if not inside:
+            inside.append(True)
+            loss.backward(retain_graph=True)
+
+    inside = list[bool]()
+    model.hook = run
+    loss = losses(model, x).mean()
+    model.hook = None
+    loss.backward(retain_graph=True)
+
+
 def cleared(model: Net, x: Tensor) -> None:
     step(model, x, hook=lambda g: autograd_hacks.clear_backprops(model))
 
@@ -118,6 +136,8 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "during the pass": one_by_one,
     "off in the middle": while_off,
     "cleared in the middle": cleared,
+    "a parameter that its layer ignores": ignored,
+    "a pass within a pass": nested,
     "a layer by itself": lambda model, x: (step(model, x), model.a(torch.ones(N, 8)).sum().backward()),
 }
 
