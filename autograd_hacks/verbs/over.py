@@ -87,8 +87,8 @@ def over(
     total: the verb returns sums over samples, as ``PerSampleGrads.second_moment`` does; the result is their sum
     out: a file for the rows, .npy or .safetensors. It is written batch by batch, with ``out.progress`` beside it, and the
     result is mapped from disk. A name without an ending is a folder with one .npy file for each name of the verb's
-    dictionary. `Store` searches both. After an interruption, the same call with the same loss and verb resumes. With
-    several processes the name must contain {rank}
+    dictionary, and ``.progress``. `Store` searches both. After an interruption, the same call with the same loss and verb
+    resumes. With several processes the name must contain {rank}
     only: as in `per_sample_grads`
     budget: bytes for gradients of ``against`` that are kept from batch to batch, over all checkpoints, 256 MiB by default.
     Kept gradients are recomputed when the weights change. If the loss depends on anything else that changes, pass
