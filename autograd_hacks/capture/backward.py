@@ -139,17 +139,19 @@ class Backward:
         left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
 
+    def inner_now(self) -> Inner | None:
+        """The inner pass, unless a hook of the user runs a pass of its own within it."""
+        inner = self.inner
+        return inner if inner is not None and current_task() in (inner.task, inner.own) else None
+
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
         """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        usual, inner = self._usual, self.inner
-        if usual is None or grad is None or call.leaves is not usual.leaves or inner is not usual.inner:
+        usual = self._usual
+        if usual is None or grad is None or call.leaves is not usual.leaves or current_task() not in usual.tasks:
             return False
-        if (inner is None and current_task() != usual.task) or not self.hears() or not usual.leaves.keys() >= call.known.ids:
+        if self.record.segments is not usual.segments or not (self.hears() and usual.leaves.keys() >= call.known.ids):
             return False
-        if torch.is_grad_enabled() or is_transformed() or is_batched(grad) or self.record.on_arrival is not None:
-            return False
-        if self.record.segments is not usual.segments:
-            return False
+        inner = usual.inner
         if inner is not None:
             if (call, 0) in inner.filed:
                 return True
@@ -160,8 +162,9 @@ class Backward:
 
     def _usual_after(self, use: Use, current: Pass) -> Usual | None:
         """What is known of a pass after its first use; None if it may do more than the usual."""
-        leaves, inner = use.leaves if isinstance(use, LayerCall) else None, self.inner
-        if leaves is None or current.captures or current.higher_order or use.recomputed_in is not None:
+        leaves, inner = use.leaves if isinstance(use, LayerCall) else None, self.inner_now()
+        is_read_now = self.record.on_arrival is not None
+        if leaves is None or current.captures or current.higher_order or is_read_now:
             return None
         if inner is None:
             if not self.wants_grad:
@@ -172,7 +175,8 @@ class Backward:
                 return None
         else:
             reaches_all = len(inner.ways) == len(leaves) and set(inner.ways.values()) == {EXECUTED}
-        return Usual(current, current.task, inner, leaves, self.record.segments) if reaches_all else None
+        tasks = (current.task,) if inner is None else (inner.task, inner.own)
+        return Usual(current, tasks, inner, leaves, self.record.segments) if reaches_all else None
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
@@ -183,10 +187,11 @@ class Backward:
         for g in grads:
             if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
                 return
-        if self.inner is not None:
-            if (use, slot) in self.inner.filed:
+        inner = self.inner_now()
+        if inner is not None:
+            if (use, slot) in inner.filed:
                 return
-            self.inner.filed.add((use, slot))
+            inner.filed.add((use, slot))
         makes_graph = torch.is_grad_enabled()
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
@@ -198,10 +203,10 @@ class Backward:
         received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
             received.kept = _sum(received.kept, self._taken(use, node, grads, received.reached))
-        if self.inner is not None and self.record.on_arrival is not None:
+        if inner is not None and self.record.on_arrival is not None:
             for edge in use.edges.values():
-                self.inner.left[edge.name] -= 1
-                if not self.inner.left[edge.name] and edge.name not in self.inner.arriving:
+                inner.left[edge.name] -= 1
+                if not inner.left[edge.name] and edge.name not in inner.arriving:
                     self.reached(edge.name, None)
         self.is_silent = runs_modules
 
@@ -225,7 +230,7 @@ class Backward:
 
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
-        inner, edges = self.inner, use.edges
+        inner, edges = self.inner_now(), use.edges
         found = ((local, reach_of(e.node) if inner is None else inner.ways.get(e.name)) for local, e in edges.items())
         ways = {local: way for local, way in found if way}
         if not ways or all(grad is None for grad in grads):

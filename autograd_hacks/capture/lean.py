@@ -150,7 +150,10 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         backward.enter(inner.task).skipped.update(ways)
     with kept(backward, "inner"):
         backward.inner = inner
-        outputs, given = [x for x, _ in roots], [g for _, g in roots]
+        with torch.enable_grad():  # these nodes come before all others
+            outputs, given = [x.view_as(x) for x, _ in roots], [g for _, g in roots]
+        for x in outputs:
+            x.grad_fn.register_prehook(lambda _: setattr(inner, "own", current_task()))  # type: ignore[union-attr]
         options: dict[str, Any] = {"retain_graph": keeps, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
         found = torch.autograd.grad(outputs, wanted, given, **options)
         arrived: dict[Node, list[Tensor | None]] = {node: [] for node in lowest}

@@ -21,6 +21,7 @@ from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
+from autograd_hacks.support.switch import NO_TASK
 from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
@@ -228,6 +229,7 @@ class Inner:
     left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
     arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
     filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
+    own: int = NO_TASK  # its own task
 
 
 class Usual(NamedTuple):
@@ -236,7 +238,7 @@ class Usual(NamedTuple):
     Of what comes to the forward's usual calls nothing is left to decide, so it is only kept."""
 
     current: Pass
-    task: int
+    tasks: tuple[int, ...]  # its own, and that of a pass inside it
     inner: Inner | None
     leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
     segments: Sequence[Segment]  # the record's, as they were

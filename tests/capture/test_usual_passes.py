@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_same, one_backward_per_sample, squares
 from torch import Tensor
 
 import autograd_hacks
@@ -49,6 +50,12 @@ def twice(model: Net, x: Tensor) -> None:
     loss = losses(model, x).mean()
     loss.backward(retain_graph=True)
     loss.backward()
+
+
+def both_and_one(model: Net, x: Tensor) -> None:
+    one, other = (losses(model, own).mean() for own in (x, x.roll(1, 0)))
+    (one + other).backward(retain_graph=True)
+    one.backward()
 
 
 def accumulated(model: Net, x: Tensor) -> None:
@@ -120,6 +127,7 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "skipped": lambda model, x: step(model, x, flag="skip"),
     "two passes of one forward": twice,
     "two forwards, one pass": lambda model, x: (losses(model, x) + losses(model, x.roll(1, 0))).mean().backward(),
+    "two forwards, and the first again": both_and_one,
     "two forwards, two passes": lambda model, x: (step(model, x), step(model, x.roll(1, 0))),
     "accumulated": accumulated,
     "a hook doubles": lambda model, x: step(model, x, hook=lambda g: 2 * g),
@@ -182,3 +190,32 @@ def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, mo
     assert len(found) == len(expected)
     for own, other in zip(found, expected):
         assert torch.equal(own, other) if isinstance(own, Tensor) and isinstance(other, Tensor) else own == other
+
+
+class RunsWithin(nn.Module):
+    """A model with a hook that asks for a derivative of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        u = self.second(h)
+        out = u.tanh()
+        if out.requires_grad:
+            out.register_hook(lambda g: self.look(h, u))
+        return self.head(out)
+
+    def look(self, h: Tensor, u: Tensor) -> None:
+        torch.autograd.grad(u, h, torch.ones_like(u), retain_graph=True)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_pass_of_a_hook_brings_nothing_to_the_rows_of_the_pass_around_it(param_grad: bool) -> None:
+    model, x = RunsWithin().double(), torch.randn(4, 5, dtype=torch.double)
+    expected = one_backward_per_sample(model, squares, x)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            squares(model(x)).sum().backward()
+            assert_same(autograd_hacks.per_sample_grads(model, "sum").dense(), expected)
