@@ -167,9 +167,13 @@ def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None
     check_each(
         (ValueError, "must not shuffle.*explain a-whole-data-set", lambda: go_on(X.flip(0))),
         (ValueError, "the loader has 1", lambda: go_on(X[:4])),
-        (ValueError, "other rows of the last batch.*another verb", lambda: go_on(verb=lambda g: g.project(2))),
-        (ValueError, "other rows of the last batch", lambda: go_on(X[:8], lambda g: g.norms() + 1)),
-        (ValueError, "other rows of the last batch", lambda: go_on(X[:8], lambda g: g.norms().float())),
+        (
+            ValueError,
+            r"another verb; this verb returned float64 rows of shape \(2,\)",
+            lambda: go_on(verb=lambda g: g.project(2)),
+        ),
+        (ValueError, "other rows of the last batch.*another verb", lambda: go_on(X[:8], lambda g: g.norms() + 1)),
+        (ValueError, "another verb; this verb returned float32", lambda: go_on(X[:8], lambda g: g.norms().float())),
         (ValueError, "from another verb", lambda: go_on(by=2)),
         (ValueError, "of other weights", lambda: go_on(only="0.*")),
         (ValueError, r"ends with \.npy or \.safetensors", lambda: go_on(out="rows.pt")),
