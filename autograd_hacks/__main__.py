@@ -2,10 +2,9 @@
 
 import argparse
 import copy
-import importlib
 import importlib.metadata
-import importlib.util
 import os
+import pkgutil
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(_machine()), end="\n\n")
     if engine is not None:
         return _check_engine(engine, given, options.engine, options.model or "a small model", options.coverage)
-    return _check(given.model, given.args, given.kwargs, options.model or "a small model")
+    return _check(given, options.model or "a small model")
 
 
 def _pages() -> Iterator[str]:
@@ -112,11 +111,10 @@ def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
         except (KeyError, FileNotFoundError) as error:
             parser.error(str(error.args[0]))
         return 0
-    classes: dict[tuple[str, str], list[str]] = {section: [] for section in EXPLAINED.values()}
-    for known, section in EXPLAINED.items():
-        classes[section] += [known] if known[0].isupper() else []
+    sections = [(known, section) for known, section in EXPLAINED.items() if known[0].islower()]
+    classes = [(known, section) for known, section in EXPLAINED.items() if known[0].isupper()]
     print("python -m autograd_hacks explain NAME prints a section. The sections are:\n")
-    rows = [(known, section[0], " ".join(classes[section])) for known, section in EXPLAINED.items() if known[0].islower()]
+    rows = [(name, own[0], " ".join(known for known, section in classes if section == own)) for name, own in sections]
     print(text_table([("name", "section", "errors"), *sorted(rows)]))
     return 0
 
@@ -160,17 +158,13 @@ def _function(place: str, expected: str) -> Callable[..., Any]:
     expected: the end of a message, what the function should be
     Raises ValueError if there is no such function.
     """
-    module, colon, name = place.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"{place!r} is not the name of a function; {expected}")
+    module, _, name = place.partition(":")
     if module.endswith(".py"):
         raise ValueError(f"{place!r} is the name of a file; {expected}, here {Path(module).stem}:{name}")
     sys.path.insert(0, os.getcwd())  # python -m does this; a console script doesn't
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {module!r} here; {expected}")
-    function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}", expected=expected), name, None)
+    function = _tried(pkgutil.resolve_name, place, what=f"importing {place!r}", expected=expected)
     if not callable(function):
-        raise ValueError(f"module {module!r} has no function {name!r}; {expected}")
+        raise ValueError(f"{place!r} is not the name of a function; {expected}")
     return cast(Callable[..., Any], function)
 
 
@@ -245,17 +239,15 @@ def _squares(by_name: bool, model: nn.Module, *batch: Any) -> Tensor:
     return torch.stack([x.square().reshape(len(x), -1).sum(1) for x in outputs]).sum(0) / 2
 
 
-def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
-    """Runs two steps and compares rows with autograd's.  Returns the exit status."""
+def _check(given: Given, name: str) -> int:
+    """Runs a step and compares rows with autograd's.  Returns the exit status."""
+    model, args, kwargs, _ = given
     with autograd_hacks.add_hooks(model):
         try:
-            for _ in range(2):
-                model.zero_grad()
-                with torch.enable_grad():
-                    outputs = [x for x in tensors_of(model(*args, **kwargs)) if x.requires_grad]
-                torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-                samples = autograd_hacks.per_sample_grads(model).samples
-            if not samples:
+            with torch.enable_grad():
+                outputs = [x for x in tensors_of(model(*args, **kwargs)) if x.requires_grad]
+            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+            if not autograd_hacks.per_sample_grads(model).samples:
                 print(f"{name}: nothing was checked, because the batch has no samples. Return a batch of three or more")
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)

@@ -1,68 +1,28 @@
 """Models whose curvature is tested, hooked, and all blocks of a curvature matrix."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.curvature.sums import Coverage
 
 HESS_TYPES = ("CrossEntropy", "BinaryCrossEntropy", "LeastSquares", "Jacobian")
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """A table that is read by index, and as the weight of the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(x))))
-
-
-class Reused(nn.Module):
-    """A layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-class Bare(nn.Module):
-    """Parameters of its own, which no rule covers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(x @ self.scale).square())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.inner, x, use_reentrant=False))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+    model = Bare(
+        lambda m, x: m.head(torch.tanh(m.inner(m.embed(x)))),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 3), head=nn.Linear(3, 5, bias=False),
+    )  # fmt: skip
+    model.head.weight = model.embed.weight
+    return model
 
 
 def images(*layers: nn.Module) -> nn.Module:
@@ -85,15 +45,33 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval(), nn.PReLU(), nn.Linear(4, 2)),
         lambda: torch.randn(4, 3),
     ),
-    "tied": (Tied, lambda: torch.randint(5, (3, 2))),
-    "reused": (Reused, lambda: torch.randn(4, 3)),
-    "replayed": (Bare, lambda: torch.randn(4, 4)),
+    "tied": (tied, lambda: torch.randint(5, (3, 2))),
+    "reused": (
+        lambda: Bare(
+            lambda m, x: m.head(torch.tanh(m.layer(torch.tanh(m.layer(x))))), layer=nn.Linear(3, 3), head=nn.Linear(3, 2)
+        ),
+        lambda: torch.randn(4, 3),
+    ),
+    "replayed": (
+        lambda: Bare(lambda m, x: m.layer(torch.tanh(x @ m.scale).square()), scale=torch.randn(4, 3), layer=nn.Linear(3, 2)),
+        lambda: torch.randn(4, 4),
+    ),
     "weight_norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2)),
         lambda: torch.randn(4, 3),
     ),
-    "checkpointed": (Checkpointed, lambda: torch.randn(4, 3)),
-    "recurrent": (Recurrent, lambda: torch.randn(3, 4, 2)),
+    "checkpointed": (
+        lambda: Bare(
+            lambda m, x: m.head(checkpoint(m.inner, x, use_reentrant=False)),
+            inner=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+            head=nn.Linear(3, 2),
+        ),
+        lambda: torch.randn(4, 3),
+    ),
+    "recurrent": (
+        lambda: Bare(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(2, 2, batch_first=True), head=nn.Linear(2, 2)),
+        lambda: torch.randn(3, 4, 2),
+    ),
 }
 
 
@@ -104,6 +82,12 @@ def hooked(name: str, param_grad: bool = True) -> tuple[nn.Module, Tensor]:
     model(x)  # the lazy ones
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     return model, x
+
+
+def curve(model: nn.Module, output: Tensor, hess_type: str = "CrossEntropy", **options: Any) -> Coverage:
+    """The curvature of passes from an output.  options: of `compute_hess`"""
+    autograd_hacks.backprop_hess(output, hess_type)
+    return autograd_hacks.compute_hess(model, **options)
 
 
 def matrix(grads: autograd_hacks.PerSampleGrads) -> Tensor:

@@ -47,10 +47,10 @@ def steps_of(
     batches: Sequence[tuple[Any, ...]],
     losses: Callable[[Any], Tensor] = losses_of,
     context: Any = None,
-    independent: bool = False,
+    **options: Any,
 ) -> Iterator[None]:
-    """A hooked model's steps, each up to its rows."""
-    with autograd_hacks.add_hooks(model, independent=independent):
+    """A hooked model's steps, each up to its rows.  options: of `add_hooks`"""
+    with autograd_hacks.add_hooks(model, **options):
         for args in batches:
             model.zero_grad()
             with context or contextlib.nullcontext():
@@ -64,15 +64,14 @@ def check_refused(
     *batches: tuple[Any, ...],
     losses: Callable[[Any], Tensor] = losses_of,
     context: Any = None,
-    independent: bool = False,
+    error: type[Exception] = PerSampleGradientError,
+    match: str | None = None,
+    **options: Any,
 ) -> None:
-    """independent: whether samples mix by a way that has no gradient, and independence is asked for"""
-    for n, _ in enumerate(steps_of(model, batches, losses, context, independent)):
-        try:
+    """Each step is refused, in these words.  options: of `add_hooks`; ``independent``, where samples mix without gradient"""
+    for _ in steps_of(model, batches, losses, context, **options):
+        with pytest.raises(error, match=match):
             autograd_hacks.compute_grad1(model)
-        except PerSampleGradientError:
-            continue
-        pytest.fail(f"read in step {n}, which mixes samples")
 
 
 def check_refused_or_right(model: nn.Module, *batches: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 
 class Patched(nn.Module):
@@ -137,17 +138,6 @@ def pictures() -> Tensor:
     return torch.randn(3, 2, 6, 6).double()
 
 
-class Crossed(nn.Module):
-    """Attention from one sequence to another: each reads a slice of the projections' one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.mix(x, x.flip(1), 2 * x.roll(1, 1), need_weights=False)[0])
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)), vectors),
     "cnn": (
@@ -157,7 +147,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied": (Tied, words),
     "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
-    "crossed attention": (Crossed, vectors),
+    # From one sequence to another: each reads a slice of the projections' one weight.
+    "crossed attention": (
+        lambda: Bare(
+            lambda m, x: m.out(m.mix(x, x.flip(1), 2 * x.roll(1, 1), need_weights=False)[0]),
+            mix=nn.MultiheadAttention(4, 2, batch_first=True),
+            out=nn.Linear(4, 2),
+        ),
+        vectors,
+    ),
     "checkpointed": (lambda: Checkpointed(False), vectors),
     "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),
 }
@@ -181,6 +179,12 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
         return self.last(self.how(self.first(x).tanh(), *more))
+
+
+def with_spare(used: nn.Module, frozen: nn.Module | None = None) -> nn.Module:
+    """A layer that no loss reaches, and behind the one that is used another that doesn't train."""
+    behind = (frozen or nn.Identity()).requires_grad_(False)
+    return Bare(lambda m, x: m.frozen(m.used(x)), used=used, spare=nn.Linear(2, 2), frozen=behind)
 
 
 class SequenceFirst(nn.Module):
@@ -212,12 +216,3 @@ class LossesInside(nn.Module):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         each = {"flat": losses, "tokens": losses.view(targets.shape), "samples": losses.view(targets.shape).mean(1)}
         return {"logits": logits, "losses": each.get(self.kind, losses.mean())}
-
-
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x)[0])

@@ -60,6 +60,18 @@ def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> Rows:
     return _rows(model, len(losses()), entry)
 
 
+def joined(rows: Rows) -> Tensor:
+    """J, N P, without the parameters that no loss reached."""
+    return torch.cat([own[:, None].flatten(1) for own in rows.values() if own is not None], 1)
+
+
+def clipped(rows: Rows, bound: float, divisor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rows' norms, and the sum of the rows, each clipped to a bound, over a divisor."""
+    norms = joined(rows).norm(dim=1)
+    weights = (bound / norms).clamp(max=1) / divisor
+    return norms, {name: torch.tensordot(weights, own, 1) for name, own in rows.items() if own is not None}
+
+
 def _rows(model: nn.Module, samples: int, loss: Callable[[int], Tensor]) -> Rows:
     parameters = dict(model.named_parameters())
     kept = {name: p.grad for name, p in parameters.items()}

@@ -1,12 +1,19 @@
-"""Private training by hand: batches and noise by the same seeds, rows by one backward pass for each sample."""
+"""Private training by hand: batches and noise by the same seeds, rows by one backward pass for each sample; and the
+documentation's loop, with the same settings."""
 
 from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from counted import normals, stream, uniforms
 from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from autograd_hacks import PrivateTraining
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 SIZE, EXPECTED, BOUND, NOISE, LR = 30, 6, 0.5, 1.1, 0.3
@@ -87,3 +94,42 @@ def by_hand(
                 p -= LR * (total[name] / expected + NOISE * BOUND / expected * own.view(p.shape).to(p.dtype))
     model.zero_grad()
     return model
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(*data())
+
+
+def training(**options: Any) -> PrivateTraining:
+    given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
+    return PrivateTraining(**(given | options))
+
+
+def train(
+    private: PrivateTraining,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    epochs: int = 1,
+    upto: float = inf,
+    between: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> list[Any]:
+    """The documentation's loop.  upto: how many steps at the most    between: what is done before the optimizer's steps"""
+    optimizer, done = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer, list[Any]()
+    with private.attach(model, optimizer):
+        for _ in range(epochs):
+            for x, y in private.loader(dataset(), **options):
+                private.backward(losses(model, x, y))
+                if (found := private.step()) is not None:
+                    between()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    done.append(found)
+                    if len(done) >= upto:
+                        return done
+    return done
+
+
+def assert_by_hand(model: nn.Module, steps: int = STEPS, **tolerance: float) -> None:
+    """It was trained as by hand."""
+    assert_close(model.state_dict(), by_hand(net(), *data(), steps).state_dict(), **tolerance)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+from oracle import joined
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -13,16 +14,11 @@ Rows = dict[str, Tensor | None]
 
 def matrix(rows: Rows, model: nn.Module) -> Tensor:
     """J, (N, P), zeros where no loss arrived."""
-    samples = next(len(x) for x in rows.values() if x is not None)
-    dtype = next(model.parameters()).dtype
-    parameters = dict(model.named_parameters())
-    return torch.cat(
-        [
-            (parameters[name].new_zeros(samples, parameters[name].numel()) if x is None else x.flatten(1).to(dtype))
-            for name, x in rows.items()
-        ],
-        dim=1,
-    )
+    samples, dtype = next(len(x) for x in rows.values() if x is not None), next(model.parameters()).dtype
+    own = {name: model.get_parameter(name) for name in rows}
+    return joined(
+        {name: p.new_zeros(samples, *p.shape) if rows[name] is None else rows[name] for name, p in own.items()}
+    ).to(dtype)
 
 
 def assert_quantities(
@@ -84,12 +80,10 @@ def assert_quantities(
     )
     weights = (clip / written.norm(dim=1)).clamp(max=1) / (samples if loss_type == "mean" else 1)
     for name, expected in split(weights @ written).items():
-        p = model.get_parameter(name)
-        if rows[name] is None:
-            assert p.grad is None
-        else:
-            assert p.grad is not None
-            same(p.grad, expected, f"clipped gradient of {name}")
+        grad = model.get_parameter(name).grad
+        assert (grad is None) == (rows[name] is None)
+        if grad is not None:
+            same(grad, expected, f"clipped gradient of {name}")
     for name, p in model.named_parameters():
         p.grad = kept[name]
 

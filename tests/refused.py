@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
-from steps import assert_right, batch, mlp, step
+from steps import batch, check, mlp
 from test_errors import POINTER
 from torch import Tensor
 
@@ -96,6 +96,13 @@ def of(kind: Any, section: Any, rows: list[tuple[str, Callable[[Given], Any]]]) 
     return [(kind, section, words, call) for words, call in rows]
 
 
+def check_each(*rows: tuple[Any, str, Callable[[], Any]]) -> None:
+    """Each call is refused.  rows: the error, words of its message, as a pattern, and the call"""
+    for kind, words, call in rows:
+        with pytest.raises(kind, match=f"(?s){words}"):
+            pytest.fail(f"{call()}, and no refusal: {words}")
+
+
 def said(row: Row) -> str:
     """The name of a row's test."""
     kind, _, words, _ = row
@@ -114,7 +121,6 @@ def check_refused(row: Row, goes_on: bool = False) -> Given:
     if not goes_on:
         return given
     autograd_hacks.enable_hooks()
-    given.model.requires_grad_().zero_grad()
-    step(given.model, *batch(6, 9))
-    assert_right(given.model, *batch(6, 9))
+    given.model.requires_grad_()
+    check(given.model, batch(6, 9)[0])
     return given

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from oracle import one_backward_per_sample
+from oracle import clipped as clipped_rows
+from oracle import joined, one_backward_per_sample
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 
@@ -21,61 +23,36 @@ def squares(out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().flatten(1).sum(1)
 
 
-class Attends(nn.Module):
-    """A class token and positions that no rule covers, attention, a norm of one's own, checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
-        self.first, self.attention = nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.norm, self.scale, self.head = nn.LayerNorm(4), nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x.unflatten(1, (1, 3)).expand(-1, 2, -1) * torch.tensor([[1.0], [2.0]], dtype=x.dtype))
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        head: Tensor = self.head(self.norm(x)[:, 0] * self.scale.exp())
-        return head
+def attends(m: nn.Module, x: Tensor) -> Tensor:
+    """A class token and positions that no rule covers, attention, a norm of one's own."""
+    x = m.first(x.unflatten(1, (1, 3)).expand(-1, 2, -1) * torch.tensor([[1.0], [2.0]], dtype=x.dtype))
+    x = torch.cat([m.token.expand(len(x), -1, -1), x], 1) + m.positions
+    x = x + m.attention(x, x, x, need_weights=False)[0]
+    return m.head(m.norm(x)[:, 0] * m.scale.exp())  # type: ignore[no-any-return]
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """A weight that two layers share, and one that is skipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward, self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-        self.second.weight, self.unused, self.head = self.first.weight, nn.Linear(2, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        head: Tensor = self.head(self.second(self.first(self.inward(x)).tanh()).tanh())
-        return head
+    net = Bare(
+        lambda m, x: m.head(m.second(m.first(m.inward(x)).tanh()).tanh()),
+        inward=nn.Linear(3, 4), first=nn.Linear(4, 4), second=nn.Linear(4, 4, bias=False), unused=nn.Linear(2, 2),
+        head=nn.Linear(4, 2),
+    )  # fmt: skip
+    net.second.weight = net.first.weight
+    return net
 
 
-class Recurs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.lstm, self.head = nn.GRU(3, 4, batch_first=True), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps = x[:, None] * torch.arange(1, 4, dtype=x.dtype)[:, None]
-        head: Tensor = self.head(self.lstm(self.gru(steps)[0])[0][:, -1])
-        return head
+def recurs(m: nn.Module, x: Tensor) -> Tensor:
+    steps = x[:, None] * torch.arange(1, 4, dtype=x.dtype)[:, None]
+    return m.head(m.lstm(m.gru(steps)[0])[0][:, -1])  # type: ignore[no-any-return]
 
 
-class Saves(nn.Module):
+def saves(m: nn.Module, x: Tensor) -> Tensor:
     """Blocks under activation checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inward(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        head: Tensor = self.head(x)
-        return head
+    x = m.inward(x)
+    for block in m.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return m.head(x)  # type: ignore[no-any-return]
 
 
 class Gains(nn.Module):
@@ -94,7 +71,22 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {c.__name__: c for c in (mlp, Attends, Tied, Recurs, Saves)}  # type: ignore[attr-defined]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "Attends": lambda: Bare(
+        attends, token=torch.randn(1, 1, 4), positions=torch.randn(3, 4), first=nn.Linear(3, 4),
+        attention=nn.MultiheadAttention(4, 2, batch_first=True), norm=nn.LayerNorm(4), scale=torch.randn(4),
+        head=nn.Linear(4, 2),
+    ),
+    "Tied": tied,
+    "Recurs": lambda: Bare(
+        recurs, gru=nn.GRU(3, 4, batch_first=True), lstm=nn.LSTM(4, 4, batch_first=True), head=nn.Linear(4, 2)
+    ),
+    "Saves": lambda: Bare(
+        saves, inward=nn.Linear(3, 4), head=nn.Linear(4, 2),
+        blocks=nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)) for _ in range(2)]),
+    ),
+}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:
@@ -107,7 +99,7 @@ def sharded(net: nn.Module, mesh: Any = None, each: bool = False, **options: Any
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
-    tied = [net.first, net.second] if isinstance(net, Tied) and each else []
+    tied = [net.first, net.second] if hasattr(net, "second") and each else []
     if tied:
         fully_shard(tied, mesh=mesh, **options)
     for child in net.children() if each else getattr(net, "blocks", ()):
@@ -135,10 +127,9 @@ def own(sizes: tuple[int, ...]) -> slice:
 def clipped(net: nn.Module, x: Tensor, y: Tensor, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Norms, and the mean of the clipped gradients, of one process."""
     rows = one_backward_per_sample(net, squares, x, y)
-    norms = torch.stack([r.flatten(1).norm(dim=1) for r in rows.values() if r is not None]).norm(dim=0)
-    weights = (BOUND / norms).clamp(max=1) / (divisor or len(x))
+    norms, sums = clipped_rows(rows, BOUND, divisor or len(x))
     assert (norms > BOUND).any()
-    return norms, {name: None if r is None else torch.tensordot(weights, r, 1) for name, r in rows.items()}
+    return norms, {name: sums.get(name) for name in rows}
 
 
 def train(
@@ -179,20 +170,29 @@ def wrapped(net: nn.Module, where: str, **options: Any) -> tuple[nn.Module, nn.M
     return hooked, hooked if where == "around" else ddp, ddp
 
 
-def train_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """A clipped step of an mlp over two processes, beside one process."""
-    _, grads = clipped(made("mlp"), x, y)
-    squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
-    autograd_hacks.clip_grad1_norm_(model, BOUND)
-    for p, expected in zip(model.parameters(), grads.values()):
-        assert_close(whole(p.grad), expected)
+def spread_out(net: nn.Module, way: str, **options: Any) -> nn.Module:
+    """The model as a user spreads it.  way: 'replicas', 'shards', or 'shards of layers'    options: of the wrapper"""
+    return wrapped(net, "inner", **options)[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+
+
+def assert_grads(model: nn.Module, expected: dict[str, Tensor | None], what: str = "") -> None:
+    for (name, p), own in zip(model.named_parameters(), expected.values()):
+        assert_close(whole(p.grad), own, msg=lambda m, at=name: f"{what} {at}: {m}")
+
+
+def train_one(
+    model: nn.Module, name: str = "mlp", sizes: tuple[int, ...] = (4, 4), step: int = 0, twin: nn.Module | None = None
+) -> None:
+    """A clipped step over processes, beside one process.  twin: on that, if it isn't made by name"""
+    x, y = batch(step, sum(sizes))
+    norms, grads = clipped(twin or made(name), x, y)
+    losses = squares(model(x[own(sizes)]), y[own(sizes)])
+    (losses.mean() if len(losses) else losses.sum()).backward()
+    assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own(sizes)])
+    assert_grads(model, grads)
     model.zero_grad()
 
 
 def rows_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """J by plain backward passes, N × P."""
-    found = []
-    for n in range(len(x)):
-        grads = torch.autograd.grad(squares(net(x[n : n + 1]), y[n : n + 1]).sum(), list(net.parameters()))
-        found.append(torch.cat([grad.flatten() for grad in grads]))
-    return torch.stack(found)
+    return joined(one_backward_per_sample(net, squares, x, y))

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn as nn
 from measuring import Held
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares, targets
+from oracle import Losses, assert_rows, joined, one_backward_per_sample, one_loss_at_a_time, squares, targets
 from torch import Tensor
+from torch.testing import assert_close
 
 import autograd_hacks
 
@@ -64,11 +65,24 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
                 autograd_hacks.verify(model, samples=verify)
 
 
-def rows_joined(model: nn.Module, x: Tensor) -> Tensor:
-    """J of `squares` by plain backward passes, N P, while hooks are off."""
+def rows_of(model: nn.Module, x: Tensor, y: Tensor | None = None, losses: Losses = squares) -> dict[str, Tensor]:
+    """The rows by plain backward passes while hooks are off, of the parameters that a loss reaches."""
     with autograd_hacks.pause_hooks():
-        found = one_backward_per_sample(model, squares, x)
-    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
+        found = one_backward_per_sample(model, losses, x, y)
+    return {name: own for name, own in found.items() if own is not None}
+
+
+def rows_joined(model: nn.Module, x: Tensor) -> Tensor:
+    """J of `squares`, N P."""
+    return joined(rows_of(model, x))
+
+
+def assert_means(model: nn.Module) -> None:
+    """``.grad`` is the mean of the rows, and isn't there where they aren't."""
+    for name, p in model.named_parameters():
+        assert (p.grad1 is None) == (p.grad is None), name
+        if p.grad is not None:
+            assert_close(p.grad1.mean(0), p.grad, msg=lambda told, name=name: f"{name}: {told}")
 
 
 class Count:

@@ -174,16 +174,16 @@ FUNCTION, ENGINE = "module:function", "a function of (model, batch, loss)"
     ("told", "says", "expected"),
     [
         (["made_up_models"], "is not the name of a function", FUNCTION),
-        ([":good"], "is not the name of a function", FUNCTION),
-        (["no_such_models:good"], "no module 'no_such_models'", FUNCTION),
-        (["made_up_models:other"], "no function 'other'", FUNCTION),
-        (["made_up_models:number"], "no function 'number'", FUNCTION),
+        ([":good"], "importing ':good' raised ValueError", FUNCTION),
+        (["no_such_models:good"], "No module named 'no_such_models'", FUNCTION),
+        (["made_up_models:other"], "has no attribute 'other'", FUNCTION),
+        (["made_up_models:number"], "'made_up_models:number' is not the name of a function", FUNCTION),
         (["made_up_models:alone"], "returned Linear", FUNCTION),
         (["made_up_models:fails"], "made_up_models:fails() raised LookupError: boom", FUNCTION),
         (["made_up_models:leaves"], "raised SystemExit: 3", FUNCTION),
         (["made_up_models:asks"], "required positional argument: 'size'", FUNCTION),
         (["made_up_models.py:good"], "here made_up_models:good", FUNCTION),
-        (["made_up_models.inner:good"], "importing 'made_up_models.inner' raised ModuleNotFoundError", FUNCTION),
+        (["made_up_models.inner:good"], "importing 'made_up_models.inner:good' raised ModuleNotFoundError", FUNCTION),
         (["made_up_models:with_loss"], "returned Sequential, tuple, function", ""),  # a loss is for engines alone
         *[
             (["--engine", place], "", ENGINE)

@@ -202,7 +202,7 @@ def test_numbers_of_numpy_draw_the_same_as_pythons() -> None:
     [
         lambda model: autograd_hacks.clip_and_noise_(model, math.inf, 1.0, 4),
         lambda model: autograd_hacks.clip_and_noise_(model, {"*": math.inf}, 1.0, 4),
-        lambda model: autograd_hacks.PrivateTraining(math.inf, 1.0, 4),
+        lambda model: private(math.inf),
         lambda model: autograd_hacks.PrivateTraining(math.inf, epsilon=1.0, steps=3),
         lambda model: autograd_hacks.compile(
             model, "clip_and_noise", max_norm=math.inf, noise_multiplier=1.0, expected_batch_size=4
@@ -219,30 +219,28 @@ def test_a_bound_is_finite_where_there_is_noise(call: Callable[[nn.Module], obje
 # Other arguments that failed in their own ways, or were accepted.
 
 
+NORMS = PerSampleGrads.norms
+
+
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(x).sum(1)
-    return found
+    return model(x).sum(1)
+
+
+def private(max_norm: float = 1.0) -> autograd_hacks.PrivateTraining:
+    return autograd_hacks.PrivateTraining(max_norm, 1.0, 4)
 
 
 OTHERS: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
-    (lambda model: autograd_hacks.Store(3), TypeError, "given path=int; expected the path"),  # type: ignore[arg-type]
-    (lambda model: autograd_hacks.PrivateTraining(1.0, 1.0, 4).attach(None), TypeError, "attach was given NoneType"),
+    (lambda model: autograd_hacks.Store(3), TypeError, "given path=int; expected the path"),
+    (lambda model: private().attach(None), TypeError, "attach was given NoneType"),
     (lambda model: Steps().attach(None), TypeError, "attach was given NoneType"),
-    (
-        lambda model: autograd_hacks.PrivateTraining(1.0, 1.0, 4).load_state_dict({}),
-        ValueError,
-        "no entry; expected .*'seed'",
-    ),
+    (lambda model: private().load_state_dict({}), ValueError, "no entry; expected .*'seed'"),
     (lambda model: autograd_hacks.QuantileClip().load_state_dict({"b": 1.0}), ValueError, "'b'; expected .*'bound'"),
     (lambda model: autograd_hacks.BandedNoise(3).load_state_dict({}), ValueError, "no entry; expected .*'past'"),
     (lambda model: autograd_hacks.NoiseScales().load_state_dict(3), ValueError, "int; expected .*'means'"),
-    (lambda model: autograd_hacks.over(model, 3, loss, PerSampleGrads.norms), TypeError, "loader=3; expected batches"),
+    (lambda model: autograd_hacks.over(model, 3, loss, NORMS), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.over(model, [X], loss, "norms"), TypeError, "verb=str; expected a function"),
-    (
-        lambda model: autograd_hacks.over(model, [X], "loss", PerSampleGrads.norms),
-        TypeError,
-        "loss=str; expected a function",
-    ),
+    (lambda model: autograd_hacks.over(model, [X], "loss", NORMS), TypeError, "loss=str; expected a function"),
     (lambda model: autograd_hacks.compute_hess_over(model, 3), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.accumulate(None), TypeError, r"expected the torch\.nn\.Module"),
     (lambda model: autograd_hacks.add_hooks(model, only=[]), ValueError, r"only=\[\] names no parameter"),

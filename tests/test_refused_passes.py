@@ -47,15 +47,9 @@ PASSES, VERBS, RECORD = "Several backward passes", "What verbs are given", "Noth
 NANS, JOINT = (0, -1.0, float("nan")), {"kind": "kfac", "kfac_bias": "joint"}
 
 
-class Named(nn.Module):
-    """As transformers' models: tensors by name, and an object with the logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.layer(x)}
+def named() -> nn.Module:
+    """As transformers' models: tensors by name."""
+    return Bare(lambda m, x: {"logits": m.layer(x)}, layer=nn.Linear(3, 2).double())
 
 
 def past_net() -> nn.Module:
@@ -63,9 +57,8 @@ def past_net() -> nn.Module:
     return Bare(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(3, 3).double())
 
 
-class Mixes(Named):
-    def forward(self, x: Tensor) -> Any:
-        return (out := self.layer(x)) - out.mean(0)
+def mixing() -> nn.Module:
+    return Bare(lambda m, x: (out := m.layer(x)) - out.mean(0), layer=nn.Linear(3, 2).double())
 
 
 def hooked(model: nn.Module, **options: Any) -> nn.Module:
@@ -128,10 +121,10 @@ CURVES: list[Row] = [
      lambda s: s.within(accumulate(s.model), lambda: compute_hess_over(s.model, [s.x]))),
     *of(TypeError, CURVATURE, [
         (r"compute_hess_over.*model\(batch\) raised TypeError for a dict.*forward=lambda model, batch",
-         lambda s: compute_hess_over(hooked(Named()), [{"x": s.x}], "diag")),
+         lambda s: compute_hess_over(hooked(named()), [{"x": s.x}], "diag")),
         ("compute_hess_over.*output=dict.*forward=lambda model, batch",
-         lambda s: compute_hess_over(hooked(Named()), [s.x], "diag")),
-        (r"was given output=dict; .*output\.logits", lambda s: backprop_hess(hooked(Named())(s.x))),
+         lambda s: compute_hess_over(hooked(named()), [s.x], "diag")),
+        (r"was given output=dict; .*output\.logits", lambda s: backprop_hess(hooked(named())(s.x))),
         ("damping is missing.*rank 10.*damping=1e-2", lambda s: s.passes.natural_gradient(s.v)),
         *[("damping", lambda s, d=damping: s.passes.natural_gradient(s.v, d)) for damping in (True, "much")],
         ("damping", lambda s: s.passes.as_linear_operator("x")),
@@ -226,7 +219,7 @@ ENTRIES: list[Row] = [
              lambda out: out - out.mean(0), lambda out: out.flip(0), lambda out: out @ out.mT,
              lambda out: out.sum(0).expand(5, -1), lambda out: out[[0, 1, 1, 2, 3]]]],
         ("axis 0", lambda s: per_sample_jacobian((m := hooked(nn.Linear(3, 3).double())), m(s.x[:3]).mT)),
-        *[("", lambda s, change=change: per_sample_jacobian((m := hooked(Mixes())), change(m(s.x))))
+        *[("", lambda s, change=change: per_sample_jacobian((m := hooked(mixing())), change(m(s.x))))
           for change in (lambda out: out, torch.tanh)],
     ]),
     *of(BatchSizeError, ..., [

@@ -20,16 +20,16 @@ Run = Callable[..., Tensor]
 
 
 class Bare(nn.Module):
-    """Parameters by name, and a forward from outside.  Modules by name, too."""
+    """Parameters by name, and a forward from outside.  Modules, buffers and whatever else by name, too."""
 
     def __init__(self, how: Callable[..., Any], **own: Any) -> None:
         super().__init__()
         self.how = how
         for name, x in own.items():
-            setattr(self, name, nn.Parameter(x) if isinstance(x, Tensor) else x)
+            setattr(self, name, nn.Parameter(x) if isinstance(x, Tensor) and not isinstance(x, nn.Buffer) else x)
 
-    def forward(self, *args: Any) -> Any:
-        return self.how(self, *args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.how(self, *args, **named)
 
 
 def of_squares(model: nn.Module, *args: Any) -> Tensor:

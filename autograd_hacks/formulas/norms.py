@@ -49,8 +49,8 @@ def batch_norm(met: Met) -> Form | None:
     return group_norm(met, _by_running)
 
 
-# x̂ with the mean and the scale that a node has saved, or computed again.  Over last axes the former takes a third of the time,
-# over groups as long.
+# x̂ with the mean and the scale that a node has saved, or computed again.  Over last axes the former takes a third of the
+# time, over groups as long.
 
 STATISTICS = {"NativeLayerNormBackward0": ("result1", "result2"), "FusedRmsNormBackward0": ("result1",)}
 """By node, the names of what it saves: means and scales."""

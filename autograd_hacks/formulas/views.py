@@ -74,23 +74,20 @@ def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
     index, *others = kept_by(node, "indices")
     if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
         return None
-    index = index.remainder(shape[0])  # a copy, in which numbers from the end are counted from the beginning
-    if index.numel() > shape[0]:  # rows are smaller than the gradient, which is as large as attention's scores
-        return lambda form: Chained(form, partial(_added, index, shape), shape, form.like)
-    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape)
+    places = index.remainder(shape[0]).flatten()  # a copy, in which numbers from the end are counted from the beginning
 
+    def pull(rows: Tensor, batched: bool) -> Tensor:
+        entries = rows.reshape(len(rows) if batched else 1, len(places), *shape[1:])
+        own = entries.new_zeros(len(entries), *shape).index_add(1, places, entries)
+        return own if batched else own[0]
 
-def _added(index: Tensor, shape: torch.Size, picked: Tensor, batched: bool) -> Tensor:
-    flat = picked.reshape(*picked.shape[:batched], index.numel(), shape[1:].numel())
-    total = flat.new_zeros(*picked.shape[:batched], shape[0], flat.shape[-1])
-    return total.index_add(int(batched), index.flatten(), flat).view(*picked.shape[:batched], *shape)
+    return lambda form: Chained(form, pull, shape, form.like)
 
 
 def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
     dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
-    back = [dims.index(at) for at in range(len(dims))]
-    places = {False: back, True: [0, *(1 + at for at in back)]}
-    return lambda form: Chained(form, lambda rows, batched: rows.permute(places[batched]), shape, form.like)
+    back = [1 + dims.index(at) for at in range(len(dims))]
+    return lambda form: Dense(form.dense().permute(0, *back))
 
 
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {

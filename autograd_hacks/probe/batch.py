@@ -89,15 +89,11 @@ class Batch:
             return None
         if counted_leaf is not None:
             return _size(self.leaves[counted_leaf], axis)
-        first = self._first(axis)
-        return None if first is None else _size(self.leaves[first], axis)
-
-    def _first(self, axis: int) -> int | None:
-        """The first leaf that has the axis.  A tensor with one entry is skipped if there are others: it may be a setting."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
-        return next(
-            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
-        )
+        # A tensor with one entry is skipped if there are others: it may be a setting.
+        several = (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1)
+        first = next(several, having[0] if having else None)
+        return None if first is None else _size(self.leaves[first], axis)
 
     def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
         """For each leaf the axis of its samples; None if it has none.
@@ -107,8 +103,7 @@ class Batch:
         """
         if self.axes is not None:
             return self.axes
-        sizes = [None if axis is None else _size(leaf, axis) for leaf in self.leaves]
-        axes = [axis if size == samples else None for size in sizes]
+        axes = [None if axis is None or _size(leaf, axis) != samples else axis for leaf in self.leaves]
         first, is_odd = next((n for n, at in enumerate(axes) if at is not None), 0), [*map(_counts_up, self.leaves)]
         if not with_masks:
             is_odd = [own or _is_mask(leaf) for own, leaf in zip(is_odd, self.leaves)]
@@ -256,17 +251,15 @@ def _size(leaf: Any, axis: int) -> int | None:
 
 def _counts_up(leaf: Any) -> bool:
     """Whether a leaf is a vector of positions, which may have as many entries as there are samples."""
-    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.is_meta:
-        return False
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
-        return False
-    return len(leaf) > 1 and bool((leaf.diff() == 1).all())
+    is_vector = isinstance(leaf, Tensor) and leaf.ndim == 1 and not leaf.is_meta and len(leaf) > 1
+    is_whole = is_vector and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    return is_whole and bool((leaf.diff() == 1).all())
 
 
 def _is_mask(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
-        return False
-    return leaf.dtype == torch.bool or (leaf.is_floating_point() and bool(((leaf == 0) | (leaf == -torch.inf)).all()))
+    is_square = isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+    is_float = is_square and leaf.is_floating_point()
+    return is_square and (leaf.dtype == torch.bool or (is_float and bool(((leaf == 0) | (leaf == -torch.inf)).all())))
 
 
 def _items(x: Any, order: list[int]) -> Any:

@@ -267,9 +267,7 @@ def _by_positions(told: object, samples: int, positions: int, what: str) -> Docu
             f"segments: {what} has {wrong} at the start of a document; expected 0, 1, 2, ... in each document, because "
             "documents are found by their 0." + ON_SEGMENTS
         )
-    numbers = begins.flatten().cumsum(0).view_as(ids) - 1
-    count = int(numbers.max()) + 1 if numbers.numel() else 0
-    return Documents(numbers, count)
+    return _by_ids(begins.cumsum(1), samples, positions, what)
 
 
 def _by_ends(told: Tensor, samples: int, positions: int, what: str) -> Documents:
@@ -280,8 +278,7 @@ def _by_ends(told: Tensor, samples: int, positions: int, what: str) -> Documents
             f"segments: {what} is {ends.tolist()[:8]}{' ...' if len(ends) > 8 else ''}; expected the start of each "
             f"document, ascending from 0 to {size}, the number of positions in {samples} × {positions}." + ON_SEGMENTS
         )
-    lengths = ends.diff()
-    lengths = lengths[lengths > 0]
+    lengths = ends.unique().diff()
     ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
     return Documents(ids.view(samples, positions), len(lengths))
 

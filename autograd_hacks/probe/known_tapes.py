@@ -89,14 +89,18 @@ def _is_alike(known: _Shown, tape: Tape) -> bool:
             return all(given(a, b, sized) for a, b in zip(old, new))
         return bool(old == new) or (sized and type(old) is type(new) is int and fits(old, new))
 
-    for a, b in zip(known.entries, tape.entries):
-        if a.func is not b.func or len(a.args) != len(b.args) or len(a.outputs) != len(b.outputs) or a.kwargs != b.kwargs:
-            return False
-        if not all(map(given, a.args, b.args, _sized(a.func))):
-            return False
-        if any(x[0] != y[0] or x[3] != y[3] or not fit(x[1], y[1]) for x, y in zip(a.outputs, b.outputs)):
-            return False
-    return all(old[:2] == new[:2] and fit(old.shape, new.shape) for old, new in sources)
+    def alike(a: Entry, b: Entry) -> bool:
+        return (
+            a.func is b.func
+            and a.kwargs == b.kwargs
+            and len(a.args) == len(b.args)
+            and len(a.outputs) == len(b.outputs)
+            and all(map(given, a.args, b.args, _sized(a.func)))
+            and all(x[0] == y[0] and x[3] == y[3] and fit(x[1], y[1]) for x, y in zip(a.outputs, b.outputs))
+        )
+
+    are_alike = all(old[:2] == new[:2] and fit(old.shape, new.shape) for old, new in sources)
+    return are_alike and all(map(alike, known.entries, tape.entries))
 
 
 @cache

@@ -21,6 +21,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import ByTensor
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
@@ -92,13 +93,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.arguments[self._source(x, self._key(x), ARGUMENT, n)] = n
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise compiled functions would run uncompiled from then on
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way costs a third of an operation; see `never_compile`
+    ignore_compile_internals = classmethod(lambda cls: True)  # otherwise compiled functions would run uncompiled ever after
+    _should_skip_dynamo = classmethod(lambda cls: False)  # torch's way costs a third of an operation; see `never_compile`
 
     def start(self) -> None:
         self.__enter__()
@@ -126,14 +122,12 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which nothing is recorded."""
-        before, self.is_paused = self.is_paused, True
-        try:
+        with kept(self, "is_paused"):
+            self.is_paused = True
             yield
-        finally:
-            self.is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _, kind = _KINDS.get(id(func)) or _kind(func)
+        kind = _kind(func)
         if self.is_paused or kind == _MARK:
             return func(*args, **kwargs) if kwargs else func(*args)
         numbers, expected, at = self._numbers, self._expected, len(self.entries)
@@ -203,8 +197,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         """The number of a tensor that the tape sees for the first time."""
         if not self._names:
             self._names = {id(p): name for name, p in self._named()}
-        name = self._names.get(id(x))
-        if name is None:
+        if (name := self._names.get(id(x))) is None:
             self._names_by_key = self._names_by_key or {self._key(p): name for name, p in self._named()}
             name = self._names_by_key.get(key) or self._of_parameter(x)
         if name is not None:
@@ -220,10 +213,10 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             )
             raise self.refused
         self.values.append(x)
-        if x in self._constants:
-            return self._source(x, key, CONSTANT, len(self.sources))
-        self.outside.append(x)
-        return self._source(x, key, OUTSIDE, len(self.sources))
+        is_older = x in self._constants
+        if not is_older:
+            self.outside.append(x)
+        return self._source(x, key, CONSTANT if is_older else OUTSIDE, len(self.sources))
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return chain(self.model.named_parameters(), self.model.named_buffers())
@@ -290,11 +283,10 @@ never_compile(Tape.__torch_dispatch__)
 
 def _numbers(tape: Tape) -> list[Any]:
     """The operations that are no casts, with their numbers."""
-    casts = torch.ops.aten._to_copy, torch.ops.aten.detach
     return [
         (entry.func, [x for x in entry.args if type(x) is not tuple])
         for entry in tape.entries
-        if entry.func.overloadpacket not in casts
+        if entry.func.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.detach)
     ]
 
 
@@ -321,15 +313,13 @@ _NUMBERS = frozenset((int, float, bool, type(None), torch.dtype, torch.device, t
 _MARK, _OPAQUE, _SILENT, _READING = "mark", "opaque", "silent", "reading"
 """Kinds of operations: marks for profilers, as DistributedDataParallel sets them; those of other packages; those that
 read no values; and those that do if they return no tensor and write into none."""
-_KINDS: dict[int, tuple[Any, str]] = {}
-"""By identity, because an operation's hash takes a call.  The operations are kept, so no other has the same identity."""
 
 
-def _kind(func: Any) -> tuple[Any, str]:
-    kind = _SILENT if func.overloadpacket in _OF_SIZES else _READING
+@cache
+def _kind(func: Any) -> str:
     if func.namespace not in _TORCHS:
-        kind = _MARK if func.namespace == "profiler" else _OPAQUE
-    return _KINDS.setdefault(id(func), (func, kind))
+        return _MARK if func.namespace == "profiler" else _OPAQUE
+    return _SILENT if func.overloadpacket in _OF_SIZES else _READING
 
 
 def place() -> tuple[str, int]:

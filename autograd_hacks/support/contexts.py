@@ -87,17 +87,11 @@ def plainly_saved() -> AbstractContextManager[object]:
     """A context whose graphs save tensors unchanged, because checkpoints count what a forward saves and match it later."""
     if top_saved_hooks(False) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def cuda_devices_of(module: nn.Module) -> set[torch.device]:
     """The devices of a module that have random generators of their own."""
-    if not torch.cuda.is_initialized():
-        return set()
     return {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
 
 

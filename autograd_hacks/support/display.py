@@ -219,11 +219,9 @@ def with_unit(size: int | None) -> str:
     """A number of bytes with a unit."""
     if size is None:
         return ""
-    number, units = float(size), ["GB", "MB", "kB", "B"]
-    while number >= 1000 and len(units) > 1:
-        number /= 1000
-        units.pop()
-    return f"{number:.{4 if number >= 1000 else 3}g} {units[-1]}"
+    power = min(3, (len(str(size)) - 1) // 3)
+    number = size / 1000**power
+    return f"{number:.{4 if number >= 1000 else 3}g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 def text_table(table: Sequence[Sequence[str]]) -> str:

@@ -48,7 +48,8 @@ def _by_counter(noise: Stream, parameters: Sequence[Tensor], deviation: float) -
     """Each parameter has its own part of the stream, by its place.  Small ones are drawn together."""
     shapes = [_shape(p) for p in parameters]
     ends = accumulate(shape.numel() for shape in shapes)
-    places = [(_device(p), _kind(p), end // _TOGETHER) for p, end in zip(parameters, ends)]
+    devices = [torch.device("cpu") if p.device.type == "mps" else p.device for p in parameters]  # MPS has no float64
+    places = [(device, _kind(p), end // _TOGETHER) for device, p, end in zip(devices, parameters, ends)]
     for (device, kind, _), own in groupby(range(len(parameters)), lambda i: places[i]):
         numbers = list(own)
         streams, counts = [noise.part(i) for i in numbers], [shapes[i].numel() for i in numbers]
@@ -75,10 +76,6 @@ def _shape(p: Tensor) -> torch.Size:
 
 def _kind(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32).to_real()
-
-
-def _device(p: Tensor) -> torch.device:
-    return torch.device("cpu") if p.device.type == "mps" else p.device  # MPS has no float64
 
 
 def _like(found: Tensor, p: Tensor) -> Tensor:

@@ -136,12 +136,11 @@ def _rows(streams: Sequence[Stream], rows: Sequence[int], device: torch.device) 
     """
     fields = [(*stream.words(), start) for stream, start in zip(streams, accumulate(rows, initial=0))]
     of_row = torch.tensor(fields, device=device)
-    if len(rows) > 1:
-        of_row = of_row.repeat_interleave(torch.tensor(rows, device=device), 0, output_size=sum(rows))
+    of_row = of_row.repeat_interleave(torch.tensor(rows, device=device), 0, output_size=sum(rows))
     entry = torch.arange(_ROW, device=device)
     # A CPU's threads share each operation, if all of them have enough to do.
     for piece in _pieces(sum(rows), _ROW // (torch.get_num_threads() if device.type == "cpu" else 1), device):
-        low, high, *upper, start = (of_row[piece] if len(rows) > 1 else of_row).T
+        low, high, *upper, start = of_row[piece].T
         row = torch.arange(piece.start, piece.stop, device=device) - start
         counter = torch.empty(4, len(row), _ROW, dtype=torch.int64, device=device)
         torch.add((row * _ROW & _WORD)[:, None], entry, out=counter[0])

@@ -1,7 +1,7 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
-from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -43,7 +43,8 @@ def sweep(
     """
 
     def run() -> None:
-        left = _dependencies([value.node for value in given], ends)
+        graph = Graph([value.node for value in given], frozenset(ends))
+        left = Counter(value.node for value, takers in graph.takers.items() for _ in takers)  # the edges that lead to it
         brought: dict[Node, list[Grads]] = {}
         for value, grads in given.items():
             _add(brought, value, grads)
@@ -55,7 +56,7 @@ def sweep(
                 arrive(node, passes)
             if type(node) is Leaf or node in ends:
                 continue
-            found = None if passes is None else _call(node, passes)
+            found = None if passes is None else list(_call(node, passes, len(passes) > 1))
             for place, (ahead, number) in enumerate(node.next_functions):
                 if ahead is None:
                     continue
@@ -69,22 +70,6 @@ def sweep(
 
     with Switch.paused_here():  # checkpoints run the user's modules
         as_one_pass(run)
-
-
-def _dependencies(roots: Sequence[Node], ends: Collection[Node]) -> dict[Node, int]:
-    """By node, how many edges lead there from other nodes of the sweep."""
-    left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
-    while waiting:
-        node = waiting.pop()
-        if node in ends:
-            continue
-        for ahead, _ in node.next_functions:
-            if ahead is not None:
-                if ahead not in left:
-                    left[ahead] = 0
-                    waiting.append(ahead)
-                left[ahead] += 1
-    return left
 
 
 def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor | None]) -> None:
@@ -150,24 +135,22 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """The gradients that a node computes, for several passes."""
+def _call(node: Any, passes: Iterable[Grads], several: bool) -> Iterator[Sequence[Tensor | None] | None]:
+    """The gradients that a node computes, for one or several passes."""
     if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
         raise UnseenGradient(
             "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
             "checkpoint(..., use_reentrant=False)."
         )
-    found, put_back = list[Sequence[Tensor | None] | None](), None
+    put_back = put_back_by(node) if several else None
     for grads in passes:
+        try:
+            found = call_node(node, grads)
+        except CheckpointError:  # a node that doesn't show what it saves
+            found = outside_passes(partial(call_node, node, grads))
         if put_back is not None:
             put_back()
-        elif len(passes) > 1:
-            put_back = put_back_by(node)
-        try:
-            found.append(call_node(node, grads))
-        except CheckpointError:  # a node that doesn't show what it saves
-            found.append(outside_passes(partial(call_node, node, grads)))
-    return found
+        yield found
 
 
 def as_one_pass(run: Callable[[], None]) -> None:
@@ -226,14 +209,11 @@ def by_node(
     whole = [samples] if is_users(node) and samples else []
 
     def rows() -> list[Tensor | None]:
-        found, put_back = list[Tensor | None](), put_back_by(node)
-        for n in (*range(samples), *whole):
-            of_part = [None if own is None else own >= 0 if n == samples else own == n for own in owners]
-            parts = [None if g is None or own is None else g.where(own, 0) for g, own in zip(grads, of_part)]
-            made = call_node(node, parts)
-            found.append(None if made is None else made[place])
-            put_back()
-        return found
+        parts = (
+            [None if x is None else x >= 0 if n == samples else x == n for x in owners] for n in (*range(samples), *whole)
+        )
+        passes = ([None if g is None or x is None else g.where(x, 0) for g, x in zip(grads, part)] for part in parts)
+        return [None if made is None else made[place] for made in _call(node, passes, True)]
 
     found = rows()
     if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient
@@ -263,11 +243,6 @@ def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[
             like = node.variable
             found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
 
-    def run() -> None:
-        sweep({value: list(rows)}, arrive)
-
-    if current_task() == NO_TASK:
-        run()
-    else:  # the running pass may not need some gradients on the way
-        outside_passes(run)
+    run = partial(sweep, {value: list(rows)}, arrive)
+    run() if current_task() == NO_TASK else outside_passes(run)  # a running pass may not need some gradients on the way
     return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}

@@ -176,12 +176,7 @@ def held(tree: Any) -> Any:
 
 def _is_flat(tree: Any) -> bool:
     """Whether a tree is a tuple of tensors, as most arguments are."""
-    if type(tree) is not tuple:
-        return False
-    for leaf in tree:  # noqa: SIM110  # half the time of a generator within all()
-        if not isinstance(leaf, Tensor):
-            return False
-    return True
+    return type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree)
 
 
 def _is_empty(tree: Any) -> bool:
@@ -190,25 +185,11 @@ def _is_empty(tree: Any) -> bool:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules, in the order of ``model.modules()``, which builds their names and takes four times as long."""
-    found: dict[int, nn.Module] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:  # most have none
-                waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
-    return list(found.values())
+    return list(model.modules())
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """``dict(model.named_parameters())``, which takes four times as long."""
-    if type(model).named_parameters is not nn.Module.named_parameters:  # overridden by the user
-        return dict(model.named_parameters())
-    found: dict[str, nn.Parameter] = {}
-    _find_parameters(model, "", found, set())
-    return found
+    return dict(model.named_parameters())
 
 
 class Tree:
@@ -240,17 +221,6 @@ class Tree:
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
         return modules, self._parameters
-
-
-def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Parameter], seen: set[int]) -> None:
-    seen.add(id(module))
-    for name, p in module._parameters.items():
-        if p is not None and id(p) not in seen:
-            seen.add(id(p))
-            found[prefix + name] = p
-    for name, child in module._modules.items():
-        if child is not None and (child._parameters or child._modules) and id(child) not in seen:
-            _find_parameters(child, f"{prefix}{name}.", found, seen)
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
@@ -312,11 +282,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_among(*tensors: Tensor) -> list[int]:
-    """`version_of` tensors, which usually aren't inference tensors."""
-    try:
-        return [x._version for x in tensors]
-    except RuntimeError:
-        return list(map(version_of, tensors))
+    return list(map(version_of, tensors))
 
 
 class ByTensor(Generic[T]):
@@ -340,8 +306,7 @@ class ByTensor(Generic[T]):
         return None if found is None or found[0]() is not tensor else found[1]
 
     def keys(self) -> Iterator[Tensor]:
-        tensors = [reference() for reference, _ in self._held.values()]
-        return iter([tensor for tensor in tensors if tensor is not None])
+        return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])
 
     def values(self) -> Iterator[T]:
         return iter([value for _, value in list(self._held.values())])

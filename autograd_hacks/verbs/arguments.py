@@ -57,12 +57,9 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
 
     def tried(part: Tensor) -> Tensor:
         version, found = part._version, f(part)
-        if not isinstance(found, Tensor) or found.shape != part.shape:
-            got = f"returned {kind_of(found)}"
-        elif part._version != version:
-            got = "overwrote them"
-        else:
+        if isinstance(found, Tensor) and found.shape == part.shape and part._version == version:
             return found
+        got = "overwrote them" if part._version != version else f"returned {kind_of(found)}"
         raise ValueError(
             f"reduce, at {name!r}: the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
             "the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
@@ -76,14 +73,12 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
             beside = torch.cat([some, 1 - 2 * some])
             apart = [tried(line).flatten()[: len(some)] for line in (beside[None], beside[:, None]) if len(some)]
         found = tried(rows)
-        with torch.no_grad():
-            together = found[at]
-            if any(x.dtype != together.dtype or not _alike(x, together) for x in apart):
-                raise ValueError(
-                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
-                    "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
-                    + ON_VERBS
-                )
+        if any(x.dtype != found.dtype or not _alike(x, found[at].detach()) for x in apart):
+            raise ValueError(
+                f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
+                "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
+                + ON_VERBS
+            )
         return found
 
     return checked
@@ -102,20 +97,16 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
     """The numbers of the selected samples, a vector.  index: a slice, a mask of N booleans, or sample numbers"""
     if isinstance(index, slice):
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
-    if not isinstance(index, Tensor) or index.ndim != 1:
-        raise TypeError(
-            f"select: the index is {kind_of(index)}; expected a slice, N booleans, or a vector of numbers" + ON_VERBS
-        )
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8:  # torch takes uint8 for a mask
-        raise TypeError(f"select: the index is {kind_of(index)}; expected booleans or integers: index.long()." + ON_VERBS)
-    if index.dtype == torch.bool and len(index) != samples:
+    is_vector = isinstance(index, Tensor) and index.ndim == 1 and not (index.is_floating_point() or index.is_complex())
+    if not is_vector or index.dtype == torch.uint8:  # torch takes uint8 for a mask
+        expected = "a slice, or a vector of booleans or integers: index.long()"
+        raise TypeError(f"select: the index is {kind_of(index)}; expected {expected}" + ON_VERBS)
+    try:
+        return torch.arange(samples, device="cpu")[index.cpu()]
+    except IndexError as error:
         raise IndexError(
-            f"select: the mask has {len(index)} entries; expected {samples}, one for each sample or group" + ON_VERBS
-        )
-    if index.dtype != torch.bool and len(index) and not -samples <= int(index.min()) <= int(index.max()) < samples:
-        given = f"the sample numbers go from {int(index.min())} to {int(index.max())}"
-        raise IndexError(f"select: {given}; expected [{-samples}, {samples})" + ON_VERBS)
-    return torch.arange(samples, device="cpu")[index.cpu()]
+            f"select: {error}; expected a mask of {samples} booleans or numbers in [{-samples}, {samples})" + ON_VERBS
+        ) from None
 
 
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:

@@ -111,9 +111,8 @@ class _Line:
 
     def relative(self, n: int) -> float:
         """The error of sample n."""
-        if self.error[n] == 0:
-            return 0.0
-        return self.error[n] / self.scale[n] if self.scale[n] and math.isfinite(self.error[n]) else math.inf
+        error, scale = self.error[n], self.scale[n]
+        return error / scale if scale and math.isfinite(error) else math.inf if error else 0.0
 
     def checked(self, tolerance: float, digits: str) -> CheckedParameter:
         """The line of the table.  digits: the name of the dtype whose digits count"""
@@ -145,8 +144,7 @@ class Comparison:
     power = ""
 
     def __post_init__(self) -> None:
-        self.reached = [False] * len(self.parameters)
-        self.lengths: list[list[float]] = [[]] * self.samples  # of each sample's gradients, by parameter
+        self.lengths: list[list[float | None]] = [[]] * self.samples  # of each sample's gradients, by parameter
         self.length = [0.0] * self.samples  # of whole gradients
         shapes = list(self.parameters.values())
         self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in self.given.items()]
@@ -154,14 +152,16 @@ class Comparison:
 
     def look(self, n: int, gradients: Gradients) -> None:
         """Compares sample n."""
+        self.lengths[n] = [None if g is None else float(vector_norm(g)) for g in gradients]
+        self.length[n] = math.hypot(*(x or 0.0 for x in self.lengths[n]))
         for line in self.lines:
             given = exact(line.rows[n])
             if self.is_whole or self.what == "norms":
-                length = self.length[n] if line.index is None else self.lengths[n][line.index]
-                line.add(given, given.new_tensor(length))
+                right = given.new_tensor(self.length[n] if line.index is None else self.lengths[n][line.index] or 0.0)
             else:
                 g = gradients[line.index or 0]
-                line.add(given, torch.zeros_like(given) if g is None else g.to(given.device))
+                right = torch.zeros_like(given) if g is None else g.to(given.device)
+            line.add(given, right)
             if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
                 line.sketches[n] = _sketch(gradients, line.index)
 
@@ -179,14 +179,7 @@ class Comparison:
     def compare(self, of: GradientsOf) -> None:
         """Compares all samples."""
         for n in progress(range(self.samples), "checking rows", "sample"):
-            self.note(n, of(n))
-
-    def note(self, n: int, gradients: Gradients) -> None:
-        """Takes sample n."""
-        self.reached = [known or g is not None for known, g in zip(self.reached, gradients)]
-        self.lengths[n] = [0.0 if g is None else float(vector_norm(g)) for g in gradients]
-        self.length[n] = math.hypot(*self.lengths[n])
-        self.look(n, gradients)
+            self.look(n, of(n))
 
     def doubtful(self) -> list[int]:
         """The samples whose errors are too large, to be checked again."""
@@ -213,25 +206,27 @@ class Comparison:
         checked = [line.checked(self.tolerance, digits) for line in self.lines if line.index is None]
         for index, (name, shape) in enumerate(self.parameters.items()):
             own = [line.checked(self.tolerance, digits) for line in self.lines if line.index == index]
-            lacking = "" if own else self.lacking(index)
-            if self.reached[index]:
+            is_reached = any(lengths[index] is not None for lengths in self.lengths)
+            lacking = "" if own else self.lacking(index, is_reached)
+            if is_reached:
                 numbers += shape.numel()
                 covered += 0 if lacking else shape.numel()
             checked += own or ([CheckedParameter(name, tuple(shape), None, None, lacking, True)] if lacking else [])
-        hint = "" if all(line.is_right for line in checked) else self.hint()
-        if all(line.is_right for line in checked) and self.is_whole and covered < numbers:
+        is_right = all(line.is_right for line in checked)
+        hint = "" if is_right else self.hint()
+        if is_right and self.is_whole and covered < numbers:
             hint = (
                 "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
                 f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
             )
         return CheckedRows(checked, self.samples, covered, numbers, hint)
 
-    def lacking(self, index: int) -> str:
+    def lacking(self, index: int, is_reached: bool) -> str:
         """Why the given numbers may lack a parameter that has no line of its own; empty if they can't."""
         if not self.is_whole:
-            return "not given" if self.reached[index] else "not given; no loss depends on it"
-        rest = (self.length[n] ** 2 - self.lengths[n][index] ** 2 for n in range(self.samples))
-        is_small = self.reached[index] and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
+            return "not given" if is_reached else "not given; no loss depends on it"
+        rest = (self.length[n] ** 2 - (self.lengths[n][index] or 0.0) ** 2 for n in range(self.samples))
+        is_small = is_reached and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
         return TOO_SMALL if is_small else ""
 
     def hint(self) -> str:
@@ -279,6 +274,7 @@ class Gram(Comparison):
     def __init__(self, given: Tensor, *known: Any) -> None:
         self._given = exact(given).cpu()
         super().__init__({WHOLE: (None, self._given)}, "products", *known)
+        self.lines.clear()  # until all products are known
         self._right = torch.zeros_like(self._given)
         self._sketches: dict[int, Tensor] = {}
         self._apart: dict[int, float] = {}
@@ -293,13 +289,14 @@ class Gram(Comparison):
                 gradients = of(m)
                 if len(block) < height:
                     block.append(gradients)
-                    self.note(m, gradients)
+                    self.look(m, gradients)
                 pairs = [[(x, y) for x, y in zip(own, gradients) if x is not None and y is not None] for own in block]
                 products = self._right.new_tensor([sum(float((x.conj() * y).sum().real) for x, y in own) for own in pairs])
                 self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
         self._conclude()
 
     def look(self, n: int, gradients: Gradients) -> None:
+        super().look(n, gradients)
         self._sketches[n] = _sketch(gradients)
 
     def look_again(self, n: int, gradients: Gradients) -> None:

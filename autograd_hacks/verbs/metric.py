@@ -176,10 +176,9 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
             left, right = (_damped_inverse(x.double(), shift).to(kfac[1]) for x, shift in zip(both, shifts))
             return _sides(left, right, p.shape)
 
-        def mean(p: nn.Parameter, kfac: Any) -> Tensor:
-            return torch.stack(means(_sides_of(p, kfac))).prod(0).mean()
-
-        return cls._from(model, "kfac", damping, mean, inverse)
+        return cls._from(
+            model, "kfac", damping, lambda p, kfac: torch.stack(means(_sides_of(p, kfac))).prod(0).mean(), inverse
+        )
 
     @classmethod
     @checked(ON_METRICS)

@@ -57,8 +57,13 @@ class NoiseScales(Shown):
         check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
-        if self.elementwise:
-            self._take_each(grads, budget)
+        if not self.elementwise:
+            return
+        with torch.no_grad(), grads._counted("NoiseScales.update") as samples:
+            about = grads._means(samples, budget)
+            for name, v in grads._variances(grads, about, samples, budget).items():
+                new = v.double(), about[name].abs().double().square() - v.double() / samples
+                self._each[name] = self._added(self._each.get(name, (0.0, 0.0)), new)
 
     def _take(self, found: Mapping[str, tuple[float, float]]) -> None:
         """Adds a step's noise and signal, {parameter's name: both}."""
@@ -72,16 +77,6 @@ class NoiseScales(Shown):
     def _added(self, before: Any, now: Any) -> Any:
         """Running means with a step's numbers added to them."""
         return tuple(self.smoothing * old + (1 - self.smoothing) * new for old, new in zip(before, now))
-
-    @torch.no_grad()
-    def _take_each(self, grads: PerSampleGrads, budget: int) -> None:
-        with grads._counted("NoiseScales.update") as samples:
-            about = grads._means(samples, budget)
-            noises = grads._variances(grads, about, samples, budget)
-        for name, own in noises.items():
-            noise = own.double()
-            new = noise, about[name].abs().double().square() - noise / samples
-            self._each[name] = self._added(self._each.get(name, (0.0, 0.0)), new)
 
     @overload
     def noise_scale(self, per: Literal["model"] = "model") -> NoiseScale: ...

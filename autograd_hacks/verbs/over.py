@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -86,8 +87,8 @@ def over(
     total: the verb returns sums over samples, as ``PerSampleGrads.second_moment`` does; the result is their sum
     out: a file for the rows, .npy or .safetensors. It is written batch by batch, with ``out.progress`` beside it, and the
     result is mapped from disk. A name without an ending is a folder with one .npy file for each name of the verb's
-    dictionary. `Store` searches both. After an interruption, the same call with the same loss and verb resumes. With
-    several processes the name must contain {rank}
+    dictionary, and ``.progress``. `Store` searches both. After an interruption, the same call with the same loss and verb
+    resumes. With several processes the name must contain {rank}
     only: as in `per_sample_grads`
     budget: bytes for gradients of ``against`` that are kept from batch to batch, over all checkpoints, 256 MiB by default.
     Kept gradients are recomputed when the weights change. If the loss depends on anything else that changes, pass
@@ -211,8 +212,7 @@ class _Step:
         """The verb's result by name, or by `_ALONE` if it is one tensor.  checkpoint: the number of the one loaded"""
         grads = self._grads(batch)
         if self.against is None:
-            taken: list[str] = []
-            token = WITHIN.set(taken)
+            token = WITHIN.set(taken := list[str]())
             try:
                 found = _by_name(self.verb(grads), None if total else grads.samples)
             finally:
@@ -235,9 +235,7 @@ class _Step:
         first = len(kept)
         if first and first == len(self._seen):  # all are kept
             return
-        for number, batch in enumerate(against):
-            if number < first:
-                continue
+        for number, batch in islice(enumerate(against), first, None):
             seen = digest_of(batch)
             if number == len(self._seen):
                 self._seen.append(seen)
@@ -253,15 +251,15 @@ class _Step:
             yield grads
 
     def _grads(self, batch: Any) -> PerSampleGrads:
-        parameters = [(p, p.grad) for p in self.model.parameters()]
-        of_all = [] if has_processes() else [hooks_after(p) for p, _ in parameters]
-        hooks = [(table, dict(table)) for table in of_all if table]
-        ours = recorder_of(self.model).backward.own_hooks()
+        parameters = list(self.model.parameters())
+        grads = [p.grad for p in parameters]
+        tables = [] if has_processes() else [table for p in parameters if (table := hooks_after(p))]
+        hooks, ours = [dict(table) for table in tables], recorder_of(self.model).backward.own_hooks()
         try:
-            for table, _ in hooks:  # for example of an optimizer that steps in the backward pass
+            for table in tables:  # for example of an optimizer that steps in the backward pass
                 for key in table.keys() - ours:
                     del table[key]
-            for p, _ in parameters:
+            for p in parameters:
                 p.grad = None
             chosen: list[Tensor] | None = None  # None for all: processes need all, because they wait for each other
             if self.only is not None and not has_processes():
@@ -271,9 +269,9 @@ class _Step:
                 backward_to(self.loss(self.model, batch), chosen, "sum")
             return per_sample_grads(self.model, only=self.only)
         finally:
-            for p, grad in parameters:
+            for p, grad in zip(parameters, grads):
                 p.grad = grad
-            for table, before in hooks:
+            for table, before in zip(tables, hooks):
                 table.update(before)
 
 
@@ -347,8 +345,11 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
     trained, live = _memory([p for p in model.parameters() if p.requires_grad]), 0
     memory = trained | _memory([*model.parameters(), *model.buffers()])
     for number, pair in enumerate(states):
-        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
+        if (
+            not (isinstance(pair, tuple | list) and len(pair) == 2)
+            or not isinstance(pair[0], Mapping | str | os.PathLike)
+            or isinstance(pair[1], Mapping | str)
+        ):
             raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}" + ON_DATA_SETS)
         state, weight = pair
         check("over", ON_DATA_SETS, weight=weight)

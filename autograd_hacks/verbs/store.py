@@ -16,7 +16,7 @@ from autograd_hacks.errors import ON_STORES
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.ranges import check_word, checked
-from autograd_hacks.support.row_files import RowFile, by_file, digest_of, names_in
+from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.verbs.arguments import check_kind, differing, kind_of, some
 
 BUDGET = 2**26
@@ -43,8 +43,7 @@ class Store(Shown):
     over names. Names that end with .left and .right are factors of `PerSampleGrads.low_rank`; products are computed from
     the factors
 
-    Raises FileNotFoundError if there are no rows, or no notes beside them; ValueError for incomplete files, and for files
-    with different numbers of rows, as after an interruption.
+    Raises FileNotFoundError if there are no rows, or no notes beside them; ValueError for incomplete files.
     Source: Chang et al. 2024, "TrackStar" (arXiv:2410.17413), for search in stored gradients; Li et al. 2026, "LoRIF"
     (arXiv:2601.21929), for factors.
     """
@@ -52,30 +51,24 @@ class Store(Shown):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_kind("Store", ON_STORES, str | os.PathLike, "the path of rows that over has written", path=path)
         self.path = Path(path)
-        names = names_in(self.path)
-        if self.path.is_dir() and not names:
-            raise FileNotFoundError(
-                f"{self.path} has no rows; expected a folder that over(..., out=) has written" + ON_STORES
-            )
-        files = {name: RowFile.written(self.path / f"{name}.npy") for name in names} or {"": RowFile.written(self.path)}
-        self._files, self._is_one = files, not names
-        counts = {name: int(file.progress["rows"]) for name, file in files.items()}
-        if len(set(counts.values())) > 1 or not all(counts.values()):
+        self._files = RowFiles(self.path)
+        self._rows = self._files.rows()
+        if not self._files.notes["rows"]:
             raise ValueError(
-                f"{self.path} has {counts if names else 'no'} rows; expected the same number of rows, 1 or more, for each "
-                "name. Run the call of over that writes them to its end; it resumes after an interruption" + ON_STORES
+                f"{self.path} has no rows; expected 1 or more. Run the call of over that writes them to its end; it resumes "
+                "after an interruption" + ON_STORES
             )
-        self._rows = {name: file.rows() for name, file in files.items()}
+        names = [*self._rows]
         pairs = [name.removesuffix(".left") for name in names if name.endswith(".left")]
         self._pairs = [name for name in pairs if f"{name}.right" in self._rows]
-        self._plain = [name for name in files if not any(name in (f"{pair}.left", f"{pair}.right") for pair in self._pairs)]
+        self._plain = [name for name in names if not any(name in (f"{pair}.left", f"{pair}.right") for pair in self._pairs)]
         for name, x in self._rows.items():
             if not x.is_floating_point() or x.ndim < 2:
                 raise ValueError(
                     f"{self.path} has {kind_of(x)}{f' for {name!r}' if name else ''}; expected rows of floating-point "
                     "numbers, (D, *shape), for example projections" + ON_STORES
                 )
-        if not all(file.progress.get("ended", True) for file in files.values()):
+        if not self._files.notes["ended"]:
             warnings.warn(
                 f"{self.path} is incomplete: it has {len(self)} rows, and the call of over that writes them has not ended"
                 + ON_STORES,
@@ -89,7 +82,7 @@ class Store(Shown):
     @property
     def rows(self) -> Any:
         """The rows, ``(D, *shape)`` or ``{name: (D, *shape)}``, mapped from disk.  Writing doesn't change the file."""
-        return self._rows[""] if self._is_one else dict(self._rows)
+        return self._rows[""] if self._files.is_one else dict(self._rows)
 
     def _table(self) -> Table:
         size = with_unit(sum(x.nbytes for x in self._rows.values()))
@@ -101,18 +94,16 @@ class Store(Shown):
     def check(self, model: nn.Module) -> None:
         """Raises ValueError if the rows come from other weights than the model has now, or from several checkpoints."""
         given = digest_of(model.state_dict())
-        for file in self._files.values():
-            stored = file.progress.get("weights", "")
-            if not stored:
-                raise ValueError(
-                    f"{file.path} has rows of several checkpoints, or was written before weights were noted, so the weights "
-                    "can't be checked. Leave check or model= out if you know that the rows belong to this model" + ON_STORES
-                )
-            if stored != given:
-                raise ValueError(
-                    f"{file.path} has rows of other weights than this {type(model).__name__}: digests {stored[:12]}… and "
-                    f"{given[:12]}…. Load the old weights, or write the rows again by over(model, ..., out=...)" + ON_STORES
-                )
+        if not (stored := self._files.notes["weights"]):
+            raise ValueError(
+                f"{self.path} has rows of several checkpoints, so the weights can't be checked. Leave check or model= out "
+                "if you know that the rows belong to this model" + ON_STORES
+            )
+        if stored != given:
+            raise ValueError(
+                f"{self.path} has rows of other weights than this {type(model).__name__}: digests {stored[:12]}… and "
+                f"{given[:12]}…. Load the old weights, or write the rows again by over(model, ..., out=...)" + ON_STORES
+            )
 
     # Searches.
 
@@ -186,7 +177,7 @@ class Store(Shown):
                     theirs = mine if second == first else self._units(self._block(second, cpu))
                     found = self._products(mine, theirs)
                     near = found >= float(threshold) - slack  # NaN isn't
-                    numbers = (torch.tensor(range(*x.indices(len(self))), device=cpu) for x in (first, second))
+                    numbers = (torch.arange(x.start, x.stop, device=cpu) for x in (first, second))
                     near &= next(numbers)[:, None] < next(numbers)
                     places = near.nonzero()
                     if (total := total + len(places)) > limit:
@@ -204,9 +195,9 @@ class Store(Shown):
         """The queries by file.  Raises for queries that don't fit the rows."""
         given = by_file(queries) if isinstance(queries, Mapping) else {"": queries}
         if given.keys() != self._rows.keys():
-            what = "one tensor" if self._is_one else f"{{name: tensor}} for {some(list(self._rows))}"
+            what = "one tensor" if self._files.is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             names = kind_of(queries) if "" in given else f"tensors named {some(list(given))}"
-            if not self._is_one and "" not in given:
+            if not self._files.is_one and "" not in given:
                 names, what = "queries " + differing(given, self._rows), f"one for each of its {len(self._rows)} names"
             raise ValueError(f"search was given {names}; {self.path} expects {what}" + ON_STORES)
         for name, x in given.items():

@@ -1,7 +1,8 @@
 """Compares the library's rows with autograd's by randomly weighted sums, which a wrong row would change."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -155,28 +156,27 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
         use.told = told
 
 
-class _Comparison:
-    """Comparisons of Σₙ wₙ gₙ with autograd's result, for the recorded passes."""
+Comparison = tuple[str, str, Form | None, Tensor, Tensor, float]
+"""A parameter, what is compared, its rows, N weights, the expected sum, and its terms' length over that of outputs'
+gradients."""
 
-    def __init__(self, record: Record) -> None:
-        received = [own for recorded in record.passes for own in recorded.received.items()]
-        self.used = {call.precision for call, _ in received}  # the dtypes that autocast computed in
-        self.uses = [call for call, _ in received]
-        self.length = sum(grads.length for _, grads in received)  # the total length of the gradients at outputs
-        self.wrong: list[tuple[str, ...]] = []
-        """Rows of the table."""
 
-    def add(self, parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, size: float = 1.0) -> None:
-        """Compares a weighted sum of rows with the expected one.  size: its terms' length over that of outputs' gradients"""
+def _wrong(record: Record, comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
+    """The rows of the table: where Σₙ wₙ gₙ of the recorded passes is something else than expected."""
+    received, wrong = [own for recorded in record.passes for own in recorded.received.items()], []
+    used, uses = {call.precision for call, _ in received}, [call for call, _ in received]  # used: autocast's dtypes
+    length = sum(grads.length for _, grads in received)
+    for parameter, what, form, w, expected, size in comparisons:
         difference = expected
         if form is not None:
             w = w.to(form.like.device, form.sum_dtype)
-            if agree(form, w, expected, self.used, lambda: size * self.length, rounded_by(self.uses, expected)):
-                return
+            if agree(form, w, expected, used, partial(mul, size, length), rounded_by(uses, expected)):
+                continue
             difference = form.weighted_sum(w).to(expected) - expected
         if form is not None or expected.any():
             largest = (f"{float(x.abs().max()) if x.numel() else 0.0:.3g}" for x in (difference, expected))
-            self.wrong.append((parameter, what, *largest))
+            wrong.append((parameter, what, *largest))
+    return wrong
 
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
@@ -189,13 +189,13 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
         return []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
     is_mean = announced is not None and announced.loss_type == "mean"
-    parameters, comparison = dict(model.named_parameters()), _Comparison(record)
+    parameters, comparisons = dict(model.named_parameters()), list[Comparison]()
     for name, form in read(model, parameters, recorder, None if announced else "sum").items():
         grad = parameters[name].grad
         if form is not None and grad is not None:
             w = torch.full((form.samples,), 1 / form.samples if is_mean else 1.0, dtype=torch.float64, device="cpu")
-            comparison.add(name, "sum of the step's rows with .grad", form, w, part_of(grad).to_dense())
-    return comparison.wrong
+            comparisons.append((name, "sum of the step's rows with .grad", form, w, part_of(grad).to_dense(), 1.0))
+    return _wrong(record, comparisons)
 
 
 def _with_autograd(
@@ -234,41 +234,35 @@ def _with_autograd(
             )
         slot, count = next(iter(places)), own.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
-        documents = record.documents
-        weights_of: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
-        if documents is not None:
-            ones = torch.ones(documents.count, device="cpu")
-            places = {slot: at for slot, at in places.items() if documents.over(outputs[slot], ones) is not None}
-            weights_of, samples = dict.fromkeys(places, documents.over), documents.count
+        over: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
+        if (documents := record.documents) is not None:
+            samples, tried = documents.count, torch.ones(documents.count, device="cpu")
+            over = {slot: documents.over for slot in places if documents.over(outputs[slot], tried) is not None}
         if not samples:
             return []
         if loss is not None:
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        given = {slot: outputs[slot] for slot in places}
-        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot, x in given.items()}
-        if documents is not None:  # zero at padding
-            grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
+        every, ones = slice(samples), torch.ones(samples, device="cpu")
+        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot in over for x in [outputs[slot]]}
+        grads = {slot: g * over[slot](g, ones.to(g)) for slot, g in grads.items()}  # zero at padding
         # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
         order = torch.randperm(samples, generator=draws, device="cpu")
         signs = 2.0 * torch.randint(2, (samples,), generator=draws, device="cpu") - 1
-        every, ones = slice(samples), torch.ones(samples, device="cpu")
         weights = [("sum of rows", every, ones), ("weighted sum of rows", every, signs * 2.0 ** (order % 9 - 4))]
         rows = torch.eye(min(singles, samples), samples, device="cpu")
         weights += [(f"row {n}", slice(n, n + 1), w) for n, w in enumerate(rows)]
         expected = []
         with own.backward.silent():
             for _, _, w in weights:
-                weighted = {slot: g * weights_of[slot](g, w.to(g)) for slot, g in grads.items()}
-                expected.append(_pull(outputs, weighted, parameters))
+                expected.append(_pull(outputs, {n: g * over[n](g, w.to(g)) for n, g in grads.items()}, parameters))
         _pull(outputs, grads, parameters)
-        named = dict(copy.model.named_parameters())
-        forms, comparison = read(copy.model, named, own, "sum"), _Comparison(record)
+        forms, comparisons = read(copy.model, dict(copy.model.named_parameters()), own, "sum"), list[Comparison]()
         for (what, some, w), totals in zip(weights, expected):
             for name, total in totals.items():
                 form = forms.get(name)
                 form = form if form is None or some == every else form[some]
-                comparison.add(name, what, form, w[some], total, float(w.abs().max()))
-    return comparison.wrong
+                comparisons.append((name, what, form, w[some], total, float(w.abs().max())))
+        return _wrong(record, comparisons)
 
 
 def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, documents: Documents) -> None:

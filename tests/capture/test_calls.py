@@ -1,15 +1,20 @@
-"""How a layer may be called: by keyword, at two paths, among the user's hooks, scripted or traced, in a wrapper."""
+"""How a layer may be called: by keyword, at two paths, among the users' hooks, scripted, in a wrapper; and its output."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import batch, check_batches, mlp, step
+from steps import assert_means, batch, check, check_batches, check_losses, mlp, step
+from torch import Tensor
 from torch.nn.parallel import DataParallel
 from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.forms import Dense
+from autograd_hacks.formulas import RULES, Rule
 
 
 def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequential) -> None:
@@ -22,8 +27,7 @@ def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequent
         early[0].register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: g.clamp(-0.1, 0.1)) and None)
         step(early, *batch())
         autograd_hacks.compute_grad1(early)
-        for p in early.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
+        assert_means(early)
 
 
 def test_keyword_calls() -> None:
@@ -73,3 +77,98 @@ def test_data_parallel_is_refused_by_name() -> None:
     replica = net._replicate_for_data_parallel()  # what DataParallel runs, on each device
     with pytest.raises(TypeError, match=r"DataParallel.*DistributedDataParallel"):
         replica(x)
+
+
+# What users do to a layer's output, and tensors of unusual kinds
+
+
+class Offset(Bare):
+    """A bare parameter, handed out as a view of some kind."""
+
+
+class Reverse(torch.autograd.Function):
+    """A view whose backward is not a view's."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+        return -3 * g
+
+
+@pytest.mark.parametrize(
+    ("view", "slope"),
+    [
+        (lambda y, n: y.expand(n, 3), lambda g: 2 * g),
+        (lambda y, n: y.repeat(n, 1).T.contiguous().T, lambda g: 2 * g),
+        (lambda y, n: Reverse.apply(y.repeat(n, 1)), lambda g: -6 * g),
+        (lambda y, n: y.repeat(n, 2)[:, :3], lambda g: 2 * g),
+    ],
+    ids=["expand", "transpose", "a Function's", "a slice"],
+)
+def test_views_of_every_kind_from_a_layer_of_ones_own(
+    view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Offset(lambda m, x: view(m.offset * 2, len(x)), offset=torch.randn(3).double()), torch.randn(4, 3).double()
+    monkeypatch.setitem(RULES, Offset, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.offset.grad1.mean(0), model.offset.grad)
+        assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
+
+
+def linear_on_positions() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
+
+
+def test_in_place_operations_on_an_output_that_is_a_view() -> None:
+    """They give the view another node in the graph."""
+
+    def once(out: Tensor) -> Tensor:
+        early = out.exp().mean((1, 2))
+        out.mul_(2)
+        out[:, 0] = 0
+        return early + out.pow(2).mean((1, 2))
+
+    layer, x = linear_on_positions()
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.InstanceNorm2d(4, affine=True), (3, 4, 5, 5)),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(), (3, 4, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 5, 5)),
+        (nn.Linear(4, 2), (3, 2, 2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(layer, nn.ReLU(inplace=True)).double(), torch.randn(shape, dtype=torch.float64)
+
+    for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x = x.to(memory_format=memory_format)
+        with autograd_hacks.add_hooks(model):
+            check(model, x)
+
+
+@pytest.mark.parametrize("which", ["out", "state", "both"])
+def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
+    layer, x = nn.LSTM(2, 3, batch_first=True).double(), torch.randn(4, 5, 2).double()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, (h, _) = layer(x)
+        if which != "out":
+            h.mul_(2)
+        if which != "state":
+            out += 1
+        return out, h[0]
+
+    with autograd_hacks.add_hooks(layer):
+        check(layer, x, run=run)

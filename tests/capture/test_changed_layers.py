@@ -1,19 +1,19 @@
 """What a layer is may change between steps: nothing that is remembered of it may be older than the step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from nets import Between
-from oracle import squares, targets
+from oracle import joined, squares, targets
 from rarely import crossed
-from steps import assert_right, batch, check, mlp, step
-from twin import Bare
+from steps import batch, check, check_losses, mlp, step
+from torch import Tensor
+from twin import Bare, check_right
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Dense
 from autograd_hacks.formulas import Rule, single_input
 from autograd_hacks.formulas.table import RULES
@@ -39,46 +39,27 @@ def model() -> Iterator[nn.Sequential]:
         yield model
 
 
-def replace_weight(layer: nn.Linear) -> None:
-    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "another weight": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn_like(layer.weight))),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+    "a frozen weight": lambda layer: layer.weight.requires_grad_(False),
+    "other data": lambda layer: setattr(layer.weight, "data", torch.randn_like(layer.weight)),
+    "another class": lambda layer: setattr(layer, "__class__", Renamed),
+    "another forward": lambda layer: setattr(layer, "__class__", Doubled),  # read off the graph
+}
 
 
-def drop_bias(layer: nn.Linear) -> None:
-    layer.bias = None
-
-
-def freeze_weight(layer: nn.Linear) -> None:
-    layer.weight.requires_grad_(False)
-
-
-def swap_data(layer: nn.Linear) -> None:
-    layer.weight.data = torch.randn_like(layer.weight)
-
-
-def swap_class(layer: nn.Linear) -> None:
-    layer.__class__ = Renamed
-
-
-@pytest.mark.parametrize("change", [replace_weight, drop_bias, freeze_weight, swap_data, swap_class])
-def test_a_layer_that_was_changed_gives_its_new_rows(model: nn.Sequential, change: Callable[[nn.Linear], None]) -> None:
-    change(model[0])
-    for seed in range(2):
-        step(model, *batch(seed=seed))
-        assert_right(model, *batch(seed=seed))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_was_changed_gives_its_new_rows(model: nn.Sequential, change: str) -> None:
+    CHANGES[change](model[0])
+    for seed in range(3):
+        check(model, batch(seed=seed)[0])
 
 
 def test_a_layer_that_was_frozen_and_trains_again_gives_its_rows(model: nn.Sequential) -> None:
     for trains in (False, True):
         model[0].weight.requires_grad_(trains)
-        step(model, *batch())
-        assert_right(model, *batch())
-
-
-def test_a_layer_whose_forward_has_become_another_is_read_off_the_graph(model: nn.Sequential) -> None:
-    model[0].__class__ = Doubled
-    for seed in range(3):
-        step(model, *batch(seed=seed))
-        assert_right(model, *batch(seed=seed))
+        check(model, batch()[0])
 
 
 def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
@@ -88,14 +69,17 @@ def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
     with pytest.raises(NothingRecorded, match=r"after add_hooks: layer '2' \(Linear\)"):
         autograd_hacks.compute_grad1(model)
     autograd_hacks.add_hooks(model)
-    step(model, x, y)
-    assert_right(model, x, y)
+    check(model, x)
+
+
+def scaled() -> Between:
+    model = Between(lambda h: h * model.scale)
+    model.scale = nn.Parameter(torch.ones(3))
+    return model
 
 
 def test_a_parameter_that_was_put_in_later() -> None:
-    model, x = Between(lambda h: h), torch.randn(4, 3)
-    model.scale = nn.Parameter(torch.ones(3))
-    model.how = lambda h: h * model.scale
+    model, x = scaled(), torch.randn(4, 3)
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
@@ -117,18 +101,11 @@ def test_a_layer_that_was_put_elsewhere() -> None:
         check(model, x)
 
 
-class Turned(nn.Module):
+def turned(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A layer with positions first, between two with samples first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.turned, self.last = (nn.Linear(3, 3) for _ in range(3))
-        self.inner = nn.ModuleList([nn.Identity()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in (self.first, *self.inner):
-            x = part(x).tanh()
-        return self.last(self.turned(x.transpose(0, 1)).transpose(0, 1))
+    for part in (m.first, *m.inner):
+        x = part(x).tanh()
+    return m.last(m.turned(x.transpose(0, 1)).transpose(0, 1))
 
 
 def low_rank(base: nn.Module) -> nn.Module:
@@ -137,40 +114,29 @@ def low_rank(base: nn.Module) -> nn.Module:
     )
 
 
-def wrap(model: nn.Module) -> None:
-    model.turned = low_rank(model.turned)
-
-
-def insert(model: nn.Module) -> None:
-    model.inner.insert(0, nn.Linear(3, 3))
-
-
-def delete(model: nn.Module) -> None:
-    del model.inner[0]
-
-
 def swap(model: nn.Module) -> None:
     model.first, model.turned = model.turned, model.first
 
 
-def untie(model: nn.Module) -> None:
-    model.first.weight = nn.Parameter(torch.randn(3, 3))
+SHAPES: dict[str, Callable[[nn.Module], object]] = {
+    "wrap": lambda model: setattr(model, "turned", low_rank(model.turned)),
+    "insert": lambda model: model.inner.insert(0, nn.Linear(3, 3)),
+    "delete": lambda model: model.inner.__delitem__(0),
+    "swap": swap,
+    "untie": lambda model: setattr(model.first, "weight", nn.Parameter(torch.randn(3, 3))),
+    "untie later": lambda model: setattr(model.last, "weight", nn.Parameter(torch.randn(3, 3))),
+}
 
 
-def untie_later(model: nn.Module) -> None:
-    model.last.weight = nn.Parameter(torch.randn(3, 3))
-
-
-@crossed(change=[wrap, insert, delete, swap, untie, untie_later], param_grad=[True, False])
-def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[nn.Module], None], param_grad: bool) -> None:
+@crossed(change=SHAPES, param_grad=[True, False])
+def test_a_model_of_another_shape_once_hooks_are_added_again(change: str, param_grad: bool) -> None:
     """Streamed norms take no layer for another one, nor miss a part of a parameter's gradient."""
-    model = Turned()
+    layers = {name: nn.Linear(3, 3) for name in ("first", "turned", "last")}
+    model = Bare(turned, **layers, inner=nn.ModuleList([nn.Identity(), nn.Linear(3, 3)])).double()
     model.last.weight = model.first.weight
-    model.inner.append(nn.Linear(3, 3))
-    model.double()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         check(model, torch.randn(4, 4, 3).double())
-        change(model)
+        SHAPES[change](model)
         model.double()
         autograd_hacks.add_hooks(model, param_grad=param_grad)
         for _ in range(2):
@@ -179,13 +145,8 @@ def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[n
                 squares(model(x), targets(4)).sum().backward()
             assert all(p.grad is None for p in model.parameters()) or param_grad
             check(model, x, "sum")
-            rows = [p.grad1.flatten(1) for p in model.parameters()]
-            torch.testing.assert_close(streamed.norms, torch.cat(rows, 1).norm(dim=1))
-
-
-def first_of(out: Any) -> torch.Tensor:
-    first: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return first
+            rows = joined({name: p.grad1 for name, p in model.named_parameters()})
+            torch.testing.assert_close(streamed.norms, rows.norm(dim=1))
 
 
 class Twice(nn.Module):
@@ -199,7 +160,7 @@ class Twice(nn.Module):
         out = []
         for number in range(2):
             self.set(number)
-            out.append(first_of(self.layer(x)).flatten(1))
+            out.append((y[0] if isinstance(y := self.layer(x), tuple) else y).flatten(1))
         self.set(2)
         return torch.cat(out, 1)
 
@@ -248,12 +209,74 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
 
 
 def test_functional_call_of_a_hooked_model_with_a_parameter_of_its_own() -> None:
-    model, x = Between(lambda h: h), torch.randn(4, 3)
-    model.scale = nn.Parameter(torch.ones(3))
-    model.how = lambda h: h * model.scale
+    model, x = scaled(), torch.randn(4, 3)
     with autograd_hacks.add_hooks(model):
         check(model, x)
         others = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
         squares(torch.func.functional_call(model, others, x)).sum().backward()
         assert all(p.grad is not None for p in others.values())
         check(model, x)
+
+
+# Forwards whose graph is one that is known, and those whose graph only looks so
+
+
+SAMPLES = 5
+
+
+BRANCHES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "used again": lambda m, h: h * m.scale,
+    "exchanged": lambda m, h: h * m.other * m.other,  # beside one node more
+}
+ORDERS = {"in another order": torch.arange(SAMPLES - 1, -1, -1), "in order": torch.arange(SAMPLES)}
+
+
+def branching() -> nn.Module:
+    """Bare parameters, read in another place of the graph, or another of them, on each branch; as many nodes on each."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x)
+        h = BRANCHES.get(m.branch, lambda m, h: h * h)(m, h) * m.scale * m.other
+        return m.last(h[ORDERS[m.branch]] if m.branch in ORDERS else h)
+
+    parameters = {"scale": torch.randn(6), "other": torch.randn(6)}
+    return Bare(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3), **parameters, branch="usual").double()
+
+
+def on_branch(model: nn.Module, x: Tensor, branch: str) -> Tensor:
+    model.branch = branch
+    return squares(model(x))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_another_graph_is_read_anew(branch: str, param_grad: bool) -> None:
+    branches = ("usual", "usual", "usual", branch, branch, "usual", branch)
+    batches = [(torch.randn(SAMPLES, 4).double(), own) for own in branches]
+    check_right(branching(), *batches, run=on_branch, total="each", param_grad=param_grad)
+
+
+def test_samples_that_an_index_moves_only_now_are_refused() -> None:
+    model = branching()
+    with autograd_hacks.add_hooks(model):
+        for own in ("in order", "in order", "in order", "in order", "in another order"):
+            model.branch = own
+            squares(model(torch.randn(SAMPLES, 4).double())).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_batches_of_other_sizes_are_read_anew() -> None:
+    check_right(branching(), *[(torch.randn(size, 4).double(),) for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5)])
+
+
+def test_a_parameter_that_begins_to_train_is_read() -> None:
+    model = branching()
+    model.scale.requires_grad_(False)
+    with autograd_hacks.add_hooks(model):
+        for trains in (False, False, False, True, True):
+            model.scale.requires_grad_(trains)
+            if trains:
+                autograd_hacks.add_hooks(model)
+            x = torch.randn(SAMPLES, 4).double()
+            check_losses(model, lambda x=x: squares(model(x)))

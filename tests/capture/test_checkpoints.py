@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import MODELS
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import assert_rows, squares
 from rarely import crossed
-from steps import assert_right, batch, check, mlp, step
+from steps import assert_right, batch, check, mlp, rows_of, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -20,23 +20,18 @@ import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, PerSampleGradientError, UnseenGradient
 
 
-class Whole(nn.Module):
+def whole() -> nn.Module:
     """A model that runs in checkpoints and nothing else, one within the other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rest = nn.Linear(3, 3), mlp()
+    def inner(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(m.rest, m.first(x), use_reentrant=True)
 
-    def inner(self, x: Tensor) -> Tensor:
-        return checkpoint(self.rest, self.first(x), use_reentrant=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=True)
+    return Bare(lambda m, x: checkpoint(inner, m, x, use_reentrant=True), first=nn.Linear(3, 3), rest=mlp()).double()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_checkpoints_within_checkpoints_in_a_loop() -> None:
-    model = Whole().double()
+    model = whole()
     plain = nn.Sequential(model.first, *model.rest)
     with autograd_hacks.add_hooks(model, probe=False):
         for seed in range(3):
@@ -47,24 +42,34 @@ def test_checkpoints_within_checkpoints_in_a_loop() -> None:
                     model(x)
                 autograd_hacks.backward(squares(model(x.clone().requires_grad_()), y), loss_type)
                 autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    expected = one_backward_per_sample(plain, squares, x, y)
-                    assert_rows(plain, expected)
+                assert_rows(plain, rows_of(plain, x, y))
+
+
+def in_the_middle(**layers: nn.Module) -> nn.Module:
+    return Bare(lambda m, x: m.last(checkpoint(m.middle, m.first(x), use_reentrant=True)), **layers).double()
+
+
+def behind_another() -> nn.Module:
+    return in_the_middle(first=nn.Linear(3, 3), middle=nn.Linear(3, 3), last=nn.Linear(3, 2))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_checkpoints_of_several_forwards_can_not_be_told_apart() -> None:
-    model = Whole().double()
+@pytest.mark.parametrize("build", [whole, behind_another])
+def test_checkpoints_of_several_forwards_can_not_be_told_apart(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    plain = nn.Sequential(*(part for part in model.modules() if not isinstance(part, Bare | nn.Sequential)))
     with autograd_hacks.add_hooks(model, probe=False):
-        losses = [squares(model(batch(4, seed)[0].requires_grad_()), batch(4, seed)[1]).mean() for seed in (0, 1)]
-        for loss in losses:
-            loss.backward()
-            with pytest.raises(NothingRecorded, match="use_reentrant=False"):
-                autograd_hacks.compute_grad1(model)
-        x, y = batch(5)
-        squares(model(x.requires_grad_()), y).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        assert_close(model.first.weight.grad1.shape, (5, 3, 3))
+        for _ in range(2):
+            losses = [squares(model(batch(4, seed)[0].requires_grad_()), batch(4, seed)[1]).mean() for seed in (0, 1)]
+            for loss in losses:
+                loss.backward()
+                with pytest.raises(NothingRecorded, match="use_reentrant=False"):
+                    autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+            x, y = batch(5)
+            step(model, x.requires_grad_(), y)
+            autograd_hacks.compute_grad1(model)
+            assert_rows(plain, rows_of(plain, x.detach(), y))
 
 
 def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
@@ -81,39 +86,15 @@ def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
             autograd_hacks.compute_grad1(model)
 
 
-def test_checkpoints_of_several_forwards_behind_other_layers() -> None:
-    model = Bare(
-        lambda m, x: m.last(checkpoint(m.middle, m.first(x), use_reentrant=True)),
-        first=nn.Linear(3, 3),
-        middle=nn.Linear(3, 3),
-        last=nn.Linear(3, 2),
-    ).double()
-    with autograd_hacks.add_hooks(model, probe=False):
-        for x, y in (batch(4), batch(4, 1)):
-            step(model, x, y)
-            assert_right(model, x, y)
-        losses = [squares(model(batch(4, seed)[0]), batch(4, seed)[1]).mean() for seed in (0, 1)]
-        for loss in losses:
-            loss.backward()
-        with pytest.raises(NothingRecorded, match="use_reentrant=False"):
-            autograd_hacks.compute_grad1(model)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_checkpointed_steps_free_their_memory_at_once() -> None:
-    model = Whole().double()
-    x, y = batch(4)
-
-    def live() -> int:
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
+    model, (x, y), counts = whole(), batch(4), []
     with autograd_hacks.add_hooks(model):
-        counts = []
         gc.disable()
         try:
             for _ in range(6):
                 squares(model(x.clone().requires_grad_()), y).mean().backward()
-                counts.append(live())
+                counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
         finally:
             gc.enable()
     assert counts[-1] <= counts[2]
@@ -133,21 +114,11 @@ def test_checkpoints_whose_backward_comes_after_another() -> None:
         assert_close(model[0].weight.grad1[0], expected)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(checkpoint(self.inside, self.first(x), use_reentrant=True))
-
-
 @pytest.mark.parametrize("shape", [(2, 4, 8), (1, 8, 8), (3, 8)])
 def test_reentrant_checkpoints_are_refused(shape: tuple[int, ...]) -> None:
     """No graph shows where the samples are inside.  Without a check they are on axis 0."""
-    model = Checkpointed().double()
-    x = torch.randn(shape).double()
+    inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model, x = in_the_middle(first=nn.Linear(8, 8), middle=inside, last=nn.Linear(8, 3)), torch.randn(shape).double()
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             with pytest.raises(UnseenGradient, match="use_reentrant=False"):

@@ -134,27 +134,22 @@ def test_layers_by_themselves_beside_the_model(param_grad: bool) -> None:
         _penalty(model, x)
 
 
-class Odd(nn.Module):
-    """A recurrent layer, run for each sample, that also returns something of the whole batch, and draws or not."""
-
-    def __init__(self, drops: bool) -> None:
-        super().__init__()
-        self.recur, self.drops = nn.LSTM(3, 2, batch_first=True), drops
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.recur(x)[0]
-        return nn.functional.dropout(y, 0.5 if self.drops else 0.0), y.mean()
-
-
 @pytest.mark.parametrize("drops", [False, True])
 def test_what_belongs_to_no_sample_is_that_of_the_batch(drops: bool) -> None:
-    model, x = nn.Sequential(Odd(drops)).double(), torch.randn(3, 4, 3).double()
-    with autograd_hacks.pause_hooks():
+    """A recurrent layer, run for each sample, that also returns something of the whole batch, and draws or not."""
+
+    def odd(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.recur(x)[0]
+        return nn.functional.dropout(y, 0.5 if drops else 0.0), y.mean()
+
+    model, x = nn.Sequential(Bare(odd, recur=nn.LSTM(3, 2, batch_first=True))).double(), torch.randn(3, 4, 3).double()
+    found = []
+    for is_hooked in (False, True):
+        if is_hooked:
+            autograd_hacks.add_hooks(model)
         torch.manual_seed(0)
-        expected = model(x)[1]
-    with autograd_hacks.add_hooks(model):
-        torch.manual_seed(0)
-        torch.testing.assert_close(model(x)[1], expected)
+        found.append(model(x)[1])
+    torch.testing.assert_close(*found)
 
 
 def routed(m: nn.Module, x: Tensor) -> Tensor:
@@ -182,20 +177,12 @@ def test_experts_whose_rows_lie_as_samples_do_by_chance(loss: Callable[..., Tens
             check_loss(model, loss, x)
 
 
-class OfLengths(nn.Module):
+def of_lengths(m: nn.Module, x: Tensor) -> Tensor:
     """A recurrent layer on packed sequences whose lengths change between steps."""
-
-    def __init__(self, kind: type[nn.RNNBase], reads_ends: bool) -> None:
-        super().__init__()
-        self.first, self.recur, self.head = nn.Linear(3, 4), kind(4, 4, batch_first=True), nn.Linear(4, 1)
-        self.lengths, self.reads_ends = [3], reads_ends
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        out, ends = self.recur(pack_padded_sequence(h, torch.tensor(self.lengths), batch_first=True, enforce_sorted=False))
-        last = ends[0] if isinstance(ends, tuple) else ends
-        y = self.head(pad_packed_sequence(out, batch_first=True)[0]).sum(1)
-        return y + last[0] if self.reads_ends else y
+    packed = pack_padded_sequence(m.first(x).tanh(), torch.tensor(m.lengths), batch_first=True, enforce_sorted=False)
+    out, ends = m.recur(packed)
+    y = m.head(pad_packed_sequence(out, batch_first=True)[0]).sum(1)
+    return y + (ends[0] if isinstance(ends, tuple) else ends)[0] if m.reads_ends else y
 
 
 @crossed(
@@ -203,8 +190,10 @@ class OfLengths(nn.Module):
 )
 def test_packed_sequences(given: tuple[type[nn.RNNBase], bool], loss: Callable[..., Tensor], param_grad: bool) -> None:
     torch.manual_seed(0)
-    model = OfLengths(*given).double()
+    kind, reads_ends = given
+    model = Bare(
+        of_lengths, first=nn.Linear(3, 4), recur=kind(4, 4, batch_first=True), head=nn.Linear(4, 1), reads_ends=reads_ends
+    ).double()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for model.lengths in ([3, 3, 3], [1, 3, 2], [3]):
-            x = torch.randn(len(model.lengths), max(model.lengths), 3).double()
-            check_loss(model, loss, x)
+            check_loss(model, loss, torch.randn(len(model.lengths), max(model.lengths), 3).double())

@@ -48,12 +48,11 @@ def test_what_was_read_is_kept_where_another_pass_may_add_to_it(model: nn.Module
     output = model(x)
     squares(output, y).mean().backward(retain_graph=True)
     autograd_hacks.compute_grad1(model)
-    once = [p.grad1.clone() for p in model.parameters()]
+    twice = [2 * p.grad1 for p in model.parameters()]
     model(x)
     squares(output, y).mean().backward()
     autograd_hacks.compute_grad1(model)
-    for p, rows in zip(model.parameters(), once):
-        assert_close(p.grad1, 2 * rows)
+    assert_close([p.grad1 for p in model.parameters()], twice)
 
 
 def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Module) -> None:
@@ -67,16 +66,6 @@ def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Mo
     before = alive(Tensor)
     run(200)
     assert alive(Tensor) <= before
-
-
-def test_a_record_goes_with_its_model() -> None:
-    model = mlp()
-    autograd_hacks.add_hooks(model)
-    step(model, *batch())
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
 
 
 @crossed(read=["nothing", "grad1", "clip", "hess"], param_grad=[True, False])
@@ -95,10 +84,10 @@ def test_a_hooked_model_that_is_dropped_is_freed(read: str, param_grad: bool) ->
             autograd_hacks.compute_grad1(model)
         if read == "clip":
             autograd_hacks.clip_grad1_norm_(model, 1.0)
-    parameters = [weakref.ref(p) for p in model.parameters()]
+    gone = [weakref.ref(own) for own in (model, *model.parameters())]
     del model, output
     gc.collect()
-    assert not any(p() is not None for p in parameters)
+    assert not any(own() is not None for own in gone)
 
 
 def test_losses_that_are_kept_do_not_keep_the_inputs() -> None:
@@ -155,11 +144,11 @@ def test_tensors_that_replaced_parameters_are_freed() -> None:
 def test_hooks_that_come_and_go_keep_no_more_than_before() -> None:
     model, x = mlp(), torch.randn(5, 3).double()
     handle, found = autograd_hacks.add_hooks(model), []
-    for _ in range(12):
+    for n in range(12):
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         handle.off()
         handle.on()
-        gc.collect()
-        found.append((alive(Read), alive(Layer)))
-    assert found[-1] == found[6]
+        if n in (6, 11):
+            found.append((alive(Read), alive(Layer)))
+    assert found[0] == found[1]

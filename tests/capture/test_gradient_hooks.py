@@ -13,6 +13,7 @@ from steps import check
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
@@ -247,29 +248,17 @@ def test_a_hook_at_several_places_and_draws_of_the_user() -> None:
     assert torch.equal(*numbers)
 
 
-class Registers(nn.Module):
-    """Registers a hook of each kind on its layers as it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.calls = nn.Linear(3, 4), nn.Linear(4, 2), 0
-
-    def note(self, *_: object) -> None:
-        self.calls += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.last):
-            layer.register_forward_hook(self.note)
-            layer.register_forward_pre_hook(self.note)
-            layer.register_full_backward_hook(self.note)
-            layer.register_full_backward_pre_hook(self.note)
-            layer.register_state_dict_pre_hook(self.note)
-        return self.last(self.first(x).tanh())
+def registers(m: nn.Module, x: Tensor) -> Tensor:
+    """Registers a hook of each kind on the layers as it runs."""
+    kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_pre_hook"
+    for register in (getattr(layer, f"register_{kind}") for layer in (m.first, m.last) for kind in kinds):
+        register(lambda *_: None)
+    return m.last(m.first(x).tanh())
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect to module outputs")
 def test_a_model_may_register_hooks_on_its_layers_as_it_runs() -> None:
-    hooked, plain = Registers().double(), Registers().double()
+    hooked, plain = (Bare(registers, first=nn.Linear(3, 4), last=nn.Linear(4, 2)).double() for _ in range(2))
     plain.load_state_dict(hooked.state_dict())
     autograd_hacks.add_hooks(hooked)
     x = torch.randn(4, 3).double()

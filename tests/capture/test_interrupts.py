@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.support.switch import Switch
@@ -45,32 +46,24 @@ class Drawing(nn.Module):
         return self.layer(x) * torch.rand((), generator=self.draws)
 
 
-class Watched(nn.Module):
+def watched() -> nn.Module:
     """With users' hooks that store, and with a part that is run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.last, self.stored = BareVector(), nn.Linear(4, 2), []
-        self.inside.inside.register_forward_hook(lambda layer, args, out: self.stored.append(out.detach()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inside(x).tanh())
-
-
-def cnn() -> nn.Module:
-    layers = (nn.Conv1d(5, 3, 2), nn.BatchNorm1d(3).eval(), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(3, 2))
-    return nn.Sequential(*layers)
+    model = Bare(lambda m, x: m.last(m.inside(x).tanh()), inside=BareVector(), last=nn.Linear(4, 2), stored=[])
+    model.inside.inside.register_forward_hook(lambda layer, args, out: model.stored.append(out.detach()))
+    return model
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "cnn": cnn,
+    "cnn": lambda: nn.Sequential(
+        nn.Conv1d(5, 3, 2), nn.BatchNorm1d(3).eval(), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(3, 2)
+    ),
     "spectral": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2)),
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
     "lstm": lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)),
     "checkpointed": lambda: Checkpointed(False),
     "drawing": Drawing,
-    "watched": Watched,
+    "watched": watched,
 }
 CASES = [(name, param_grad) for name in ZOO for param_grad in (True, False)]
 X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(5))

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -11,11 +10,14 @@ import torch.autograd.forward_ad as fwd
 import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
 from hypothesis import given
-from oracle import assert_same, one_loss_at_a_time
-from steps import batch
+from oracle import assert_same, clipped, joined, one_loss_at_a_time
+from rarely import crossed
+from steps import batch, check_losses
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
+from test_reads import BODIES, Net
 from torch import Tensor
+from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
@@ -44,11 +46,7 @@ def test_a_critic_with_three_forwards(param_grad: bool) -> None:
 
     with autograd_hacks.add_hooks(critic, param_grad=param_grad):
         for _ in range(3):
-            critic.zero_grad()
-            autograd_hacks.backward(losses())
-            autograd_hacks.compute_grad1(critic)
-            with autograd_hacks.pause_hooks():
-                assert_same(found(critic), one_loss_at_a_time(critic, losses))
+            check_losses(critic, losses)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -60,12 +58,9 @@ def test_training_with_clipped_gradients(param_grad: bool) -> None:
             optimizer.zero_grad()
             gradient_penalty(model, x.clone().requires_grad_()).mean().backward()
             with autograd_hacks.pause_hooks():
-                rows = {name: own for name, own in rows_of(model, gradient_penalty, x).items() if own is not None}
-            norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
-            torch.testing.assert_close(autograd_hacks.clip_grad1_norm_(model, 1.0), norms)
-            factors = (1 / (norms + 1e-6)).clamp(max=1)
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(p.grad, torch.einsum("n,n...->...", factors, rows[name]) / len(x))
+                norms, grads = clipped(rows_of(model, gradient_penalty, x), 1.0, len(x))
+            assert_close(autograd_hacks.clip_grad1_norm_(model, 1.0), norms)
+            assert_close({name: p.grad for name, p in model.named_parameters()}, grads)
             optimizer.step()
 
 
@@ -73,13 +68,12 @@ def test_streaming_and_accumulating() -> None:
     model, x = made("norms")
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.pause_hooks():
-            rows = {name: own for name, own in rows_of(model, laplacian, x).items() if own is not None}
-        norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+            rows = rows_of(model, laplacian, x)
         for _ in range(2):
             total = laplacian(model, x.clone().requires_grad_()).sum()
             with autograd_hacks.during_backward(model, "norms", loss_type="sum") as stream:
                 total.backward()
-            torch.testing.assert_close(stream.norms, norms)
+            assert_close(stream.norms, joined(rows).norm(dim=1))
             model.zero_grad()
         with autograd_hacks.accumulate(model):
             for part in x.split(2):
@@ -118,15 +112,14 @@ def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
             check_step(model, losses)
 
 
-def latent_net(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what is inside, too."""
-    latent = m.into(x).tanh()
-    return m.out(latent).sin(), latent
-
-
 def test_a_derivative_by_something_inside() -> None:
     """Path length regularisation, by a latent."""
-    model, x = Bare(latent_net, into=nn.Linear(3, 4), out=nn.Linear(4, 2)).double(), batch()[0]
+    model, x = (
+        Bare(
+            lambda m, x: (m.out(latent := m.into(x).tanh()).sin(), latent), into=nn.Linear(3, 4), out=nn.Linear(4, 2)
+        ).double(),
+        batch()[0],
+    )
 
     def losses() -> Tensor:
         y, latent = model(x)
@@ -161,22 +154,18 @@ def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> Non
                     check_step(model, losses)
 
 
-def _read(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    losses().sum().backward()
-    autograd_hacks.compute_grad1(model, "sum")
-
-
 def test_a_layer_with_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """That isn't linear in what it is given."""
 
-    def square_net() -> nn.Module:
-        return Bare(lambda m, x: x.square() * m.weight, weight=torch.randn(3).double())
+    class Squared(Bare):
+        pass
 
     def rule(layer: nn.Module, call: Call) -> dict[str, autograd_hacks.forms.Form]:
         return {"weight": autograd_hacks.forms.Dense(call.grad * call.args[0].square())}
 
-    monkeypatch.setitem(RULES, square_net, Rule(rule))
-    model, x = nn.Sequential(nn.Linear(3, 3), square_net(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
+    monkeypatch.setitem(RULES, Squared, Rule(rule))
+    own, x = Squared(lambda m, x: x.square() * m.weight, weight=torch.randn(3)), batch()[0]
+    model = nn.Sequential(nn.Linear(3, 3), own, nn.Tanh(), nn.Linear(3, 1)).double()
     with autograd_hacks.add_hooks(model):
         for loss in LOSSES:
             check_loss(model, loss, x)
@@ -213,3 +202,65 @@ def test_samples_that_mix_are_refused() -> None:
         step(model, gradient_penalty, batch()[0])
         with pytest.raises(SamplesMixed):
             autograd_hacks.compute_grad1(model, "sum")
+
+
+# Functions of torch itself, other verbs, and every way to meet the batch
+
+
+def direct(m: nn.Module, x: Tensor) -> Tensor:
+    """torch's own functions where torch.nn.functional has others, and complex numbers."""
+    h = torch.layer_norm(x, (4,), m.scale, m.shift)
+    h = torch.group_norm(h[:, :, None], 2, m.scale, m.shift)[:, :, 0]
+    return m.turn(torch.complex(h, x)).abs()
+
+
+def test_functions_of_torch_itself_and_complex_numbers() -> None:
+    model = Bare(direct, scale=torch.randn(4), shift=torch.randn(4), turn=nn.Linear(4, 2, dtype=torch.complex128)).double()
+    x = torch.randn(3, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for loss in (gradient_penalty, laplacian):
+            check_loss(model, loss, x)
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "attention"])
+def test_rows_of_residuals(name: str) -> None:
+    """An equation's residuals: J Jᵀ, as Gauss-Newton takes it; and what `verify` says."""
+    model, x = made(name)
+
+    def residuals(x: Tensor) -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(h).sin().sum(), h, create_graph=True)
+        return slope.flatten(1)[:, :2]
+
+    with autograd_hacks.add_hooks(model):
+        rows = autograd_hacks.per_sample_jacobian(model, residuals(x))
+        gram = rows.gram()
+        autograd_hacks.verify(model, args=(x,))
+    expected = joined(one_loss_at_a_time(model, lambda: residuals(x).flatten()))
+    torch.testing.assert_close(gram.reshape(len(expected), len(expected)), expected @ expected.T)
+
+
+def test_torch_func_inside_a_loss_is_noticed() -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model):
+        jacobians = torch.func.vmap(torch.func.jacrev(model))(x)
+        jacobians.square().sum().backward()
+        with pytest.raises(UnseenGradient, match=r"inside torch.func .* per_sample_jacobian"):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_describe_says_how_parameters_are_read() -> None:
+    model, x = made("recurrent")
+    with autograd_hacks.add_hooks(model):
+        step(model, gradient_penalty, x)
+        told = {row.parameter: row.how for row in autograd_hacks.describe(model).rows}
+    assert told["out.weight"].startswith("rule linear")
+
+
+@crossed(body=BODIES, param_grad=[True, False])
+def test_every_way_to_meet_the_batch(body: str, param_grad: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(BODIES[body]).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples, length in ((4, 5), (5, 5), (1, 3)):
+            check_loss(model, gradient_penalty, torch.randn(samples, length, 3).double())

@@ -5,17 +5,24 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS
-from oracle import assert_rows, one_backward_per_sample, squares
+from derivatives import gradient_penalty, rows_of, step
+from nets import MODELS, Between
+from oracle import assert_rows, joined, one_backward_per_sample, squares
 from rarely import crossed
-from steps import check
+from steps import assert_means, assert_right, check
 from torch import Tensor
+from torch.func import functional_call
 from torch.optim import optimizer
 from torch.testing import assert_close
+from twin import of_squares
 
 import autograd_hacks
 from autograd_hacks.capture.recorder import _HEARING
-from autograd_hacks.errors import ParamGradSkipped
+from autograd_hacks.errors import ParamGradSkipped, UnseenGradient
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -33,12 +40,10 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
             with autograd_hacks.pause_hooks():
                 rows = one_backward_per_sample(model, squares, x)
             assert_rows(model, rows)
-            assert_close(grads.norms(), torch.cat([r.flatten(1) for r in rows.values()], 1).norm(dim=1))  # type: ignore[union-attr]
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+            assert_close(grads.norms(), joined(rows).norm(dim=1))
+        assert_means(model)
         assert autograd_hacks.clip_grad1_norm_(model, 1e9).shape == (3,)
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+        assert_means(model)
         autograd_hacks.verify(model)
     model.zero_grad()
     squares(model(x)).mean().backward()
@@ -48,7 +53,7 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_autograd_computes_none() -> None:
     """The weight's gradient is a product that doesn't run, and the input is not kept for it by the graph."""
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     counts = []
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -62,7 +67,7 @@ def test_autograd_computes_none() -> None:
 
 
 def test_a_gradient_that_was_there_stays() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with autograd_hacks.add_hooks(model, param_grad=False):
@@ -72,26 +77,21 @@ def test_a_gradient_that_was_there_stays() -> None:
 
 
 def test_flags_after_an_exception() -> None:
-    class Fails(nn.Module):
-        fails = False
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("in the middle")
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fails:
-                raise KeyError("in the middle")
-            return x
-
-    model, x = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 2)), torch.randn(3, 4)
+    model, x = Between(torch.sin), torch.randn(3, 3)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
             squares(model(x)).mean().backward()
         with pytest.raises(RuntimeError, match="mat1"):
             model(torch.randn(3, 5))
         assert all(p.requires_grad for p in model.parameters())
-        model[1].fails = True
+        model.how = fail
         with pytest.raises(KeyError):
             model(x)
         assert all(p.requires_grad for p in model.parameters())
-        model[1].fails = False
+        model.how = torch.sin
         check(model, x)
 
 
@@ -104,7 +104,7 @@ def test_attention_keeps_to_the_way_with_gradients() -> None:
 
 
 def test_autocast_and_micro_batches() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    model, x = two_layers(), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
             with autograd_hacks.accumulate(model):
@@ -114,12 +114,11 @@ def test_autocast_and_micro_batches() -> None:
                     squares(out.float()).mean().backward()
         autograd_hacks.compute_grad1(model, set_grad=True)
         assert all(p.grad1.shape[0] == 6 and p.grad1.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-        for p in model.parameters():
-            assert_close(p.grad, p.grad1.mean(0))
+        assert_means(model)
 
 
 def test_hooks_added_again_take_the_other_contract() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     autograd_hacks.add_hooks(model)
     for param_grad in (False, True, False):
         autograd_hacks.add_hooks(model, param_grad=param_grad)
@@ -130,7 +129,7 @@ def test_hooks_added_again_take_the_other_contract() -> None:
 
 
 def test_a_context_gives_the_contract_back() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    model, x = two_layers(), torch.randn(3, 4)
     hooks = autograd_hacks.add_hooks(model)
     with autograd_hacks.add_hooks(model, param_grad=False, batch_dim=(0,)):
         for _ in range(2):
@@ -145,7 +144,7 @@ def test_a_context_gives_the_contract_back() -> None:
 
 
 def small(**options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    model = two_layers()
     autograd_hacks.add_hooks(model, **options)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -225,3 +224,100 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     del gone, held, stepping
     other.step()
     handle.remove()
+
+
+# Who gets ordinary gradients all the same, and which ways to them are refused
+
+
+def test_gradient_past_the_owner_is_noticed_in_every_step() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for step in range(5):
+            loss = squares(model(x)).mean()
+            (loss + model[0].weight.square().sum() if step % 2 else loss).backward()
+            if step % 2:
+                with pytest.raises(UnseenGradient, match=r"0\.weight"):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                autograd_hacks.compute_grad1(model)
+
+
+def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4, requires_grad=True)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            with pytest.raises(ParamGradSkipped, match=r"weighted_sum"):
+                torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+            (by_input,) = torch.autograd.grad(model(x).square().sum(), x)
+            assert_close(by_input, 2 * model(x) @ model[1].weight @ model[0].weight)
+            squares(model(x)).mean().backward()
+            assert_right(model, x.detach())
+
+
+def test_functional_call_with_other_tensors() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            others = {name: p * 2 for name, p in model.named_parameters()}
+            squares(functional_call(model, others, (x,))).mean().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            with pytest.raises(UnseenGradient):
+                autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+            squares(functional_call(model, dict(model.named_parameters()), (x,))).mean().backward()
+            assert_right(model, x)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_penalty_on_input_gradients_in_every_second_step(begins: bool) -> None:
+    """Of the first, nothing is known of the passes to come; of the third, plain ones alone came before."""
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.randn(3, 4).double()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for number in range(5):
+            loss = gradient_penalty if (number % 2 == 0 if begins else number in (2, 4)) else of_squares
+            step(model, loss, x)
+            assert all(p.grad is None for p in model.parameters())
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, rows_of(model, loss, x))
+
+
+def test_functional_call_with_leaves_fills_theirs() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            squares(functional_call(model, others, (x,))).mean().backward()
+            assert all(p.grad is not None for p in others.values())
+            own = torch.autograd.grad(squares(functional_call(model, others, (x,))).mean(), list(others.values()))
+            assert all(torch.equal(p.grad, g) for p, g in zip(others.values(), own))
+
+
+def test_hooks_of_the_users_on_parameters_see_gradients() -> None:
+    model, x, seen = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4), list[Tensor]()
+    model[0].weight.register_hook(seen.append)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_close(model[0].weight.grad1.mean(0), seen[-1] if seen[-1].shape == (5, 4) else seen[-2])
+            assert model[0].weight.grad is None
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("other_hooked", [False, True])
+def test_a_layer_that_another_model_trains_keeps_its_gradient(other_hooked: bool) -> None:
+    shared = nn.Linear(3, 3)
+    skipped, other = nn.Sequential(shared, nn.Linear(3, 2)), nn.Sequential(shared, nn.Linear(3, 2))
+    autograd_hacks.add_hooks(skipped, param_grad=False)
+    if other_hooked:
+        autograd_hacks.add_hooks(other)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        for run, has_gradient in ((other, True), (shared, True), (skipped, False)):
+            shared.weight.grad = None
+            run(x).sum().backward()
+            assert (shared.weight.grad is not None) == has_gradient
+        autograd_hacks.compute_grad1(skipped, "sum")

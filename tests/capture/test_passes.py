@@ -1,12 +1,17 @@
-"""Several losses, forwards and models: which backward passes belong together."""
+"""Several losses, forwards and models: which backward passes belong together, and how long a record lives."""
+
+import threading
 
 import pytest
 import torch
 import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, mlp, step
+from steps import assert_means, assert_right, batch, mlp, step
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -21,8 +26,7 @@ def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Seq
     torch.autograd.grad(squares(model(x), y).mean(), x)
     loss.backward()
     assert_right(model, x, y)
-    for p in model.parameters():
-        assert_close(p.grad1.mean(0), p.grad)
+    assert_means(model)
 
 
 def test_batched_gradients_are_no_record(model: nn.Module) -> None:
@@ -45,8 +49,7 @@ def test_heads_with_backward_passes_of_their_own() -> None:
             for head in (model["left"], model["right"]):
                 squares(head(features)).mean().backward(retain_graph=True)
             autograd_hacks.compute_grad1(model)
-            for p in model.parameters():
-                assert_close(p.grad1.mean(0), p.grad)
+            assert_means(model)
 
 
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
@@ -70,8 +73,7 @@ def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> Non
     first.backward(retain_graph=True)
     (first + squares(model(z), t).mean()).backward()
     autograd_hacks.compute_grad1(model)
-    for p in model.parameters():
-        assert_close(p.grad1.mean(0), p.grad)
+    assert_means(model)
 
 
 def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
@@ -86,11 +88,8 @@ def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
             parts.zero_grad()
             squares(out).mean().backward()
             autograd_hacks.compute_grad1(parts)
-            for p in parts.parameters():
-                assert (p.grad1 is None) == (p.grad is None)
-                if p.grad is not None:
-                    assert p.grad1.shape[0] == samples
-                    assert_close(p.grad1.mean(0), p.grad)
+            assert_means(parts)
+            assert {len(p.grad1) for p in parts.parameters() if p.grad1 is not None} == {samples}
 
 
 def test_two_hooked_models_that_share_layers() -> None:
@@ -187,3 +186,196 @@ def test_alternating_gan_steps() -> None:
         with autograd_hacks.pause_hooks():
             rows = one_backward_per_sample(generator, lambda out: squares(critic(out)), noise)
         assert_rows(generator, rows)
+
+
+# What a record is and how long it lives: training loops of every kind read the rows they should
+
+
+def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Module) -> None:
+    step(model, *batch())
+    model(batch(7)[0])
+    with torch.no_grad():
+        model(batch(8)[0])
+    with torch.inference_mode():
+        model(batch(9)[0])
+    assert_right(model, *batch())
+
+
+def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
+    x, y = batch()
+    step(model, *batch(seed=1))
+    with pytest.raises(RuntimeError, match="shape"):
+        model[2](model[0](x)[:, :3])
+    model.zero_grad()
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_two_models_in_two_threads() -> None:
+    models, wrong = [mlp(), mlp()], []
+
+    def train(model: nn.Module, offset: int) -> None:
+        try:
+            for seed in range(offset, offset + 20):
+                x, y = torch.full((4, 3), seed, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
+                model.zero_grad()
+                step(model, x, y)
+                autograd_hacks.compute_grad1(model)
+                assert_means(model)
+        except BaseException as error:
+            wrong.append(error)
+            raise
+
+    for model in models:
+        autograd_hacks.add_hooks(model)
+    threads = [threading.Thread(target=train, args=(model, 100 * n)) for n, model in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_batch_of_one_and_of_none(model: nn.Module) -> None:
+    for n in (1, 0):
+        step(model, *batch(n))
+        assert_right(model, *batch(n))
+        assert all(p.grad1.shape == (n, *p.shape) for p in model.parameters())
+
+
+def test_samples_that_are_not_finite_or_not_there_through_a_convolution() -> None:
+    model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), torch.randn(4, 1, 4, 4)
+    x[2] = torch.nan
+    with autograd_hacks.add_hooks(model):
+        for samples in (x, x[:0]):
+            squares(model(samples)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            for p in model.parameters():
+                assert p.grad1.shape == (len(samples), *p.shape)
+                assert p.grad1.flatten(1).isnan().any(1).tolist() == [False, False, True, False][: len(samples)]
+            model.zero_grad()
+
+
+def test_frozen_parameters_have_no_grad1_and_unreached_ones_none(model: nn.Sequential) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    model[0].weight.requires_grad_(False)
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    assert not hasattr(model[0].weight, "grad1")
+    assert_close(model[0].bias.grad1.mean(0).shape, model[0].bias.shape)
+    squares(model[2](torch.ones(5, 4, dtype=torch.float64)), y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    assert model[0].bias.grad1 is None
+    assert model[2].bias.grad1 is not None
+
+
+def test_torch_func_on_a_hooked_model_is_no_record(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return squares(torch.func.functional_call(model, parameters, x[None]), y[None]).sum()
+
+    rows = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, y)
+    assert_right(model, x, y)
+    assert_rows(model, rows)
+
+
+def test_a_refusal_leaves_no_older_rows_behind(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    x.zero_()
+    with pytest.raises(autograd_hacks.errors.StaleRecord):
+        autograd_hacks.compute_grad1(model)
+    assert not any(hasattr(p, "grad1") for p in model.parameters())
+
+
+# Whatever a program did before: rows belong to the forward that the last backward passes came through
+
+
+def two_heads() -> nn.Module:
+    return Bare(
+        lambda m, x: (m.left(h := m.trunk(x).relu_()), m.right(h)),
+        trunk=nn.Linear(3, 4), left=nn.Linear(4, 2), right=nn.Linear(4, 2),
+    ).double()  # fmt: skip
+
+
+def loss(out: Tensor) -> Tensor:
+    return squares(out).mean()
+
+
+def run(model: nn.Module, way: str, samples: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(samples, 3, dtype=torch.float64, requires_grad=True)
+    if way == "model":
+        return model(x)
+    if way == "cell":  # the trunk three times
+        h = model.trunk(x).tanh()
+        x = model.trunk(h[:, :3])[:, :3]
+    h = model.trunk(x).tanh()
+    return model.left(h), model.right(h)
+
+
+WAYS = st.sampled_from(["model", "parts", "cell"])
+DISTRACTIONS = ["forward", "no_grad", "input gradient", "weight gradient", "paused", "backward", "kept", "read", "fail"]
+
+
+def distract(model: nn.Module, what: str, way: str, samples: int, kept: list[Tensor]) -> None:
+    """Something that has nothing to do with the step that comes after it."""
+    left, right = run(model, way, samples)
+    match what:
+        case "no_grad":
+            with torch.no_grad():
+                run(model, way, samples)
+        case "input gradient":
+            x = torch.randn(samples, 3, dtype=torch.float64, requires_grad=True)
+            torch.autograd.grad(loss(model(x)[0]), x)
+        case "weight gradient":
+            torch.autograd.grad(loss(right), model.trunk.weight)
+        case "paused":
+            with autograd_hacks.pause_hooks():
+                loss(right).backward()
+        case "backward":
+            loss(left).backward()
+        case "kept":
+            kept.append(loss(left) + loss(right))
+            kept[-1].backward(retain_graph=True)
+        case "read":
+            model.zero_grad()  # or its rows would be a part of what is in .grad, which is an error
+            loss(left).backward()
+            autograd_hacks.compute_grad1(model)
+        case "fail":
+            left.register_hook(lambda g: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss(left).backward()
+
+
+@given(st.data())
+def test_rows_add_up_to_grad_whatever_ran_before(data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    model, kept = two_heads(), list[Tensor]()
+    sizes = st.integers(1, 4)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(data.draw(st.integers(1, 3))):
+            for what in data.draw(st.lists(st.sampled_from(DISTRACTIONS), max_size=3)):
+                distract(model, what, data.draw(WAYS), data.draw(sizes), kept)
+            samples = data.draw(sizes)
+            outs = run(model, data.draw(WAYS), samples)
+            if data.draw(st.booleans()):  # another forward between this one and its backward passes
+                run(model, data.draw(WAYS), data.draw(sizes))
+            model.zero_grad()
+            passes = data.draw(st.lists(st.sampled_from([(0,), (1,), (0, 1)]), min_size=1, max_size=3))
+            for heads in passes:
+                sum(loss(outs[head]) for head in heads).backward(retain_graph=True)
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                each = sum(squares(outs[head]) for heads in passes for head in heads)
+                rows = [torch.autograd.grad(x, [*model.parameters()], retain_graph=True, allow_unused=True) for x in each]
+            assert_means(model)
+            names = [name for name, _ in model.named_parameters()]
+            stacked = [None if own[0] is None else torch.stack(own) for own in zip(*rows)]
+            assert_rows(model, dict(zip(names, stacked)))

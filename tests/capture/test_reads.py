@@ -13,7 +13,7 @@ from steps import check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 
@@ -34,22 +34,9 @@ class Net(nn.Module):
         return self.out(self.body(self, self.into(x)).tanh())
 
 
-def token(net: Net, h: Tensor) -> Tensor:
-    return torch.cat([net.token.expand(len(h), -1, -1), h], 1)
-
-
 def positions(net: Net, h: Tensor) -> Tensor:
     ids = torch.arange(h.shape[1], device=h.device).expand(len(h), -1)
     return h + net.table[ids] + F.embedding(ids[:1], net.table)
-
-
-def merged(net: Net, h: Tensor) -> Tensor:
-    return F.linear(h, net.stack[0] @ net.weight + net.stack[2]) + h @ net.stack[1].mT
-
-
-def by_sample(net: Net, h: Tensor) -> Tensor:
-    """A table read by what is in the batch."""
-    return h * net.table[(h[..., 0].detach() > 0).long()]
 
 
 def normalised(net: Net, h: Tensor) -> Tensor:
@@ -69,19 +56,6 @@ def in_place(net: Net, h: Tensor) -> Tensor:
     return h.mul_(net.table[2])
 
 
-def contracted(net: Net, h: Tensor) -> Tensor:
-    h = torch.einsum("ntd,de->nte", h, net.weight)
-    return torch.bmm(h, net.weight.expand(len(h), 4, 4)) + torch.tensordot(h, net.stack[0], 1)
-
-
-def weight_normed(net: Net, h: Tensor) -> Tensor:
-    return net.normed(h) + F.linear(h, net.into.weight.new_ones(4, 1) * net.out.weight[0], net.out.weight[1])
-
-
-def dropped(net: Net, h: Tensor) -> Tensor:
-    return F.linear(h, F.dropout(net.weight, 0.5)) + F.dropout(h * net.scale, 0.3)
-
-
 def time_first(net: Net, h: Tensor) -> Tensor:
     h = h.transpose(0, 1)
     return (h * net.scale + net.token.transpose(0, 1) + net.table[: len(h), None]).transpose(0, 1)
@@ -99,32 +73,12 @@ def repeated(net: Net, h: Tensor) -> Tensor:
     return torch.bmm(queries, heads).unflatten(0, (len(h), 3)).sum(1)
 
 
-def drawn(net: Net, h: Tensor) -> Tensor:
-    return h + F.linear(torch.randn(len(h), 4).to(h), net.weight, net.scale)[:, None]
-
-
 def attending(net: Net, h: Tensor) -> Tensor:
     h = h.transpose(0, 1)
     found, _ = F.multi_head_attention_forward(
         h, h, h, 4, 2, net.table[:3].repeat(4, 1), None, net.token, net.token, False, 0.0, net.weight, net.scale,
     )  # fmt: skip
     return found.transpose(0, 1)
-
-
-def checkpointed(net: Net, h: Tensor) -> Tensor:
-    part = Part(net)
-    return checkpoint(part, h, use_reentrant=False)  # type: ignore[no-any-return]  # torch has no types for it
-
-
-class Part(nn.Module):
-    """A module that is made anew in each forward: its path is unknown, and its parameters are the net's."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.held = [net]
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h @ self.held[0].weight
 
 
 def routed(net: Net, h: Tensor) -> Tensor:
@@ -137,17 +91,38 @@ def routed(net: Net, h: Tensor) -> Tensor:
     return out.view_as(h)
 
 
-BODIES = [
-    token, positions, merged, by_sample, normalised, broadcast, in_place, contracted, weight_normed, dropped, time_first,
-    folded, repeated, drawn, attending, checkpointed, routed,
-]  # fmt: skip
-AGAIN = {checkpointed}
+BODIES: dict[str, Body] = {
+    "a token": lambda net, h: torch.cat([net.token.expand(len(h), -1, -1), h], 1),
+    "positions": positions,
+    "merged": lambda net, h: F.linear(h, net.stack[0] @ net.weight + net.stack[2]) + h @ net.stack[1].mT,
+    "a table read by what is in the batch": lambda net, h: h * net.table[(h[..., 0].detach() > 0).long()],
+    "normalised": normalised,
+    "broadcast": broadcast,
+    "in place": in_place,
+    "contracted": lambda net, h: (
+        torch.bmm((h := torch.einsum("ntd,de->nte", h, net.weight)), net.weight.expand(len(h), 4, 4))
+        + torch.tensordot(h, net.stack[0], 1)
+    ),
+    "weight-normed": lambda net, h: (
+        net.normed(h) + F.linear(h, net.into.weight.new_ones(4, 1) * net.out.weight[0], net.out.weight[1])
+    ),
+    "dropped": lambda net, h: F.linear(h, F.dropout(net.weight, 0.5)) + F.dropout(h * net.scale, 0.3),
+    "time first": time_first,
+    "folded": folded,
+    "repeated": repeated,
+    "drawn": lambda net, h: h + F.linear(torch.randn(len(h), 4).to(h), net.weight, net.scale)[:, None],
+    "attending": attending,
+    # A module that is made anew in each forward: its path is unknown, and its parameters are the net's.
+    "checkpointed": lambda net, h: checkpoint(Bare(lambda m, h: h @ m.held[0].weight, held=[net]), h, use_reentrant=False),
+    "routed": routed,
+}
+AGAIN = {"checkpointed"}
 """Those in which something must be run again."""
 
 
 @crossed(body=BODIES, param_grad=[True, False])
-def test_rows(body: Body, param_grad: bool) -> None:
-    model = Net(body).double()
+def test_rows(body: str, param_grad: bool) -> None:
+    model = Net(BODIES[body]).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for samples, length in ((4, 5), (4, 5), (3, 6), (5, 5), (2, 3), (1, 3)):
@@ -163,9 +138,9 @@ def test_rows(body: Body, param_grad: bool) -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-@pytest.mark.parametrize("body", [body for body in BODIES if body not in (dropped, drawn)])
-def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
-    model, x = Net(body), torch.randn(4, 5, 3)
+@pytest.mark.parametrize("body", [body for body in BODIES if body not in ("dropped", "drawn")])
+def test_outputs_and_ordinary_gradients_keep_their_bits(body: str) -> None:
+    model, x = Net(BODIES[body]), torch.randn(4, 5, 3)
 
     def step() -> list[Tensor | None]:
         model.zero_grad()
@@ -179,7 +154,7 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
             pairs = list(zip(before, step()))
             assert torch.equal(*pairs[0])  # type: ignore[arg-type]  # an output is there
             for x_before, x_now in pairs[1:]:
-                if body in (broadcast, in_place, contracted, token, repeated):
+                if body in ("broadcast", "in place", "contracted", "a token", "repeated"):
                     torch.testing.assert_close(x_now, x_before)
                 else:
                     assert (x_now is None) == (x_before is None)
@@ -188,17 +163,18 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
 
 def test_a_forward_that_goes_another_way() -> None:
     """Another number of calls, other functions."""
+    calls = [0]
 
     def body(net: Net, h: Tensor) -> Tensor:
-        for _ in range(body.calls):  # type: ignore[attr-defined]  # a function's own
+        for _ in range(calls[0]):
             h = h * net.scale
-        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if body.calls == 3 else h + net.token  # type: ignore[attr-defined]  # a function's own
+        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if calls[0] == 3 else h + net.token
 
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for calls in (1, 2, 3, 1):
-            body.calls = calls  # type: ignore[attr-defined]  # a function's own
-            check_losses(model, lambda: squares(model(x)))
+    def run(model: nn.Module, x: Tensor, number: int) -> Tensor:
+        calls[0] = number
+        return squares(model(x))
+
+    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(), n) for n in (1, 2, 3, 1)], run=run, total="each")
 
 
 class Failure(Exception):
@@ -238,10 +214,7 @@ def test_with_a_mode_of_the_users_own() -> None:
             return net.normed(h * net.scale) * net.table[0]
 
     counting = Counting()
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        check_losses(model, lambda: squares(model(x)))
-        check_losses(model, lambda: squares(model(x)))
+    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(),)] * 2, total="each")
     assert counting.calls
 
 
@@ -256,19 +229,13 @@ def test_beside_attention() -> None:
     for param_grad in (True, False):
         model = Net(body)
         model.add_module("attention", attention)
-        model, x = model.double(), torch.randn(4, 5, 3).double()
-        with autograd_hacks.add_hooks(model, param_grad=param_grad):
-            for _ in range(3):
-                check_losses(model, lambda model=model, x=x: squares(model(x)))
+        check_right(model.double(), *[(torch.randn(4, 5, 3).double(),)] * 3, total="each", param_grad=param_grad)
 
 
 def test_one_position_first_and_as_many_as_samples_later() -> None:
-    for body in (positions, folded, time_first, merged):
-        model = Net(body).double()
-        with autograd_hacks.add_hooks(model):
-            for samples, length in ((4, 1), (4, 4), (4, 2), (2, 4), (8, 4)):
-                x = torch.randn(samples, length, 3).double()
-                check_losses(model, lambda model=model, x=x: squares(model(x)))
+    for body in ("positions", "folded", "time first", "merged"):
+        shapes = (4, 1), (4, 4), (4, 2), (2, 4), (8, 4)
+        check_right(Net(BODIES[body]).double(), *[(torch.randn(*own, 3).double(),) for own in shapes], total="each")
 
 
 # Values that follow from parameters alone, and the way back from their rows
@@ -295,6 +262,4 @@ def counted() -> nn.Module:
     [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())],
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check_losses(model, lambda: squares(model(x)))
+    check_right(model, (x,), (x,), total="each")

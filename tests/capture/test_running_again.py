@@ -1,16 +1,19 @@
 """Parameters that are read where no layer and no function of torch's is seen; nothing is run again for their rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+import torch.nn.functional as F
+from oracle import assert_rows, joined, one_backward_per_sample, one_loss_at_a_time, squares
 from rarely import crossed
-from steps import check
+from steps import check, check_batches, check_losses, count_forwards
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
@@ -28,92 +31,65 @@ class Multiply(torch.autograd.Function):
         return g * scale, (g * x).sum_to_size(scale.shape)
 
 
-class Scaled(nn.Module):
+How = Callable[[nn.Module, Tensor], Tensor]
+
+
+def multiply(m: nn.Module, x: Tensor) -> Tensor:
     """A scale that an autograd.Function reads."""
-
-    seen = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        Scaled.seen += 1
-        return Multiply.apply(x, self.scale)
+    return Multiply.apply(x, m.scale)
 
 
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+def whole(how: How = multiply, **own: Any) -> nn.Module:
+    """A part with a scale, between layers.  own: what it has besides"""
+    part = Bare(how, scale=torch.randn(3), **own)
+    return nn.Sequential(nn.Tanh(), nn.Linear(3, 3), part, nn.Linear(3, 2)).double()
 
 
-class Written(nn.Module):
+def written(m: nn.Module, x: Tensor) -> Tensor:
     """A parameter that is written by index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.clone()
-        h[..., 0] = self.first
-        return h * x.sum(-1, keepdim=True)
+    h = x.clone()
+    h[..., 0] = m.first
+    return multiply(m, h) * x.sum(-1, keepdim=True)
 
 
-class Checkpointed(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Noisy(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.dropout(x, 0.5, self.training)) + torch.rand(len(x), 1).to(x)
-
-
-class Overwriting(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
-class Choosy(Scaled):
-    """Which way depends on the numbers of the batch, and is the same for all of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([super(Choosy, self).forward(row) if row[0] > 0 else row for row in x])
-
-
-class Iterating(Scaled):
+def iterating(m: nn.Module, x: Tensor) -> Tensor:
     """A buffer that each forward changes, and that the output depends on, as in spectral norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("u", torch.ones(3))
-        self.generator = torch.Generator().manual_seed(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.u.mul_(0.9)
-        return super().forward(x) * self.u * torch.rand((), generator=self.generator)
+    m.u.mul_(0.9)
+    return multiply(m, x) * m.u * torch.rand((), generator=m.generator)
 
 
-KINDS = [Scaled, Scripted, Written, Checkpointed, Noisy, Overwriting, Choosy, Iterating]
+def scripted() -> nn.Module:
+    inner = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    return whole(lambda m, x: m.inner(x) * m.scale, inner=inner)
 
 
-def whole(kind: type[nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Tanh(), nn.Linear(3, 3), kind(), nn.Linear(3, 2)).double()
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "scaled": whole,
+    "scripted": scripted,
+    "written": lambda: whole(written, first=torch.randn(())),
+    "checkpointed": lambda: whole(lambda m, x: checkpoint(multiply, m, x, use_reentrant=False)),
+    "noisy": lambda: whole(lambda m, x: multiply(m, torch.dropout(x, 0.5, m.training)) + torch.rand(len(x), 1).to(x)),
+    "overwriting": lambda: whole(lambda m, x: multiply(m, x.mul_(2))),
+    # Which way depends on the numbers of the batch, and is the same for all of it.
+    "choosy": lambda: whole(lambda m, x: torch.stack([multiply(m, row) if row[0] > 0 else row for row in x])),
+    "iterating": lambda: whole(iterating, u=nn.Buffer(torch.ones(3)), generator=torch.Generator().manual_seed(2)),
+}
+MIXING: dict[str, How] = {
+    "the mean": lambda m, x: multiply(m, x) - x.mean(0),
+    "the mean, detached": lambda m, x: multiply(m, x) - x.mean(0).detach(),
+    "a little": lambda m, x: (multiply(m, x) - x.mean(0)) * 1e-6 + x,
+    "the last sample, detached": lambda m, x: multiply(m, x + x[-1:].detach().clamp(min=0.1)),
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @crossed(kind=KINDS, param_grad=[True, False])
-def test_rows(kind: type[nn.Module], param_grad: bool) -> None:
-    model = whole(kind)
+def test_rows(kind: str, param_grad: bool) -> None:
+    model = KINDS[kind]()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for n in (4, 3, 1, 5):
             x, changing = torch.randn(n, 3).double(), dict(model.named_buffers())
-            generators = [torch.default_generator, *([model[2].generator] if kind is Iterating else [])]
+            generators = [torch.default_generator, *([model[2].generator] if kind == "iterating" else [])]
             before = [g.get_state() for g in generators], {name: b.clone() for name, b in changing.items()}
             squares(model(x)).mean().backward()
             after = [g.get_state() for g in generators], {name: b.clone() for name, b in changing.items()}
@@ -135,44 +111,37 @@ def test_rows(kind: type[nn.Module], param_grad: bool) -> None:
 
             with autograd_hacks.pause_hooks():
                 expected = one_loss_at_a_time(model, losses)
-            for name, row in expected.items():
-                torch.testing.assert_close(rows[name], row)
-                torch.testing.assert_close(sums[name], torch.tensordot(w, row, 1))
-            torch.testing.assert_close(norms, torch.cat([row.reshape(n, -1) for row in expected.values()], 1).norm(dim=1))
+            assert_close(rows, expected)
+            assert_close(sums, {name: torch.tensordot(w, row, 1) for name, row in expected.items()})
+            assert_close(norms, joined(expected).norm(dim=1))
         how = [row.how for row in autograd_hacks.describe(model).rows if row.parameter.startswith("2.")]
         assert {each.startswith("graph: ") for each in how} == {True}
 
 
 def test_it_runs_once_a_step() -> None:
-    model, counts = whole(Scaled), []
+    model = whole()
+    calls, counts = count_forwards(model[2]), []
     with autograd_hacks.add_hooks(model):
         for n in (3, 9, 3, 9):
-            before = Scaled.seen
+            calls.clear()
             squares(model(torch.randn(n, 3).double())).mean().backward()
             autograd_hacks.compute_grad1(model)
-            counts.append(Scaled.seen - before)
+            counts.append(len(calls))
     assert counts == [1] * 4
 
 
-class Counting(Scaled):
+def counting(m: nn.Module, x: Tensor) -> Tensor:
     """A state of its own that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
+    m.calls += 1
+    return multiply(m, x) * m.calls
 
 
-@pytest.mark.parametrize("kind", [Counting, Scaled])
-def test_rows_are_those_of_the_forward_whatever_has_changed_since(kind: type[nn.Module]) -> None:
-    model, x = whole(kind), torch.randn(4, 3).double()
+@pytest.mark.parametrize("how", [counting, multiply])
+def test_rows_are_those_of_the_forward_whatever_has_changed_since(how: How) -> None:
+    model, x = whole(how, calls=0), torch.randn(4, 3).double()
 
     def losses() -> Tensor:
-        if kind is Counting:
-            model[2].calls = 4
+        model[2].calls = 4
         return squares(model(x))
 
     with autograd_hacks.add_hooks(model):
@@ -182,8 +151,7 @@ def test_rows_are_those_of_the_forward_whatever_has_changed_since(kind: type[nn.
             losses().mean().backward()
             torch.optim.SGD(model.parameters(), 0.1).step()
             autograd_hacks.compute_grad1(model)
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(p.grad1, expected[name])
+            assert_rows(model, expected)
 
 
 @pytest.mark.parametrize("changed", ["the input", "a weight"])
@@ -204,35 +172,9 @@ def test_what_rows_depend_on_has_changed(changed: str) -> None:
                 autograd_hacks.compute_grad1(model)
 
 
-class Mean(Scaled):
-    detaches = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(0)
-        return super().forward(x) - (mean.detach() if self.detaches else mean)
-
-
-class Detached(Mean):
-    detaches = True
-
-
-class Inside(Mean):
-    """What mixes inside hardly shows in what it returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1e-6 + x
-
-
-class Last(Scaled):
-    """Only the last sample goes to the others, detached."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + x[-1:].detach().clamp(min=0.1))
-
-
-@crossed(alone=[True, False], probe=[True, False], kind=[Mean, Detached, Inside, Last])
-def test_samples_that_mix_inside(kind: type[nn.Module], probe: bool, alone: bool) -> None:
-    model, x = whole(kind), 2 * torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
+@crossed(alone=[True, False], probe=[True, False], kind=MIXING)
+def test_samples_that_mix_inside(kind: str, probe: bool, alone: bool) -> None:
+    model, x = whole(MIXING[kind]), 2 * torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     with autograd_hacks.add_hooks(model, probe=probe, independent=True):
         squares((model[2] if alone else model)(x)).mean().backward()
         with pytest.raises(SamplesMixed):
@@ -240,13 +182,12 @@ def test_samples_that_mix_inside(kind: type[nn.Module], probe: bool, alone: bool
 
 
 def test_a_part_that_takes_no_other_samples() -> None:
-    class Sorted(Scaled):
-        def forward(self, x: Tensor) -> Tensor:
-            if (x[1:, 0] < x[:-1, 0]).any():
-                raise ValueError("unsorted")
-            return super().forward(x)
+    def of_sorted(m: nn.Module, x: Tensor) -> Tensor:
+        if (x[1:, 0] < x[:-1, 0]).any():
+            raise ValueError("unsorted")
+        return multiply(m, x)
 
-    model, x = whole(Sorted), torch.arange(12.0).view(4, 3).double()
+    model, x = whole(of_sorted), torch.arange(12.0).view(4, 3).double()
     with autograd_hacks.add_hooks(model):
         check(model, x, run=lambda x: model[2](x))
     with autograd_hacks.add_hooks(model, independent=True), pytest.raises(ProbeFailed, match="ValueError: unsorted"):
@@ -254,13 +195,121 @@ def test_a_part_that_takes_no_other_samples() -> None:
 
 
 def test_a_loss_inside_a_part() -> None:
-    class Loss(Scaled):
-        def forward(self, x: Tensor) -> Tensor:
-            return squares(super().forward(x)).sum()
-
-    model, x = whole(Loss), torch.randn(4, 3).double()
+    model, x = whole(lambda m, x: squares(multiply(m, x)).sum()), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         model[2](x).backward()
         autograd_hacks.compute_grad1(model, "sum")
         with autograd_hacks.pause_hooks():
             assert_rows(model, one_backward_per_sample(model, lambda loss: loss[None], x, run=lambda x: model[2](x)))
+
+
+# Functions that run modules and passes in their backward, and return the parameters' gradients: solvers with an adjoint
+
+
+STEPS = 3
+
+
+class Solve(torch.autograd.Function):
+    """Euler's steps along a field, taken back one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, field: nn.Module, fails: list[bool], *parameters: Tensor) -> Tensor:
+        path = [z]
+        with torch.no_grad():
+            for _ in range(STEPS):
+                path.append(path[-1] + field(path[-1]) / STEPS)
+        ctx.field, ctx.fails = field, fails
+        ctx.save_for_backward(*path)
+        return path[-1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if any(ctx.fails):
+            raise ArithmeticError("underflow in dt")
+        parameters = list(ctx.field.parameters())
+        total = [torch.zeros_like(p) for p in parameters]
+        for z in reversed(ctx.saved_tensors[:-1]):
+            with torch.enable_grad():
+                at = z.detach().requires_grad_()
+                g, *own = torch.autograd.grad(at + ctx.field(at) / STEPS, [at, *parameters], g)
+            total = [a + b for a, b in zip(total, own)]
+        return g, None, None, *total
+
+
+def flow() -> nn.Module:
+    torch.manual_seed(0)
+    return Bare(
+        lambda m, x: m.last(Solve.apply(m.first(x), m.field, m.fails, *m.field.parameters())),
+        field=nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), first=nn.Linear(3, 3), last=nn.Linear(3, 2),
+        fails=[False],
+    ).double()  # fmt: skip
+
+
+def _batch(n: int = 4) -> Tensor:
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_rows_are_those_of_each_sample(param_grad: bool) -> None:
+    check_batches(flow(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
+
+
+def test_a_sum_of_losses_through_the_field() -> None:
+    check_right(flow(), *[(_batch(n),) for n in (4, 3, 1)], total="sum")
+
+
+def test_after_a_backward_that_failed() -> None:
+    model, x = flow(), _batch()
+    with autograd_hacks.add_hooks(model):
+        for fails in (False, True, False):
+            model.fails[0] = fails
+            if fails:
+                with pytest.raises(ArithmeticError):
+                    autograd_hacks.backward(squares(model(x)))
+            else:
+                check_losses(model, lambda: squares(model(x)))
+
+
+class Product(torch.autograd.Function):
+    """x wᵀ, as kernels of others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
+def _in_a_buffer(w: Tensor) -> Tensor:
+    """The weight, copied into memory that no graph knows, as autocast has the weights of cuDNN's recurrent layers."""
+    return torch.empty_like(w, requires_grad=False).copy_(w)
+
+
+@pytest.mark.parametrize("made", [_in_a_buffer, lambda w: F.dropout(w, 0.5), lambda w: w + torch.randn_like(w)])
+@pytest.mark.parametrize("samples", [5, 2])
+def test_what_is_made_of_weights_and_of_tensors_without_a_graph(made: Callable[[Tensor], Tensor], samples: int) -> None:
+    """It meets the batch in a node that has no law.  With two samples an axis could be theirs."""
+
+    def net(m: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # each sample alone has the batch's numbers
+        return Product.apply(m.first(x), made(m.weight))
+
+    model = Bare(net, first=nn.Linear(3, 3), weight=torch.randn(7, 3)).double()
+    check_batches(model, *(_batch(samples) for _ in range(3)))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_gate_that_is_closed_in_some_steps(param_grad: bool) -> None:
+    """As branches begin.  What is behind it gets zeros, and not nothing."""
+    model = Bare(
+        lambda m, x: m.last(Multiply.apply((x * m.scale) @ m.weight, m.gate)),
+        scale=torch.randn(3), weight=torch.randn(3, 5), gate=torch.zeros(5), last=nn.Linear(5, 2),
+    ).double()  # fmt: skip
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for is_closed in (True, True, False, False, True, False):
+            nn.init.zeros_(model.gate) if is_closed else nn.init.normal_(model.gate)
+            check(model, _batch())

@@ -53,9 +53,11 @@ def twice(model: Net, x: Tensor) -> None:
 
 
 def both_and_one(model: Net, x: Tensor) -> None:
+    model.flag = "skip"  # all uses are layers
     one, other = (losses(model, own).mean() for own in (x, x.roll(1, 0)))
     (one + other).backward(retain_graph=True)
     one.backward()
+    model.flag = ""
 
 
 def accumulated(model: Net, x: Tensor) -> None:
@@ -83,20 +85,27 @@ def of_several(model: Net, x: Tensor) -> None:
     torch.autograd.grad(out, [model.a.weight], torch.randn(2, *out.shape), is_grads_batched=True)
 
 
+def differentiated(model: Net, x: Tensor) -> None:
+    losses(model, x).mean().backward(create_graph=True)
+    autograd_hacks.per_sample_grads(model).norms().sum().backward()
+
+
 def frozen(model: Net, x: Tensor) -> None:
     loss = losses(model, x).mean()
     model.b.bias.requires_grad_(False)
     loss.backward()
 
 
-def one_by_one(model: Net, x: Tensor) -> None:
-    with autograd_hacks.during_backward(model):
+def one_by_one(model: Net, x: Tensor) -> Tensor:
+    with autograd_hacks.during_backward(model) as found:
         step(model, x)
     step(model, x)
+    return found.norms
 
 
 def while_off(model: Net, x: Tensor) -> None:
     step(model, x, hook=lambda g: autograd_hacks.disable_hooks())
+    autograd_hacks.enable_hooks()
 
 
 def ignored(model: Net, x: Tensor) -> None:
@@ -135,7 +144,7 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "failed before": failed_before,
     "some parameters": lambda model, x: losses(model, x).mean().backward(inputs=[model.a.weight, model.head.bias]),
     "captured": lambda model, x: torch.autograd.grad(losses(model, x).mean(), list(model.parameters())),
-    "with a graph": lambda model, x: losses(model, x).mean().backward(create_graph=True),
+    "rows with a graph": differentiated,
     "batched": of_several,
     "frozen between": frozen,
     "a penalty": lambda model, x: (losses(model, x).mean() + model.a.weight.square().sum()).backward(),
@@ -161,9 +170,10 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[
             autograd_hacks.compute_grad1(model)
         model.zero_grad()
         try:
-            program(model, torch.randint(11, (N, 5)))
+            returned = program(model, torch.randint(11, (N, 5)))
             autograd_hacks.compute_grad1(model)
-            found = [vars(p).get("grad1") for p in model.parameters()]
+            found = [returned] if isinstance(returned, Tensor) else []
+            found += [vars(p).get("grad1") for p in model.parameters()]
             found.append(autograd_hacks.per_sample_grads(model).norms())
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")

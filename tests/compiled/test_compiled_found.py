@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from oracle import one_backward_per_sample, squares
 from rarely import crossed, rarely
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 from twin import Bare
 
@@ -21,49 +22,26 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PRIVATE: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 2.0, "expected_batch_size": 8, "backend": None}
 
 
-class Inner(nn.Module):
+def inner(then: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """A layer and something after it, or beside it."""
-
-    def __init__(self, then: Callable[[Any, Tensor], Tensor], width: int = 4) -> None:
-        super().__init__()
-        self.layer, self.then = nn.Linear(width, 4), then
-        self.register_buffer("kept", torch.zeros(16))
-        self.other = torch.zeros(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.then(self, self.layer(x))
-        return out
-
-
-class TwoOfOneSum(nn.Module):
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        self.a, self.b, self.turned = nn.Parameter(torch.randn(60, 60)), nn.Parameter(torch.randn(60, 60)), turned
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.a + (self.b.t() if self.turned else self.b))
+    model = Bare(lambda m, x: then(m, m.layer(x)), layer=nn.Linear(4, 4))
+    model.register_buffer("kept", torch.zeros(16))
+    model.other = torch.zeros(16)
+    return model
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_two_parameters_of_one_gradient_have_noise_of_their_own(turned: bool) -> None:
-    model = TwoOfOneSum(turned)
+    model = Bare(lambda m, x: x @ (m.a + (m.b.t() if turned else m.b)), a=torch.randn(60, 60), b=torch.randn(60, 60))
     autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)(torch.zeros(4, 60)).sum().backward()
     for p in (model.a, model.b):
-        assert p.grad is not None
         assert p.grad.std().item() == pytest.approx(2.0 / 8, rel=0.1)
-    assert model.a.grad is not None
-    assert model.b.grad is not None
     assert torch.stack([model.a.grad.flatten(), model.b.grad.flatten()]).corrcoef()[0, 1].abs() < 0.1
 
 
 def test_gradients_that_are_expanded_have_noise() -> None:
-    def scaled(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.layer(x) * (1 + m.bias.sum())
-        return out
-
-    model = Bare(scaled, layer=nn.Linear(3, 2), bias=torch.zeros(2000))
+    model = Bare(lambda m, x: m.layer(x) * (1 + m.bias.sum()), layer=nn.Linear(3, 2), bias=torch.zeros(2000))
     autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)(torch.zeros(4, 3)).sum().backward()
-    assert model.bias.grad is not None
     assert model.bias.grad.std().item() == pytest.approx(2.0 / 8, rel=0.1)
 
 
@@ -103,13 +81,17 @@ def test_two_calls_for_one_loss_are_refused(verb: str, param_grad: bool) -> None
     step(a).sum().backward()  # and goes on
 
 
-def loop(model: Any, h: Tensor) -> Tensor:
-    found: Tensor = torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y + y.mean(0)), (torch.tensor(0), h))[1]
-    return found
+def attend(model: Any, h: Tensor) -> Tensor:
+    """Over the batch."""
+    whole = h[None, None].repeat(1, 1, 1, 4)
+    return h + flex_attention(whole, whole, whole)[0, 0, :, :4]
 
 
 MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "a loop": loop,
+    "attention": attend,
+    "a loop": lambda m, h: torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y + y.mean(0)), (torch.tensor(0), h))[
+        1
+    ],
     "strides that turn": lambda m, h: h + h.as_strided((4, 4), (1, 4)),
     "strides that repeat": lambda m, h: h + h.as_strided(h.shape, (0, 1)),
     "the second smallest": lambda m, h: h + h.t().kthvalue(2).values[:, None],
@@ -120,62 +102,60 @@ MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_samples_that_mix_are_refused(name: str) -> None:
-    step = autograd_hacks.compile(Inner(MIXING[name]), "norms", backend=None)
+    step = autograd_hacks.compile(inner(MIXING[name]), "norms", backend=None)
     with pytest.raises((SamplesMixed, UnsupportedOperation)):
         step(torch.randn(4, 4)).sum().backward()
 
 
 def test_order_statistics_of_a_sample() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     for then in (
-        lambda h: h.kthvalue(2).values,
-        lambda h: h.kthvalue(2, 1, True).values[:, 0],
-        lambda h: h.var(1) + h.std(1),
+        lambda m, h: h.kthvalue(2).values,
+        lambda m, h: h.kthvalue(2, 1, True).values[:, 0],
+        lambda m, h: h.var(1) + h.std(1),
     ):
-        inner, x = Inner(lambda m, h, then=then: then(model(h))), torch.randn(5, 4)  # type: ignore[misc]  # mypy infers no such lambda
-        step = autograd_hacks.compile(inner, "rows", backend=None)
+        model, x = inner(then), torch.randn(5, 4)
+        step = autograd_hacks.compile(model, "rows", backend=None)
         step(x).square().sum().backward()
-        expected = one_backward_per_sample(inner, lambda out: out.square(), x)["layer.weight"]
-        assert_close(inner.layer.weight.grad1, expected)
-
-
-def assigned(model: Any, h: Tensor) -> Tensor:
-    out = h + model.kept[:4]
-    model.kept = h.detach().flatten() * 1
-    return out
-
-
-def attribute(model: Any, h: Tensor) -> Tensor:
-    out = h + model.other[:4]
-    model.other = h.detach().flatten() * 1
-    return out
-
-
-def written(model: Any, h: Tensor) -> Tensor:
-    out = h + model.other[:4]
-    model.other.copy_(h.detach().flatten().repeat(16)[:16])
-    return out
-
-
-def in_place(model: Any, h: Tensor) -> Tensor:
-    out = h + model.kept[:4]
-    model.kept.mul_(0.9).add_(h.detach().mean())
-    return out
+        expected = one_backward_per_sample(model, lambda out: out.square(), x)["layer.weight"]
+        assert_close(model.layer.weight.grad1, expected)
 
 
 ELSEWHERE = [torch.zeros(16)]
 
 
-def in_a_list(model: Any, h: Tensor) -> Tensor:
-    out = h + ELSEWHERE[0][:4]
-    ELSEWHERE[0] = h.detach().flatten() * 1
-    return out
+def assigned(model: Any, h: Tensor) -> None:
+    model.kept = h.flatten() * 1
 
 
-@crossed(samples=[4, 1], keep=[assigned, attribute, written, in_place, in_a_list])
-def test_what_a_private_step_would_hand_on_to_the_next_is_refused(keep: Any, samples: int) -> None:
+def attribute(model: Any, h: Tensor) -> None:
+    model.other = h.flatten() * 1
+
+
+def in_a_list(model: Any, h: Tensor) -> None:
+    ELSEWHERE[0] = h.flatten() * 1
+
+
+KEEPS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a buffer is assigned": (assigned, lambda m: m.kept),
+    "an attribute is assigned": (attribute, lambda m: m.other),
+    "an attribute is written": (lambda m, h: m.other.copy_(h.flatten().repeat(16)[:16]), lambda m: m.other),
+    "a buffer in place": (lambda m, h: m.kept.mul_(0.9).add_(h.mean()), lambda m: m.kept),
+    "in a list": (in_a_list, lambda m: ELSEWHERE[0]),
+}
+"""What a forward keeps, and what it takes from the one before."""
+
+
+@crossed(samples=[4, 1], kind=KEEPS)
+def test_what_a_private_step_would_hand_on_to_the_next_is_refused(kind: str, samples: int) -> None:
+    keep, kept = KEEPS[kind]
+
+    def then(model: Any, h: Tensor) -> Tensor:
+        out = h + kept(model)[:4]
+        keep(model, h.detach())
+        return out
+
     ELSEWHERE[0] = torch.zeros(16)
-    step = autograd_hacks.compile(Inner(keep), "clip_and_noise", **PRIVATE)
+    step = autograd_hacks.compile(inner(then), "clip_and_noise", **PRIVATE)
     with pytest.raises((SamplesMixed, UnsupportedOperation)):  # noqa: PT012  # either step may tell
         for _ in range(2):
             step(torch.randn(samples, 4)).sum().backward()
@@ -187,7 +167,7 @@ def test_what_is_free_of_samples_may_be_kept() -> None:
         model.other = model.other + 1
         return h
 
-    model = Inner(counts)
+    model = inner(counts)
     step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
     for samples in (4, 3, 1):
         step(torch.randn(samples, 4)).sum().backward()
@@ -206,16 +186,8 @@ def test_a_cache_that_is_returned_is_none_that_is_kept() -> None:
 
 
 def test_arrays_among_the_arguments_are_refused() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, z: Any) -> Tensor:
-            out: Tensor = self.layer(x) + torch.as_tensor(z).mean(0)
-            return out
-
-    step = autograd_hacks.compile(Two(), "norms", backend=None)
+    model = Bare(lambda m, x, z: m.layer(x) + torch.as_tensor(z).mean(0), layer=nn.Linear(4, 4))
+    step = autograd_hacks.compile(model, "norms", backend=None)
     with pytest.raises(UnsupportedOperation, match="Give it as a tensor"):
         step(torch.randn(4, 4), torch.randn(4, 4).numpy())
 
@@ -270,15 +242,8 @@ def test_batches_of_nobody(verb: str) -> None:
 
 
 def test_a_parameter_may_be_called_weights() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weights + self.bias
-
-    model, x = Named(), torch.randn(5, 4)
+    model = Bare(lambda m, x: x @ m.weights + m.bias, weights=torch.randn(4, 3), bias=torch.zeros(3))
+    x = torch.randn(5, 4)
     step = autograd_hacks.compile(model, "dot", backend=None)
     step.direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     assert set(step.direction) == {"weights", "bias"}
@@ -288,23 +253,10 @@ def test_a_parameter_may_be_called_weights() -> None:
 
 def test_operations_that_check_values_are_refused_by_name() -> None:
     step = autograd_hacks.compile(
-        Inner(lambda m, h: h @ torch.linalg.inv(m.layer.weight @ m.layer.weight.t() + torch.eye(4))), "norms", backend=None
+        inner(lambda m, h: h @ torch.linalg.inv(m.layer.weight @ m.layer.weight.t() + torch.eye(4))), "norms", backend=None
     )
     with pytest.raises(UnsupportedOperation, match="inv_ex"):
         step(torch.randn(5, 4))
-
-
-def test_attention_over_the_batch() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def attend(model: Any, h: Tensor) -> Tensor:
-        whole = h[None, None].repeat(1, 1, 1, 4)
-        out: Tensor = h + flex_attention(whole, whole, whole)[0, 0, :, :4]
-        return out
-
-    step = autograd_hacks.compile(Inner(attend), "norms", backend=None)
-    with pytest.raises((SamplesMixed, UnsupportedOperation)):
-        step(torch.randn(4, 4)).sum().backward()
 
 
 def test_losses_of_dropout_in_private_steps() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import assert_rows, one_backward_per_sample
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
@@ -28,22 +29,19 @@ def _compiled_anew() -> None:
     torch._dynamo.reset()
 
 
-class Pictures(nn.Module):
+def seen(m: Any, x: Tensor) -> Tensor:
     """Convolutions, one of them grouped, a norm, a class token, a tied table, and two biases with one gradient."""
+    x = m.grouped(m.conv(x).tanh()).flatten(2).mT
+    x = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
+    x = x + m.attention(m.norm(x), x, x)[0] + m.one + m.other
+    return F.linear(x[:, 0] + m.table((x[:, 1, 0] * 3).long().abs() % 5), m.table.weight)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.grouped = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, groups=2)
-        self.norm, self.token = nn.LayerNorm(8), nn.Parameter(torch.randn(1, 1, 8))
-        self.attention, self.table = nn.MultiheadAttention(8, 2, batch_first=True), nn.Embedding(5, 8)
-        self.one, self.other = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-        self.unused = nn.Parameter(torch.randn(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.grouped(self.conv(x).tanh()).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        x = x + self.attention(self.norm(x), x, x)[0] + self.one + self.other
-        return F.linear(x[:, 0] + self.table((x[:, 1, 0] * 3).long().abs() % 5), self.table.weight)
+def pictures_net() -> nn.Module:
+    bare = {"token": torch.randn(1, 1, 8), "one": torch.randn(8), "other": torch.randn(8), "unused": torch.randn(2)}
+    convs = {"conv": nn.Conv2d(3, 4, 3, padding=1), "grouped": nn.Conv2d(4, 8, 3, stride=2, groups=2)}
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Bare(seen, **convs, norm=nn.LayerNorm(8), attention=attention, table=nn.Embedding(5, 8), **bare)
 
 
 def pictures(samples: int) -> tuple[Tensor, Tensor]:
@@ -55,12 +53,8 @@ def each_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor
 
 
 def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    found = [
-        torch.autograd.grad(each_loss(model, x[n : n + 1], y[n : n + 1]).sum(), list(model.parameters()), allow_unused=True)
-        for n in range(len(x))
-    ]
-    named = zip(model.named_parameters(), zip(*found))
-    return {name: torch.stack(rows) for (name, _), rows in named if rows[0] is not None}
+    found = one_backward_per_sample(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x, y)
+    return {name: rows for name, rows in found.items() if rows is not None}
 
 
 def lengths(rows: dict[str, Tensor]) -> Tensor:
@@ -90,7 +84,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_every_verb(verb: str, loss_type: str) -> None:
-    model = Pictures().double()
+    model = pictures_net().double()
     step = autograd_hacks.compile(model, verb, loss_type=loss_type, backend=None, **NUMBERS.get(verb, {}))
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for samples in (6, 4):
@@ -118,23 +112,24 @@ def test_every_verb(verb: str, loss_type: str) -> None:
         check_gradients(model, rows, w.get(verb, torch.full((samples,), share).double()))
 
 
+def check_inductor(model: nn.Module, step: Any, x: Tensor, y: Tensor, verb: str = "rows") -> None:
+    """In single precision."""
+    rows = rows_of(copy.deepcopy(model).double(), x.double(), y)
+    model.zero_grad()
+    each_loss(step, x, y).sum().backward()
+    if verb != "rows":
+        assert_close(step.norms, lengths(rows).float(), rtol=1e-4, atol=1e-5)
+    for name, found in rows.items() if verb == "rows" else ():
+        assert_close(model.get_parameter(name).grad1, found.float(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("verb", ["rows", *rarely("clip")])
 def test_what_inductor_compiles(verb: str) -> None:
-    model = Pictures()
+    model = pictures_net()
     step = autograd_hacks.compile(model, verb, **NUMBERS.get(verb, {}))
     for samples in (6, 6, 9):
         x, y = pictures(samples)
-        x, rows = x.float(), rows_of(copy.deepcopy(model).double(), x, y)
-        model.zero_grad()
-        each_loss(step, x, y).sum().backward()
-        if verb == "rows":
-            for name, found in rows.items():
-                assert_close(model.get_parameter(name).grad1, found.float(), rtol=1e-3, atol=1e-4)
-        else:
-            assert_close(step.norms, lengths(rows).float(), rtol=1e-4, atol=1e-5)
-
-
-OTHERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
+        check_inductor(model, step, x.float(), y, verb)
 
 
 def channels_last(m: Any, x: Tensor) -> Tensor:
@@ -146,7 +141,7 @@ def channels_last(m: Any, x: Tensor) -> Tensor:
 
 def test_convolutions_of_pictures_whose_channels_come_last() -> None:
     """Compiled code expected convolutions to lay their outputs out as they do without mkldnn."""
-    model, (x, y) = (
+    model, x, y = (
         Bare(
             channels_last,
             first=nn.Conv2d(3, 8, 4, stride=4),
@@ -154,17 +149,18 @@ def test_convolutions_of_pictures_whose_channels_come_last() -> None:
             second=nn.Conv2d(8, 8, 3, padding=1, groups=8),
             linear=nn.Linear(8, 8),
         ),
-        (torch.randn(16, 3, 64, 64), torch.randint(8, (16,))),
+        torch.randn(16, 3, 64, 64),
+        torch.randint(8, (16,)),
     )
-    rows, step = rows_of(copy.deepcopy(model).double(), x.double(), y), autograd_hacks.compile(model, "rows")
-    each_loss(step, x, y).sum().backward()
-    for name, found in rows.items():
-        assert_close(model.get_parameter(name).grad1, found.float(), rtol=1e-3, atol=1e-4)
+    check_inductor(model, autograd_hacks.compile(model, "rows"), x, y)
+
+
+OTHERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, *rarely(*OTHERS)])
 def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimizer]) -> None:
-    model = Pictures().double()
+    model = pictures_net().double()
     twin = copy.deepcopy(model)
     step = autograd_hacks.compile(model, "clip", max_norm=0.5, loss_type="mean", backend=None)
     autograd_hacks.add_hooks(twin)
@@ -185,16 +181,13 @@ def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimi
 
 @pytest.mark.parametrize("verb", ["norms", *rarely("rows")])
 def test_no_ordinary_gradients(verb: str) -> None:
-    model, (x, y) = Pictures().double(), pictures(6)
+    model, (x, y) = pictures_net().double(), pictures(6)
     step = autograd_hacks.compile(model, verb, param_grad=False, backend=None)
     for _ in range(2):
         each_loss(step, x, y).sum().backward()
         assert all(p.grad is None for p in model.parameters())
     rows = rows_of(model, x, y)
-    if verb == "norms":
-        assert_close(step.norms, lengths(rows))
-    else:
-        assert_close(model.one.grad1, rows["one"])
+    assert_close(*((step.norms, lengths(rows)) if verb == "norms" else (model.one.grad1, rows["one"])))
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
@@ -232,20 +225,15 @@ def test_sequences_of_other_lengths(verb: str) -> None:
             assert_close(model.table.grad1, rows["table"])
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(lambda x: F.dropout(self.first(x).tanh(), 0.5), x, use_reentrant=False)
-        self.seen.mul_(0.9).add_(h.detach().mean(0))
-        return self.last(h)
+def dropping(m: Any, x: Tensor) -> Tensor:
+    h = checkpoint(lambda x: F.dropout(m.first(x).tanh(), 0.5), x, use_reentrant=False)
+    m.seen.mul_(0.9).add_(h.detach().mean(0))
+    return m.last(h)
 
 
 def test_the_steps_own_masks_and_buffers() -> None:
-    model = Dropping()
+    model = Bare(dropping, first=nn.Linear(4, 8), last=nn.Linear(8, 3))
+    model.register_buffer("seen", torch.zeros(8))
     step = autograd_hacks.compile(model, "rows", backend=None)
     for _ in range(3):
         before = model.seen.clone()
@@ -266,36 +254,26 @@ def test_noise_has_its_deviation() -> None:
     generator = torch.Generator().manual_seed(0)
     step = autograd_hacks.compile(model, "clip_and_noise", noise=generator, backend=None, **settings)
     (0 * step(torch.randn(4, 300))).sum().backward()
-    assert model.weight.grad is not None
     assert abs(float(model.weight.grad.std()) / (1.5 * 2 / 4) - 1) < 0.02
 
 
 def test_arguments_with_and_without_samples() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Two(nn.Linear):
         def forward(self, x: Tensor, table: Tensor, *, scale: Tensor) -> Tensor:
-            return (self.layer(x) @ table.T * scale[:, None]).tanh()
+            return (super().forward(x) @ table.T * scale[:, None]).tanh()
 
-    model, x, table, scale = Two().double(), torch.randn(5, 4).double(), torch.randn(5, 4).double(), torch.rand(5).double()
+    model, x, table = Two(4, 4).double(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    one, scale = 2 * torch.ones(1).double(), torch.rand(5).double()
     step = autograd_hacks.compile(model, "rows", batch=(0, None), backend=None)
-    step(x, table, scale=2 * torch.ones(4).double()[:1]).sum().backward()
-    for n in range(5):
-        alone = torch.autograd.grad(model(x[n : n + 1], table, scale=2 * torch.ones(1).double()).sum(), model.layer.weight)[
-            0
-        ]
-        assert_close(model.layer.weight.grad1[n], alone)
+    step(x, table, scale=one).sum().backward()
+    assert_rows(model, one_backward_per_sample(model, torch.sum, x, run=lambda x: model(x, table, scale=one)))
     with pytest.raises(SamplesMixed):  # each sample would meet the others' rows of the table
         autograd_hacks.compile(model, "rows", batch=0, backend=None)(x, table, scale=scale)
     time_first = nn.Linear(4, 2).double()
     step = autograd_hacks.compile(time_first, "rows", batch=1, backend=None)
     sequence = torch.randn(3, 5, 4).double()
     step(sequence).square().sum().backward()
-    for n in range(5):
-        alone = torch.autograd.grad(time_first(sequence[:, n]).square().sum(), time_first.weight)[0]
-        assert_close(time_first.weight.grad1[n], alone)
+    assert_rows(time_first, one_backward_per_sample(time_first, torch.square, sequence.transpose(0, 1)))
 
 
 def test_arguments_of_other_sizes_are_named() -> None:
@@ -305,47 +283,26 @@ def test_arguments_of_other_sizes_are_named() -> None:
         step(torch.randn(4, 3), torch.randn(5, 3))
 
 
-class Reading(nn.Module):
-    """Reads a tensor that is neither argument nor state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.kept = nn.Linear(3, 3), [torch.randn(5, 3)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.kept[0]
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else -self.layer(x)
-
-
-class Distances(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pdist(super().forward(x))
-
-
-def test_what_can_not_be_told_is_refused() -> None:
-    x = torch.randn(5, 3)
-    with pytest.raises(UnsupportedOperation, match=r"kept.*not an argument"):
-        autograd_hacks.compile(Reading(), "rows", backend=None)(x)
-    with pytest.raises(UnsupportedOperation, match=r"can't be captured as one graph.*add_hooks"):
-        autograd_hacks.compile(Branching(), "rows", backend=None)(x)
-    with pytest.raises(UnsupportedOperation, match=r"'_pdist_forward'.*register_operation"):
-        autograd_hacks.compile(Distances(), "rows", backend=None)(x)
-    with pytest.raises(SamplesMixed, match="BatchNorm"):
-        autograd_hacks.compile(nn.BatchNorm1d(3), "rows", backend=None)(x)
-    with pytest.raises(SamplesMixed, match=r"a sum over samples in the forward pass.*test_compiled_steps\.py"):
+@pytest.mark.parametrize(
+    ("run", "error", "words"),
+    [
+        (lambda m, x: m.layer(x) * m.kept[0], UnsupportedOperation, r"kept.*not an argument"),
+        (
+            lambda m, x: m.layer(x) if x.sum() > 0 else -m.layer(x),
+            UnsupportedOperation,
+            r"can't be captured as one graph.*add_hooks",
+        ),
+        (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
+        (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
         # Returns a loss of the whole batch.
-        autograd_hacks.compile(Bare(lambda m, x: m.layer(x).sum(), layer=nn.Linear(3, 3)), "rows", backend=None)(x)
+        (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
+    ],
+    ids=["neither argument nor state", "a branch", "distances", "batch norm", "a whole loss"],
+)
+def test_what_can_not_be_told_is_refused(run: Callable[[Any, Tensor], Tensor], error: type[Exception], words: str) -> None:
+    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), kept=[torch.randn(5, 3)])
+    with pytest.raises(error, match=words):
+        autograd_hacks.compile(model, "rows", backend=None)(torch.randn(5, 3))
 
 
 def test_gradient_past_the_graph_is_noticed() -> None:
@@ -358,7 +315,6 @@ def test_gradient_past_the_graph_is_noticed() -> None:
         (step(x) @ model.weight).square().sum().backward()
     model.zero_grad()
     step(x).square().sum().backward()
-    assert model.weight.grad is not None
     before = model.weight.grad.clone()
     (0.5 * model.weight.square().sum()).backward()  # a penalty's own pass
     assert_close(model.weight.grad, before + model.weight)
@@ -385,25 +341,19 @@ def test_compiled_code_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_it_is_told() -> None:
     model = nn.Linear(3, 2)
-    refused: list[tuple[tuple[str, dict[str, Any]], str]] = [
-        (("row", {}), "'rows', 'norms'"),
-        (("rows", {"backend": "aot_eager"}), "'inductor' or None"),
-        (("rows", {"loss_type": "median"}), "mean"),
-        (("clip", {"max_norm": 0.0}), r"max_norm=0.0; expected a number in \(0, inf\]"),
+    refused: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
+        (model, "row", {}, ValueError, "'rows', 'norms'"),
+        (model, "rows", {"backend": "aot_eager"}, ValueError, "'inductor' or None"),
+        (model, "rows", {"loss_type": "median"}, ValueError, "mean"),
+        (model, "clip", {"max_norm": 0.0}, ValueError, r"max_norm=0.0; expected a number in \(0, inf\]"),
+        (model, "clip", {}, TypeError, "max_norm|noise_multiplier"),
+        (model, "rows", {"max_norm": 1.0}, TypeError, "max_norm|noise_multiplier"),
+        (model, "clip_and_noise", {"max_norm": 1.0}, TypeError, "max_norm|noise_multiplier"),
+        (model.forward, "rows", {}, TypeError, r"torch\.nn\.Module"),
     ]
-    for arguments, message in refused:
-        with pytest.raises(ValueError, match=message):
-            autograd_hacks.compile(model, arguments[0], **arguments[1])
-    missing: list[tuple[str, dict[str, Any]]] = [
-        ("clip", {}),
-        ("rows", {"max_norm": 1.0}),
-        ("clip_and_noise", {"max_norm": 1.0}),
-    ]
-    for verb, options in missing:
-        with pytest.raises(TypeError, match=r"max_norm|noise_multiplier"):
-            autograd_hacks.compile(model, verb, **options)
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        autograd_hacks.compile(model.forward, "rows")  # type: ignore[arg-type]
+    for what, verb, options, error, words in refused:
+        with pytest.raises(error, match=words):
+            autograd_hacks.compile(what, verb, **options)
     step = autograd_hacks.compile(model, "norms", backend=None)
     with pytest.raises(NothingRecorded, match="there is no 'norms'"):
         _ = step.norms

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import one_loss_at_a_time
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.compiled.labels import RULES
@@ -30,19 +32,17 @@ def _compiled_anew() -> None:
     torch._dynamo.reset()
 
 
-class Around(nn.Module):
+def around(inner: Inner) -> nn.Module:
     """A function between two layers.  x: N T D -> N"""
+    conv, table = nn.Conv1d(N, N, 3, padding=1), nn.Embedding(N, N)
+    layers = {"first": nn.Linear(N, N), "last": nn.Linear(N, N), "conv": conv, "table": table}
+    return Bare(lambda m, x: ended(m, inner(m, m.first(x))).sum(1), **layers, bare=torch.randn(N)).double()
 
-    def __init__(self, inner: Inner) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(N, N), inner, nn.Linear(N, N)
-        self.bare, self.table = nn.Parameter(torch.randn(N)), nn.Embedding(N, N)
-        self.conv = nn.Conv1d(N, N, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(self, self.first(x))
-        y = self.last(y) if y.shape[-1] == N else y
-        return y.reshape(len(x), -1).tanh().sum(1)
+def ended(model: Any, y: Tensor) -> Tensor:
+    """N *S"""
+    y = model.last(y) if y.shape[-1] == N else y
+    return y.reshape(N, -1).tanh()
 
 
 def plain(function: Callable[[Tensor], Tensor]) -> Inner:
@@ -172,17 +172,15 @@ def rows_alone(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(rows) for (name, _), rows in zip(model.named_parameters(), zip(*found))}
 
 
-def all_of_them(model: Around, h: Tensor) -> Tensor:
-    """What `Around` makes of what each function returns, added up.  N 1"""
-    made = [function(h) for function in RIGHT.values()]
-    ends = [model.last(y) if y.shape[-1] == N else y for y in made]
-    return sum(y.reshape(N, -1).tanh().sum(1, keepdim=True) for y in ends)
+def all_of_them(model: Any, h: Tensor) -> Tensor:
+    """What is made of what each function returns, added up.  N 1"""
+    return sum(ended(model, function(h)).sum(1, keepdim=True) for function in RIGHT.values())
 
 
 @pytest.mark.parametrize("inner", [all_of_them, *rarely(*(plain(function) for function in RIGHT.values()))])
 def test_rows_are_those_of_samples_run_alone(inner: Inner) -> None:
     """Of all functions in one graph, which is compiled as fast as few, and of each by itself."""
-    model, x = Around(inner).double(), torch.randn(N, N, N).double()
+    model, x = around(inner), torch.randn(N, N, N).double()
     step = autograd_hacks.compile(model, "rows", backend=None)
     step(x).sum().backward()
     for key, rows in rows_alone(model, x).items():
@@ -196,7 +194,7 @@ OFTEN = "a millionth of the mean", "detached mean", "sorted", "permuted", "produ
 
 @pytest.mark.parametrize("name", [*OFTEN, *rarely(*(name for name in MIXED if name not in OFTEN))])
 def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
-    model, x = Around(plain(MIXED[name])).double(), torch.randn(N, N, N).double()
+    model, x = around(plain(MIXED[name])), torch.randn(N, N, N).double()
     with pytest.raises((SamplesMixed, UnsupportedOperation)) as error:
         autograd_hacks.compile(model, "rows", backend=None)(x)
     assert "test_operations.py" in str(error.value) or "functional.py" in str(error.value)  # the line is named
@@ -212,23 +210,23 @@ def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
 )
 def test_what_is_of_no_sample_is_refused_on_the_axis_of_samples(function: Callable[[Tensor], Tensor]) -> None:
     """As many rows of padding as samples fit this batch, and no other."""
-    model, x = Around(plain(function)).double(), torch.randn(N, N, N).double()
+    model, x = around(plain(function)), torch.randn(N, N, N).double()
     with pytest.raises(SamplesMixed):
         autograd_hacks.compile(model, "rows", backend=None)(x)
 
 
-def bags(model: Around, h: Tensor) -> Tensor:
+def bags(model: Any, h: Tensor) -> Tensor:
     tokens = (h.detach()[..., 0] * 3).long().abs() % N
     weights, table = h.detach()[..., 1].tanh(), model.table.weight
     found = F.embedding_bag(tokens, table, mode="mean", padding_idx=2) + F.embedding_bag(tokens, table, mode="sum")
     return h * (found + F.embedding_bag(tokens, table, mode="sum", per_sample_weights=weights))[:, None]
 
 
-def bilinear(model: Around, h: Tensor) -> Tensor:
+def bilinear(model: Any, h: Tensor) -> Tensor:
     return F.bilinear(h, h.tanh(), model.conv.weight.mT.reshape(3 * N, N, 1).expand(3 * N, N, N), None)[..., :N]
 
 
-def parameters_alone(model: Around, h: Tensor) -> Tensor:
+def parameters_alone(model: Any, h: Tensor) -> Tensor:
     table, square = model.table.weight, model.conv.weight[..., 1]
     return (
         F.scaled_dot_product_attention(table[None, None], square[None, None], table[None, None])[0, 0]
@@ -238,39 +236,29 @@ def parameters_alone(model: Around, h: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("inner", [bags, bilinear, parameters_alone])
-def test_other_uses_of_parameters(inner: Inner) -> None:
-    check_uses(inner)
+def uses(model: Any, h: Tensor) -> Tensor:
+    tokens = (h.detach()[..., 0] * 3).long().abs() % N
+    y = h * model.bare + model.table(tokens) + model.table(torch.arange(N))[:, None]
+    y = model.conv(y) + y.index_add(1, torch.tensor([0, 0, 1]), model.bare.expand(N, 3, N))
+    return y + F.linear(y, model.table.weight) + model.bare
+
+
+@pytest.mark.parametrize("inner", [uses, bags, bilinear, parameters_alone])
+def test_uses_of_parameters(inner: Inner) -> None:
+    model, x = around(inner), torch.randn(N, N, N).double()
+    step = autograd_hacks.compile(model, "rows", backend=None)
+    step(x).sum().backward()
+    for name, rows in one_loss_at_a_time(model, lambda: model(x)).items():
+        assert_close(model.get_parameter(name).grad1, rows)
 
 
 def test_bags_that_begin_anywhere_are_refused() -> None:
-    def inner(model: Around, h: Tensor) -> Tensor:
+    def inner(model: Any, h: Tensor) -> Tensor:
         return h * F.embedding_bag(torch.arange(N), model.table.weight, torch.tensor([0, 1, 1, 4, 5, 5]))[:, None]
 
-    model = Around(inner).double()
+    model = around(inner)
     with pytest.raises((SamplesMixed, UnsupportedOperation)):
         autograd_hacks.compile(model, "rows", backend=None)(torch.randn(N, N, N).double()).sum().backward()
-
-
-def test_uses_of_parameters() -> None:
-    def inner(model: Around, h: Tensor) -> Tensor:
-        tokens = (h.detach()[..., 0] * 3).long().abs() % N
-        y = h * model.bare + model.table(tokens) + model.table(torch.arange(N))[:, None]
-        y = model.conv(y) + y.index_add(1, torch.tensor([0, 0, 1]), model.bare.expand(N, 3, N))
-        return y + F.linear(y, model.table.weight) + model.bare
-
-    check_uses(inner)
-
-
-def check_uses(inner: Inner) -> None:
-    model, x = Around(inner).double(), torch.randn(N, N, N).double()
-    step = autograd_hacks.compile(model, "rows", backend=None)
-    step(x).sum().backward()
-    losses = model(x)
-    for n in range(N):
-        alone = torch.autograd.grad(losses[n], list(model.parameters()), retain_graph=True, allow_unused=True)
-        for (_, p), grad in zip(model.named_parameters(), alone):
-            assert_close(p.grad1 if grad is None else p.grad1[n], grad)
 
 
 def test_no_operation_has_a_rule_beside_its_law_of_axes() -> None:
@@ -278,7 +266,7 @@ def test_no_operation_has_a_rule_beside_its_law_of_axes() -> None:
 
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Around(plain(MIXED["cumulated"])).double()
+    model = around(plain(MIXED["cumulated"]))
     monkeypatch.setitem(RULES, "cumsum", lambda labels, node, x, dim: labels[x])
     step = autograd_hacks.compile(model, "rows", backend=None)
     with pytest.raises((autograd_hacks.errors.VerificationFailed, SamplesMixed)):

@@ -5,9 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from oracle import one_backward_per_sample
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnsupportedOperation
@@ -28,14 +30,9 @@ def check(model: nn.Module, ids: Tensor, run: Callable[[nn.Module, Tensor], Tens
         step = autograd_hacks.compile(model, verb, backend=None, **numbers)  # type: ignore[arg-type]
         model.zero_grad()
         run(step, ids).square().flatten(1).sum(1).sum().backward()
-        rows: dict[str, list[Tensor]] = {}
         made = {name: (p.grad1 if verb == "rows" else p.grad) for name, p in model.named_parameters()}
-        for n in range(len(ids)):
-            model.zero_grad()
-            run(model, ids[n : n + 1]).square().sum().backward()
-            for name, p in model.named_parameters():
-                rows.setdefault(name, []).append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
-        own = {name: torch.stack(x) for name, x in rows.items()}
+        rows = one_backward_per_sample(model, torch.square, ids, run=lambda x: run(model, x))
+        own = {name: torch.zeros(len(ids), *model.get_parameter(name).shape) if x is None else x for name, x in rows.items()}
         norms = torch.stack([x.flatten(1).norm(dim=1) for x in own.values()]).norm(dim=0)
         for name, x in own.items():
             right = x if verb == "rows" else torch.tensordot((0.01 / norms).clamp(max=1), x, 1)
@@ -60,21 +57,18 @@ def test_language_models_with_routed_experts(kind: str) -> None:
         assert autograd_hacks.describe(model).independence.startswith("Independent by analysis")
 
 
-class Routing(nn.Module):
+def routing(inner: Callable[..., Tensor]) -> nn.Module:
     """x: N T D.  Positions, sorted by the largest of their scores, and what is done to them in that order."""
 
-    def __init__(self, inner: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer, self.score, self.inner = nn.Linear(D, D), nn.Linear(D, E), inner
-        self.bias = nn.Parameter(torch.randn(E, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        ids = self.score(x).argmax(-1).view(-1)
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.layer(x)
+        ids = m.score(x).argmax(-1).view(-1)
         keys, order = torch.sort(ids)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        return self.inner(self, h.view(-1, D), ids, keys, order, back).view(x.shape)
+        return inner(m, h.view(-1, D), ids, keys, order, back).view(x.shape)
+
+    return Bare(run, layer=nn.Linear(D, D), score=nn.Linear(D, E), bias=torch.randn(E, D))
 
 
 RIGHT = {
@@ -105,7 +99,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", ["a table of experts", *rarely(*(name for name in RIGHT if name != "a table of experts"))])
 def test_what_is_done_in_the_order_of_a_sort(name: str) -> None:
-    check(Routing(RIGHT[name]), torch.randn(N, T, D), lambda of, x: of(x))
+    check(routing(RIGHT[name]), torch.randn(N, T, D), lambda of, x: of(x))
 
 
 OFTEN = "not brought back", "the one before", "its place", "met by what is not sorted", "how many there are"
@@ -114,4 +108,4 @@ OFTEN = "not brought back", "the one before", "its place", "met by what is not s
 @pytest.mark.parametrize("name", [*OFTEN, *rarely(*(name for name in WRONG if name not in OFTEN))])
 def test_what_lets_positions_see_each_other_is_refused(name: str) -> None:
     with pytest.raises((SamplesMixed, UnsupportedOperation)):
-        autograd_hacks.compile(Routing(WRONG[name]), "rows", backend=None)(torch.randn(N, T, D))
+        autograd_hacks.compile(routing(WRONG[name]), "rows", backend=None)(torch.randn(N, T, D))

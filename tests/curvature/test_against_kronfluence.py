@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -19,18 +20,12 @@ transformers = pytest.importorskip("transformers")
 LAYERS = ["*.c_attn.*", "*.c_proj.*", "*.c_fc.*"]
 
 
-class Words(nn.Module):
-    """Logits alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.inner = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, eos_token_id=0))
-
-    def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.inner(words).logits
-        return found
+def of_words() -> nn.Module:
+    """A GPT-2 that returns logits alone."""
+    sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(**sizes, **drops, eos_token_id=0)
+    return Bare(lambda m, words: m.inner(words).logits, inner=transformers.GPT2LMHeadModel(config))
 
 
 def of_linear_layers(model: nn.Module) -> nn.Module:
@@ -92,7 +87,7 @@ def drawn(model: nn.Module, words: Tensor) -> Tensor:
 
 def test_conv1d_has_what_linear_has() -> None:
     train, test = sequences()
-    model = trained(Words().double(), train)
+    model = trained(of_words().double(), train)
     twin = of_linear_layers(model).double()
     own, others = dict[str, Any](), dict[str, Any]()
     assert_close(influences(model, train, test, own), influences(twin, train, test, others))
@@ -111,7 +106,7 @@ def test_influences_are_kronfluences(tmp_path: Path) -> None:
     from kronfluence.task import Task
 
     train, test = sequences()
-    model = trained(Words(), train)
+    model = trained(of_words(), train)
     labels = drawn(model, train).detach()
 
     class Sequences(Task):

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from curvature_nets import curve
 from parts_of_models import Turned, hooked
 from rarely import crossed
+from refused import check_each
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -20,29 +22,18 @@ from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 pytestmark = pytest.mark.usefixtures("double")
 
 
-class Labelled(nn.Module):
-    """A table with a bias."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(sizes)), nn.Parameter(torch.randn(sizes[0]))
-
-    def forward(self, words: Tensor) -> Tensor:
-        return F.embedding(words, self.weight)
-
-
 @pytest.mark.parametrize("kind", ["kfac", "ekfac"])
 def test_what_is_skipped_is_said(kind: str) -> None:
     """What has no factors, here a table with a bias that is to be one of its inputs."""
     # A table that is read again at the end, with a bias, and a matrix.
     model = Bare(
         lambda m, words: F.linear(m.turned(torch.tanh(m.table(words))), m.table.weight, m.table.bias),
-        table=Labelled(6, 4),
+        table=Bare(lambda m, words: F.embedding(words, m.weight), weight=torch.randn(6, 4), bias=torch.randn(6)),
         turned=Turned(4, 4),
     )
     autograd_hacks.add_hooks(model)
     words = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    said = r"table\.weight of layer 'table' \(Labelled\): its gradients \(Lookup \+ Outer\) are not sums"
+    said = r"table\.weight of layer 'table' \(Bare\): its gradients \(Lookup \+ Outer\) are not sums"
     with pytest.raises(UnsupportedLayer, match=said):
         autograd_hacks.compute_hess_over(model, [words], kind, kfac_bias="joint")
     assert not any(hasattr(p, "kfac") for p in model.parameters())
@@ -73,8 +64,7 @@ def test_what_is_skipped_is_said(kind: str) -> None:
 def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
     """Samples send unequal numbers of positions to an expert, and a padded word is none."""
     model, x = hooked("words")
-    autograd_hacks.backprop_hess(model(x[rows]), "Jacobian")
-    autograd_hacks.compute_hess(model, "kfac")
+    curve(model, model(x[rows]), "Jacobian", kind="kfac")
     words = x[rows][x[rows] != 2]
     assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
 
@@ -118,19 +108,18 @@ def test_factors_that_do_not_fit_are_refused() -> None:
         autograd_hacks.add_hooks(m)
         autograd_hacks.compute_hess_over(m, [x], "ekfac")
     other(torch.randn(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 'weight'"):
-        autograd_hacks.ekfac_solve(model, autograd_hacks.per_sample_grads(other, "sum"))
-    with pytest.raises(ValueError, match="'head'; expected names such as"):
-        autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
-    model.weight.ekfac = other.weight.ekfac
-    with pytest.raises(ValueError, match="has 12 numbers, but this model's parameters 9"):
-        autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
-    # A pair of square matrices doesn't say which is which.
-    model.weight.kfac = tuple(model.weight.kfac)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight is \(O, I\)"):
-        Metric.from_kfac(model)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight is \(O, I\)"):
-        Metric.low_rank(model, 2, pca=True)
+    rows, solve = autograd_hacks.per_sample_grads(other, "sum"), autograd_hacks.ekfac_solve
+    check_each(
+        (ValueError, r"rows of shape \(3, 4\) for 'weight'", lambda: solve(model, rows)),
+        (ValueError, "'head'; expected names such as", lambda: solve(model, {"head": torch.zeros(3)})),
+    )
+    model.weight.ekfac, model.weight.kfac = other.weight.ekfac, tuple(model.weight.kfac)
+    check_each(
+        (ValueError, "has 12 numbers, but this model's parameters 9", lambda: solve(model, {"weight": torch.zeros(3, 3)})),
+        # A pair of square matrices doesn't say which is which.
+        *[(TypeError, r"doesn't say whether the weight is \(O, I\)", call)
+          for call in (lambda: Metric.from_kfac(model), lambda: Metric.low_rank(model, 2, pca=True))],
+    )  # fmt: skip
 
 
 def test_principal_directions_of_what_lies_otherwise() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from curvature_nets import curve
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -65,8 +66,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, Tensor]]:
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 def test_blocks_equal_the_formula(case: tuple[nn.Module, Tensor], approximation: str) -> None:
     model, x = case
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model, kind="ekfac", kfac_approx=approximation)
+    curve(model, model(x), kind="ekfac", kfac_approx=approximation)
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
     for name, p in model.named_parameters():
@@ -76,8 +76,7 @@ def test_blocks_equal_the_formula(case: tuple[nn.Module, Tensor], approximation:
 def test_it_is_closer_than_the_factors_and_has_the_trace(case: tuple[nn.Module, Tensor]) -> None:
     """George et al. 2018, theorem 2."""
     model, x = case
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model, kind="ekfac")
+    curve(model, model(x), kind="ekfac")
     autograd_hacks.compute_hess(model)
     for p in model.parameters():
         exact, (a, b) = p.hess.view(p.numel(), p.numel()), p.kfac
@@ -87,8 +86,7 @@ def test_it_is_closer_than_the_factors_and_has_the_trace(case: tuple[nn.Module, 
 
 def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tensor]) -> None:
     model, x = case
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model, kind="ekfac")
+    curve(model, model(x), kind="ekfac")
     once = [written(p) for p in model.parameters()]
     autograd_hacks.compute_hess_over(model, x.split(4), kind="ekfac")
     for p, expected in zip(model.parameters(), once):
@@ -135,8 +133,7 @@ def test_folded_samples_and_some_parameters() -> None:
     autograd_hacks.add_hooks(model)
     found = []
     for folded in (True, False):
-        autograd_hacks.backprop_hess(model(x, folded))
-        autograd_hacks.compute_hess(model, kind="ekfac", parameters=names)
+        curve(model, model(x, folded), kind="ekfac", parameters=names)
         found.append([written(model.get_parameter(name)) for name in names])
     assert_close(found[0], found[1])
     autograd_hacks.backprop_hess(model(x))

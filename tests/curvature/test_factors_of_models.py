@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn as nn
-from parts_of_models import CASES, IS_TURNED, Use, expected_block, hooked, rows_of
+from curvature_nets import curve
+from parts_of_models import CASES, IS_TURNED, Use, assert_damped, assert_solves, expected_block, hooked, rows_of
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
@@ -64,8 +65,7 @@ def test_factors(case: str, approximation: str) -> None:
 
 def test_vectors_have_their_own_block() -> None:
     model, x = hooked("words")
-    autograd_hacks.backprop_hess(model(x), "Jacobian")
-    autograd_hacks.compute_hess(model, "kfac")
+    curve(model, model(x), "Jacobian", kind="kfac")
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
     for name in ("norm.weight", "norm.bias", "turned.bias"):
@@ -82,40 +82,14 @@ def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
         model, [x[:2], x[2:]], "ekfac", "Jacobian", kfac_approx=approximation, forward=lambda m, batch: m(batch)
     )
     assert table.share == 1
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
-    model(x).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
-    for name, p in model.named_parameters():
-        block = expected_block(rows[name], p.kfac, name in IS_TURNED, len(x))
-        assert_close(p.ekfac.matvec(torch.eye(p.numel()).view(-1, *p.shape)).flatten(1), block)
-        inverse = torch.linalg.inv(block + 0.3 * torch.eye(p.numel()))
-        assert_close(solved[name].flatten(), inverse @ v[name].flatten())
-        assert_close(lazily[name].dense().flatten(1), grads[name].dense().flatten(1) @ inverse)
-        assert_close(lazily[name].dot(v[name]), (grads[name].dense().flatten(1) @ inverse) @ v[name].flatten())
+    assert_solves(model, x, rows, IS_TURNED)
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_damped_factors_as_a_metric(case: str) -> None:
-    """(B + √λ/π)⁻¹ ⊗ (A + √λ π)⁻¹ of each block, whichever way it lies."""
     model, x = hooked(case)
     autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
-    model(x).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
-    for name, p in model.named_parameters():
-        a, b = p.kfac
-        count, inverses = (len(b) if b.ndim == 3 else 1), []
-        for k in range(count):
-            mine, theirs = (a[k], b[k]) if b.ndim == 3 else (a, b)
-            mine = mine.diag() if mine.ndim == 1 else mine
-            pi = (mine.diagonal().mean() / theirs.diagonal().mean()).sqrt()
-            pi = pi if bool(pi.isfinite() & (pi > 0)) else torch.ones(())
-            left = torch.linalg.inv(theirs + 0.3**0.5 / pi * torch.eye(len(theirs)))
-            right = torch.linalg.inv(mine + 0.3**0.5 * pi * torch.eye(len(mine)))
-            inverses.append(torch.kron(right, left) if name in IS_TURNED else torch.kron(left, right))
-        assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))
+    assert_damped(model, x, IS_TURNED)
 
 
 @crossed(approximation=["expand", "reduce"], case=list(CASES))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from curvature_nets import CASES, HESS_TYPES, hooked, matrix
+from curvature_nets import CASES, HESS_TYPES, curve, hooked, matrix
 from hypothesis import given
 from hypothesis import strategies as st
 from rarely import crossed
@@ -38,8 +38,7 @@ def test_blocks_diagonals_and_products(name: str, given: tuple[str, bool]) -> No
         output = model(x)
         with autograd_hacks.pause_hooks():
             expected = gauss_newton(model, model(x), hess_type)
-        autograd_hacks.backprop_hess(output, hess_type)
-        autograd_hacks.compute_hess(model)
+        curve(model, output, hess_type)
         autograd_hacks.compute_hess(model, kind="diag")
         grads = autograd_hacks.per_sample_grads(model)
         assert_close(matrix(grads), expected)
@@ -92,8 +91,7 @@ def test_a_relu_network_has_the_exact_hessian(hess_type: str) -> None:
 
     expected = {name: hessian_of(model, name, loss) for name, _ in model.named_parameters()}
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(x), hess_type)
-    autograd_hacks.compute_hess(model)
+    curve(model, model(x), hess_type)
     for name, p in model.named_parameters():
         assert float(expected[name].abs().max()) > 0
         assert_close(p.hess.reshape(expected[name].shape), expected[name])
@@ -144,8 +142,7 @@ def test_micro_batches_and_loaders_are_one_batch() -> None:
     for kind in ("full", "diag", "kfac"):
         model, _ = hooked("relu")
         x = torch.randn(7, 4)
-        autograd_hacks.backprop_hess(model(x))
-        autograd_hacks.compute_hess(model, kind)
+        curve(model, model(x), kind=kind)
         attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
         expected = [getattr(p, attribute) for p in model.parameters()]
         with autograd_hacks.accumulate(model):

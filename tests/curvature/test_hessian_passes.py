@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from curvature_nets import network
+from curvature_nets import curve, network
+from nets import with_spare
+from oracle import joined
+from refused import check_each
+from steps import assert_means
 from torch.testing import assert_close
 from twin import Bare
 
@@ -37,21 +41,18 @@ def test_grad_mode_does_not_matter() -> None:
     model, x = network()
     output = model(x)
     with torch.no_grad():
-        autograd_hacks.backprop_hess(output)
-        autograd_hacks.compute_hess(model)
+        curve(model, output)
     found = model[0].weight.hess
     autograd_hacks.clear_backprops(model)
     output = model(x)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(model)
+    curve(model, output)
     assert_close(model[0].weight.hess, found)
     assert not found.requires_grad
     losses = (model(x) ** 2).sum(1)
     with torch.no_grad():
         autograd_hacks.backward(losses)
     autograd_hacks.compute_grad1(model)
-    for p in model.parameters():
-        assert_close(p.grad1.mean(0), p.grad)
+    assert_means(model)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -59,12 +60,10 @@ def test_a_loop_needs_no_clearing(param_grad: bool) -> None:
     model, _ = network(param_grad)
     for _ in range(3):
         x = torch.randn(5, 3)
-        autograd_hacks.backprop_hess(model(x))
-        autograd_hacks.compute_hess(model)
+        curve(model, model(x))
         found = [p.hess for p in model.parameters()]
         autograd_hacks.clear_backprops(model)
-        autograd_hacks.backprop_hess(model(x))
-        autograd_hacks.compute_hess(model)
+        curve(model, model(x))
         assert_close([p.hess for p in model.parameters()], found)
 
 
@@ -80,8 +79,7 @@ def test_hessians_and_gradients_in_turns() -> None:
         model.zero_grad()
         F.cross_entropy(output, y).backward()
         autograd_hacks.compute_grad1(model)
-        for p in model.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
+        assert_means(model)
 
 
 def test_a_second_one_without_reading_or_clearing() -> None:
@@ -95,8 +93,7 @@ def test_a_second_one_without_reading_or_clearing() -> None:
     with pytest.raises(NothingRecorded, match=NEW):
         autograd_hacks.backprop_hess(output)
     autograd_hacks.clear_backprops(model)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(model)
+    curve(model, output)
 
 
 @pytest.mark.parametrize("hess_first", [True, False])
@@ -112,19 +109,17 @@ def test_mixed_with_an_ordinary_backward_pass(hess_first: bool) -> None:
         with pytest.raises(NothingRecorded, match=r"between them|different kinds"):
             read(model)
     autograd_hacks.clear_backprops(model)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(model)
+    curve(model, output)
 
 
 def test_rows_of_passes_are_no_gradients() -> None:
     model, x = network()
     autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(NothingRecorded, match="no grad1"):
-        autograd_hacks.compute_grad1(model)
-    with pytest.raises(NothingRecorded, match="no gradient to clip"):
-        autograd_hacks.clip_grad1_norm_(model, 1.0)
-    with pytest.raises(ValueError, match="loss_type"):
-        autograd_hacks.per_sample_grads(model, loss_type="mean")
+    check_each(
+        (NothingRecorded, "no grad1", lambda: autograd_hacks.compute_grad1(model)),
+        (NothingRecorded, "no gradient to clip", lambda: autograd_hacks.clip_grad1_norm_(model, 1.0)),
+        (ValueError, "loss_type", lambda: autograd_hacks.per_sample_grads(model, loss_type="mean")),
+    )
     with pytest.raises(RuntimeError, match="during_backward"), autograd_hacks.during_backward(model, "norms"):
         autograd_hacks.backprop_hess(model(x))
     autograd_hacks.backprop_hess(model(x))
@@ -133,33 +128,25 @@ def test_rows_of_passes_are_no_gradients() -> None:
 
 
 def test_parameters_that_are_frozen_or_not_reached() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "frozen": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))
+    model = with_spare(nn.Linear(3, 2), nn.Linear(2, 2))
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
-    autograd_hacks.compute_hess(model)
-    assert model["used"].weight.hess.shape == (2, 3, 2, 3)
-    assert not hasattr(model["frozen"].weight, "hess")
-    assert model["idle"].weight.hess is None
+    curve(model, model(torch.randn(4, 3)))
+    assert model.used.weight.hess.shape == (2, 3, 2, 3)
+    assert not hasattr(model.frozen.weight, "hess")
+    assert model.spare.weight.hess is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model, x = network()
-    model.to(dtype)
-    autograd_hacks.backprop_hess(model(x.to(dtype)))
-    autograd_hacks.compute_hess(model)
-    autograd_hacks.compute_hess(model, kind="kfac")
-    found = {name: (p.hess, *p.kfac) for name, p in model.named_parameters()}
-    model.float()
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model)
-    autograd_hacks.compute_hess(model, kind="kfac")
-    for name, p in model.named_parameters():
-        for own, expected in zip(found[name], (p.hess, *p.kfac)):
-            assert own.dtype == torch.float32
-            assert_close(own, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+    found = []
+    for own in (dtype, torch.float32):
+        curve(model.to(own), model(x.to(own)))
+        autograd_hacks.compute_hess(model, kind="kfac")
+        found.append([x for p in model.parameters() for x in (p.hess, *p.kfac)])
+    for own, expected in zip(*found):
+        assert own.dtype == torch.float32
+        assert_close(own, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
 
 
 def test_half_precision_solves_in_single() -> None:
@@ -168,7 +155,7 @@ def test_half_precision_solves_in_single() -> None:
     model.bfloat16()
     autograd_hacks.backprop_hess(model(x.bfloat16()))
     grads = autograd_hacks.per_sample_grads(model)
-    rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1).double()
+    rows = joined(grads.dense()).double()
     v = grads.from_vector(rows.mean(0).bfloat16())
     flat = grads.to_vector(v).double()
     expected = torch.linalg.solve(rows.mT @ rows / 5 + 1e-3 * torch.eye(rows.shape[1]), flat)
@@ -187,13 +174,11 @@ def test_batches_of_none(samples: int | None) -> None:
 
 def test_autocast() -> None:
     model, x = network()
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model)
+    curve(model, model(x))
     expected = [p.hess for p in model.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
         output = model(x)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(model)
+    curve(model, output)
     for p, own in zip(model.parameters(), expected):
         assert_close(p.hess, own, rtol=0.05, atol=0.02 * float(own.abs().max()))
 
@@ -222,25 +207,21 @@ def test_batches_that_do_not_reach_a_parameter_count(kind: str, kfac_approx: str
     model = Bare(lambda m, x: m.one(x) if len(x) == 4 else m.other(x), one=nn.Linear(3, 2), other=nn.Linear(3, 2))
     x, rest = torch.randn(4, 3), torch.randn(2, 3)
     autograd_hacks.add_hooks(model)
-    attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
-    autograd_hacks.compute_hess_over(model, [x], kind, kfac_approx=kfac_approx)
-    alone = getattr(model.one.weight, attribute)
-    assert getattr(model.other.weight, attribute) is None
-    autograd_hacks.compute_hess_over(model, [x, rest], kind, kfac_approx=kfac_approx)
-    over = getattr(model.one.weight, attribute)
-    autograd_hacks.compute_hess_over(model, [rest, x], kind, kfac_approx=kfac_approx)
-    turned = getattr(model.one.weight, attribute)
+    attribute, found = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind], []
+    for batches in ([x], [x, rest], [rest, x]):
+        autograd_hacks.compute_hess_over(model, batches, kind, kfac_approx=kfac_approx)
+        found.append(getattr(model.one.weight, attribute))
+        assert (getattr(model.other.weight, attribute) is None) == (len(batches) == 1)
     with autograd_hacks.accumulate(model):
         autograd_hacks.backprop_hess(model(rest))
         autograd_hacks.backprop_hess(model(x))
     autograd_hacks.compute_hess(model, kind, kfac_approx)
-    appended = getattr(model.one.weight, attribute)
-    for found in (over, turned, appended):
+    alone, *others = *found, getattr(model.one.weight, attribute)
+    for own in others:
         if kind == "kfac":
-            assert_close(found[0], alone[0])
-            assert_close(found[1], alone[1] * 4 / 6)
+            assert_close(tuple(own), (alone[0], alone[1] * 4 / 6))
         else:
-            assert_close(found, alone * 4 / 6)
+            assert_close(own, alone * 4 / 6)
 
 
 def test_a_record_that_can_not_be_read_does_not_block_the_next() -> None:
@@ -250,14 +231,12 @@ def test_a_record_that_can_not_be_read_does_not_block_the_next() -> None:
     with pytest.raises(autograd_hacks.errors.SamplesMixed):
         autograd_hacks.compute_hess(model)
     model.eval()
-    autograd_hacks.backprop_hess(model(torch.randn(5, 3)))
-    autograd_hacks.compute_hess(model)
+    curve(model, model(torch.randn(5, 3)))
 
 
 def test_a_failed_reading_leaves_no_earlier_curvature() -> None:
     model, x = network()
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model)
+    curve(model, model(x))
     autograd_hacks.clear_backprops(model)
     with pytest.raises(NothingRecorded):
         autograd_hacks.compute_hess(model)
@@ -268,8 +247,7 @@ def test_parameters_by_iterators_and_aliases() -> None:
     layer = nn.Linear(3, 3)
     model = nn.Sequential(layer, nn.ReLU(), layer)
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(5, 3)))
-    autograd_hacks.compute_hess(model, parameters=iter(["0.bias"]))
+    curve(model, model(torch.randn(5, 3)), parameters=iter(["0.bias"]))
     assert layer.bias.hess.shape == (3, 3)
     autograd_hacks.compute_hess(model, parameters=["2.weight"])
     assert layer.weight.hess.shape == (3, 3, 3, 3)
@@ -292,19 +270,16 @@ def test_two_hooked_models_that_share_a_layer() -> None:
             found.append(shared.weight.hess)
         for model in hooked:
             autograd_hacks.remove_hooks(model)
-    for own in found:
-        assert_close(own, found[0])
+    assert_close(found, found[:1] * len(found))
 
 
 def test_a_leaf_that_went_after_the_forward_and_inference_mode() -> None:
     model, x = network()
     output = model(x)
     model[0].weight.requires_grad_(False)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(model)
+    curve(model, output)
     assert not hasattr(model[0].weight, "hess")
     model[0].weight.requires_grad_(True)
     output = model(x)
     with torch.inference_mode():
-        autograd_hacks.backprop_hess(output)
-        autograd_hacks.compute_hess(model)
+        curve(model, output)

@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts_of_models import expected_block, rows_of
+from curvature_nets import curve
+from parts_of_models import assert_damped, assert_solves, rows_of
 from rarely import crossed
+from refused import check_each
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import Metric
 from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -38,9 +40,7 @@ def by_definition(a: Tensor, b: Tensor, approximation: str) -> Pair:
 
 
 def assert_factors(p: nn.Parameter, expected: Pair) -> None:
-    assert isinstance(p.kfac, tuple)
-    assert_close(p.kfac[0], expected[0])
-    assert_close(p.kfac[1], expected[1])
+    assert_close(tuple(p.kfac), expected)
 
 
 def roots(z: Tensor) -> Tensor:
@@ -57,8 +57,7 @@ def test_a_linear_layer(approximation: str) -> None:
     layer, x = nn.Linear(3, 4), torch.randn(5, 3)
     autograd_hacks.add_hooks(layer)
     output = layer(x)
-    autograd_hacks.backprop_hess(output)
-    autograd_hacks.compute_hess(layer, kind="kfac", kfac_approx=approximation)
+    curve(layer, output, kind="kfac", kfac_approx=approximation)
     gradients = roots(output.detach()).mT[:, :, None]
     assert_factors(layer.weight, by_definition(x[:, None], gradients, approximation))
     assert_factors(layer.bias, by_definition(torch.ones(5, 1, 1), gradients, approximation))
@@ -68,21 +67,13 @@ def test_a_linear_layer(approximation: str) -> None:
 def test_folded_positions(approximation: str, folded: bool) -> None:
     """Positions that are folded into the batch in front of a layer count as positions."""
 
-    class Folded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 2)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(m.first(x))
+        return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else m.layer(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else self.layer(x)
-
-    model = Folded()
-    x = torch.randn(5, 4, 3)
+    model, x = Bare(forward, first=nn.Linear(3, 3), layer=nn.Linear(3, 2)), torch.randn(5, 4, 3)
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(x), "LeastSquares")
-    autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation)
+    curve(model, model(x), "LeastSquares", kind="kfac", kfac_approx=approximation)
     inputs = torch.tanh(F.linear(x, model.first.weight, model.first.bias)).detach()
     gradients = torch.eye(8).view(8, 4, 2).expand(5, 8, 4, 2) / 4**0.5
     assert_factors(model.layer.weight, by_definition(inputs, gradients, approximation))
@@ -94,8 +85,7 @@ def test_a_convolution(approximation: str, padding: str | int) -> None:
     model, x = nn.Sequential(conv, nn.Flatten()), torch.randn(4, 2, 5, 5)
     autograd_hacks.add_hooks(model)
     output = model(x)
-    autograd_hacks.backprop_hess(output, "LeastSquares")
-    autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation)
+    curve(model, output, "LeastSquares", kind="kfac", kfac_approx=approximation)
     windows = F.unfold(x, 3, padding=1, stride=conv.stride).mT  # N L (C K)
     size = output.shape[1]
     gradients = torch.eye(size).view(size, 3, -1).mT.expand(4, size, -1, 3)  # N K L O
@@ -106,8 +96,7 @@ def test_the_product_is_that_of_the_flattened_weight() -> None:
     """For a single sample the block is a Kronecker product: B ⊗ A, as weights lie in memory row by row."""
     layer, x = nn.Linear(3, 4), torch.randn(1, 3)
     autograd_hacks.add_hooks(layer)
-    autograd_hacks.backprop_hess(layer(x))
-    autograd_hacks.compute_hess(layer)
+    curve(layer, layer(x))
     autograd_hacks.compute_hess(layer, kind="kfac")
     for p in layer.parameters():
         a, b = p.kfac
@@ -120,8 +109,7 @@ def test_the_product_is_that_of_the_flattened_weight() -> None:
 def test_drawn_labels_in_the_mean() -> None:
     layer, x = nn.Linear(3, 4), torch.randn(5, 3)
     autograd_hacks.add_hooks(layer)
-    autograd_hacks.backprop_hess(layer(x))
-    autograd_hacks.compute_hess(layer, kind="kfac")
+    curve(layer, layer(x), kind="kfac")
     exact = layer.weight.kfac[1]
     draws = 400
     autograd_hacks.backprop_hess(layer(x), samples=draws, generator=torch.Generator().manual_seed(0))
@@ -156,8 +144,7 @@ def test_what_has_no_products_is_taken_by_its_rows(build: Callable[[], nn.Sequen
 def test_some_parameters_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(3, 4)))
-    autograd_hacks.compute_hess(model, kind="kfac", parameters=["0.weight"])
+    curve(model, model(torch.randn(3, 4)), kind="kfac", parameters=["0.weight"])
     assert model[0].weight.kfac[0].shape == (4, 4)
     assert not hasattr(model[0].bias, "kfac")
     with pytest.raises(ValueError, match="nowhere"):
@@ -171,8 +158,7 @@ def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> No
     ]:
         autograd_hacks.add_hooks(layer)
         for batch in (x / 0, x):
-            autograd_hacks.backprop_hess(layer(batch), "LeastSquares")
-            autograd_hacks.compute_hess(layer, kind="kfac")
+            curve(layer, layer(batch), "LeastSquares", kind="kfac")
         weight = next(layer.parameters())
         assert weight.kfac[0].nbytes > 2**16
         assert bool(weight.kfac[0].isfinite().all())
@@ -190,8 +176,7 @@ def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> Non
     gradients = model[2].weight.detach().view(6, 3, 25).mT.expand(4, 6, 25, 3)  # N K T O
     shared = by_definition(torch.ones(4, 25, 1), gradients, approximation)
     for chosen in (None, ["0.bias"]):
-        autograd_hacks.backprop_hess(model(x), "LeastSquares")
-        autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation, parameters=chosen, kfac_bias="shared")
+        curve(model, model(x), "LeastSquares", kind="kfac", kfac_approx=approximation, parameters=chosen, kfac_bias="shared")
         assert_factors(conv.bias, shared)
     exact = by_definition(torch.ones(4, 25, 1), gradients, "reduce")
     loader = [x[:1], x[1:]]
@@ -205,21 +190,22 @@ def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> Non
 
 
 def test_shared_factors_that_are_not_there() -> None:
-    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    model, two, x = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
     model.weight.requires_grad_(False)
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match=r"bias.*frozen.*kfac_bias='exact'"):
-        autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="shared")
-    two = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     two[1].bias = two[0].bias
-    autograd_hacks.add_hooks(two)
-    autograd_hacks.backprop_hess(two(x))
-    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="one of several"):
-        autograd_hacks.compute_hess(two, kind="kfac", kfac_bias="shared")
-    with pytest.raises(ValueError, match=r"kfac_bias='own'.*'shared'"):
-        autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="own")
-    autograd_hacks.compute_hess(model, kind="kfac")
+    for hooked in (model, two):
+        autograd_hacks.add_hooks(hooked)
+        autograd_hacks.backprop_hess(hooked(x))
+
+    def compute(hooked: nn.Module, bias: str) -> None:
+        autograd_hacks.compute_hess(hooked, kind="kfac", kfac_bias=bias)
+
+    check_each(
+        (UnsupportedLayer, r"bias.*frozen.*kfac_bias='exact'", lambda: compute(model, "shared")),
+        (UnsupportedLayer, "one of several", lambda: compute(two, "shared")),
+        (ValueError, r"kfac_bias='own'.*'shared'", lambda: compute(model, "own")),
+    )
+    compute(model, "exact")
 
 
 # Kronecker factors of what is no product of inputs and gradients, and of what is too large for a matrix, against the
@@ -230,22 +216,22 @@ WORDS = torch.tensor([[0, 1, 2], [3, 3, 0], [5, 4, 1]])
 BY_ROWS = {"table.weight": (6, 4), "places": (3, 4), "wpe.weight": (5, 4)}
 
 
-class Language(nn.Module):
+def language(m: nn.Module, words: Tensor) -> Tensor:
     """A table that is the head too, positions for one sample that are added to all, and a head of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.wpe, self.places = nn.Embedding(6, 4), nn.Embedding(5, 4), nn.Parameter(torch.randn(1, 3, 4))
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 7)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.inner(torch.tanh(self.table(words) + self.places + self.wpe(torch.arange(words.shape[1])[None])))
-        return torch.cat([F.linear(x, self.table.weight), self.head(x.sin())], -1)
+    x = m.inner(torch.tanh(m.table(words) + m.places + m.wpe(torch.arange(words.shape[1])[None])))
+    return torch.cat([F.linear(x, m.table.weight), m.head(x.sin())], -1)
 
 
-def case() -> tuple[Language, dict[str, Tensor]]:
+def of_words(how: Callable[[nn.Module, Tensor], Tensor] = language) -> nn.Module:
+    return Bare(
+        how, table=nn.Embedding(6, 4), wpe=nn.Embedding(5, 4), places=torch.randn(1, 3, 4), inner=nn.Linear(4, 4),
+        head=nn.Linear(4, 7),
+    )  # fmt: skip
+
+
+def case() -> tuple[nn.Module, dict[str, Tensor]]:
     """The model with hooks, and its rows."""
-    model = Language()
+    model = of_words()
     rows = rows_of(model, WORDS)
     autograd_hacks.add_hooks(model)
     return model, rows
@@ -274,46 +260,27 @@ def test_ekfac_of_all_of_it(limit: int) -> None:
     table = autograd_hacks.compute_hess_over(model, [WORDS[:2], WORDS[2:]], "ekfac", "Jacobian", limit=limit)
     assert table.share == 1
     assert ("B diagonal, 7" in table.kinds["head.weight"]) == (limit < 2**30)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
-    model(WORDS).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
-    for name, p in model.named_parameters():
-        block = expected_block(rows[name], p.kfac, name in BY_ROWS, len(WORDS))
-        inverse = torch.linalg.inv(block + 0.3 * torch.eye(p.numel()))
-        assert_close(solved[name].flatten(), inverse @ v[name].flatten())
-        assert_close(lazily[name].dense().flatten(1), grads[name].dense().flatten(1) @ inverse)
+    assert_solves(model, WORDS, rows, BY_ROWS)
 
 
 @pytest.mark.parametrize("limit", [2**30, 48 * 8])
 def test_the_metric_of_damped_factors(limit: int) -> None:
     model, _ = case()
     autograd_hacks.compute_hess_over(model, [WORDS], "kfac", "Jacobian", limit=limit)
-    model(WORDS).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
-    for name in (*BY_ROWS, "head.weight", "head.bias"):
-        a, b = (x.diag() if x.ndim == 1 else x for x in model.get_parameter(name).kfac)
-        pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
-        left, right = torch.linalg.inv(b + 0.3**0.5 / pi * torch.eye(len(b))), a + 0.3**0.5 * pi * torch.eye(len(a))
-        pair = (torch.linalg.inv(right), left) if name in BY_ROWS else (left, torch.linalg.inv(right))
-        assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.kron(*pair))
+    assert_damped(model, WORDS, BY_ROWS)
 
 
 @crossed(bias=["exact", "shared"], approximation=["expand", "reduce"])
 def test_a_factor_beyond_the_limit_is_its_diagonal(approximation: str, bias: str) -> None:
-    whole, _ = case()
+    model, _ = case()
     options = {"kind": "kfac", "hess_type": "Jacobian", "kfac_approx": approximation, "kfac_bias": bias}
-    autograd_hacks.compute_hess_over(whole, [WORDS], **options)
-    expected = {name: [x.clone() for x in whole.get_parameter(name).kfac] for name in ("head.weight", "head.bias")}
-    for name, (a, b) in expected.items():
-        autograd_hacks.compute_hess_over(whole, [WORDS[:2], WORDS[2:]], **options, limit=48 * 8)
-        found = whole.get_parameter(name).kfac
-        assert_close(found[0], a)
-        assert_close(found[1], b.diagonal())
+    autograd_hacks.compute_hess_over(model, [WORDS], **options)
+    whole = {p: [x.clone() for x in p.kfac] for p in model.head.parameters()}
+    autograd_hacks.compute_hess_over(model, [WORDS[:2], WORDS[2:]], **options, limit=48 * 8)
+    for p, (a, b) in whole.items():
+        assert_close(tuple(p.kfac), (a, b.diagonal()))
     with pytest.raises(BlockTooLarge, match="A of"):
-        autograd_hacks.compute_hess_over(whole, [WORDS], **options, limit=15 * 8)
+        autograd_hacks.compute_hess_over(model, [WORDS], **options, limit=15 * 8)
 
 
 def test_sums_of_uses_are_close_to_the_block() -> None:
@@ -328,18 +295,15 @@ def test_sums_of_uses_are_close_to_the_block() -> None:
     assert_close(far["ekfac"].trace(), block.trace())
 
 
-class Otherwise(Language):
+def otherwise(m: nn.Module, words: Tensor) -> Tensor:
     """Looks positions up in a batch of one sample only."""
-
-    def forward(self, words: Tensor) -> Tensor:
-        count = words.shape[1]
-        at = torch.arange(count)
-        places = self.wpe(at[None]) if len(words) == 1 else self.wpe.weight[at].sin()
-        return self.head(torch.tanh(self.table(words) + places))
+    at = torch.arange(words.shape[1])
+    places = m.wpe(at[None]) if len(words) == 1 else m.wpe.weight[at].sin()
+    return m.head(torch.tanh(m.table(words) + places))
 
 
 def test_what_is_read_otherwise_in_the_first_batch_is_refused() -> None:
-    model = Otherwise()
+    model = of_words(otherwise)
     autograd_hacks.add_hooks(model)
     with pytest.raises(UnsupportedLayer, match=r"wpe\.weight.*in other ways in some batches"):
         autograd_hacks.compute_hess_over(model, [WORDS[:1], WORDS[1:]], "kfac", "Jacobian")

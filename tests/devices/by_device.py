@@ -11,24 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from twin import Bare
+
+import autograd_hacks
 
 aten = torch.ops.aten
 SAMPLES = 6
 
 
-class Encoder(nn.Module):
+def encode(m: nn.Module, x: Tensor) -> Tensor:
     """An encoder's layer on vectors, a class token, the mean over positions."""
+    return m.out(m.layer(torch.cat([m.token.expand(len(x), -1, -1), x], 1)).mean(1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.layer = (
-            nn.Parameter(torch.randn(1, 1, 8)),
-            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
-        )
-        self.out = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(torch.cat([self.token.expand(len(x), -1, -1), x], 1)).mean(1))
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Bare(encode, token=torch.randn(1, 1, 8), layer=layer, out=nn.Linear(8, 3))
 
 
 class Causal(nn.Module):
@@ -47,36 +45,26 @@ class Causal(nn.Module):
         return F.linear(x + self.mlp(x), self.embed.weight)
 
 
-class Recurrent(nn.Module):
+def recurrent(kind: type[nn.RNNBase], width: int = 4) -> nn.Module:
     """Two layers in both directions, and what they said last."""
-
-    def __init__(self, kind: type[nn.RNNBase], width: int = 4) -> None:
-        super().__init__()
-        self.rnn, self.out = kind(3, width, 2, batch_first=True, bidirectional=True), nn.Linear(2 * width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x)[0].mean(1))
+    rnn = kind(3, width, 2, batch_first=True, bidirectional=True)
+    return Bare(lambda m, x: m.out(m.rnn(x)[0].mean(1)), rnn=rnn, out=nn.Linear(2 * width, 3))
 
 
-class Experts(nn.Module):
+def route(m: nn.Module, x: Tensor) -> Tensor:
     """Each position goes to the expert with the highest score, and is brought back."""
+    tokens = x.flatten(0, 1)
+    score, chosen = m.gate(tokens).softmax(-1).max(-1)
+    y = tokens.new_zeros(len(tokens), 5)
+    for number, expert in enumerate(m.experts):
+        own = (chosen == number).nonzero()[:, 0]
+        y = y.index_add(0, own, (expert(tokens[own]).tanh() * score[own, None]).to(y.dtype))
+    return m.out(y.unflatten(0, x.shape[:2]).mean(1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts, self.out = (
-            nn.Linear(4, 2),
-            nn.ModuleList(nn.Linear(4, 5) for _ in range(2)),
-            nn.Linear(5, 3),
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        score, chosen = self.gate(tokens).softmax(-1).max(-1)
-        y = tokens.new_zeros(len(tokens), 5)
-        for number, expert in enumerate(self.experts):
-            own = (chosen == number).nonzero()[:, 0]
-            y = y.index_add(0, own, (expert(tokens[own]).tanh() * score[own, None]).to(y.dtype))
-        return self.out(y.unflatten(0, x.shape[:2]).mean(1))
+def experts() -> nn.Module:
+    two = nn.ModuleList(nn.Linear(4, 5) for _ in range(2))
+    return Bare(route, gate=nn.Linear(4, 2), experts=two, out=nn.Linear(5, 3))
 
 
 def cnn() -> nn.Module:
@@ -109,14 +97,14 @@ class Family:
 FAMILIES = {
     "mlp": Family(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), vectors(5)),
     "cnn": Family(cnn, vectors(3, 5, 5)),
-    "encoder": Family(Encoder, vectors(4, 8)),
+    "encoder": Family(encoder, vectors(4, 8)),
     "causal language model": Family(Causal, words(7)),
-    "lstm": Family(lambda: Recurrent(nn.LSTM), vectors(5, 3)),
-    "gru": Family(lambda: Recurrent(nn.GRU), vectors(5, 3)),
+    "lstm": Family(lambda: recurrent(nn.LSTM), vectors(5, 3)),
+    "gru": Family(lambda: recurrent(nn.GRU), vectors(5, 3)),
     "embedding bag": Family(
         lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode="mean"), nn.Tanh(), nn.Linear(5, 3)), words(4)
     ),
-    "routed experts": Family(Experts, vectors(4, 4)),
+    "routed experts": Family(experts, vectors(4, 4)),
 }
 
 
@@ -125,6 +113,11 @@ def losses(out: Tensor) -> Tensor:
     z = out.flatten(1).to(torch.promote_types(out.dtype, torch.float32))
     slopes = torch.linspace(-1, 1, z.shape[1], dtype=z.dtype, device=z.device)
     return (z * slopes).sum(1) + z.square().mean(1)
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
 
 
 def rows_of(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:

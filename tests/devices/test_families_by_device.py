@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from by_device import FAMILIES, Recurrent, double_rows, errors, grad1_of, losses, rows_of
+from by_device import FAMILIES, double_rows, errors, grad1_of, recurrent, rows_of, step
 from quantities import assert_quantities
 from torch.testing import assert_close
 
@@ -21,11 +21,9 @@ def test_every_verb_of_a_family(device: torch.device, name: str) -> None:
     first, x = x, x[[3, 0, 5, 1, 4, 3]]
     expected = rows_of(model, x)
     with autograd_hacks.add_hooks(model):
-        losses(model(first)).mean().backward()
-        autograd_hacks.compute_grad1(model)
+        step(model, first)
         model.zero_grad()
-        losses(model(x)).mean().backward()
-        autograd_hacks.compute_grad1(model)
+        step(model, x)
         assert_close(grad1_of(model), expected)
         assert {p.grad1.device.type for p in model.parameters()} == {device.type}
         assert_quantities(model, expected)
@@ -39,8 +37,7 @@ def test_a_family_with_another_device_as_the_default(name: str) -> None:
         for _ in range(2):
             model.zero_grad()
             with torch.device("meta"):
-                losses(model(x)).mean().backward()
-                autograd_hacks.compute_grad1(model)
+                step(model, x)
                 norms = autograd_hacks.per_sample_grads(model).norms()
         assert_close(grad1_of(model), expected)
         assert_close(norms, torch.cat([own.flatten(1) for own in expected.values()], 1).norm(dim=1))
@@ -92,9 +89,7 @@ def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precisi
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
             for _ in range(3):
                 with PRECISIONS[precision](device):
-                    loss = losses(model(x)).mean()
-                    loss.backward()
-                    autograd_hacks.compute_grad1(model)
+                    step(model, x)
                 model.zero_grad()
             found = grad1_of(model)
         exact = double_rows(model, x)
@@ -118,7 +113,7 @@ def test_recurrent_layers_of_a_backend(device: torch.device, kind: type[nn.RNNBa
     if device.type == "cpu":
         pytest.skip("a CPU has one kind of kernels; tests/rules has these layers")
     torch.manual_seed(0)
-    model = Recurrent(kind, 32).to(device)
+    model = recurrent(kind, 32).to(device)
     x = torch.randn(6, 7, 3, device=device)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -126,6 +121,5 @@ def test_recurrent_layers_of_a_backend(device: torch.device, kind: type[nn.RNNBa
     exact = double_rows(model, x)
     for enabled in (True, False):
         with torch.backends.cudnn.flags(enabled=enabled), autograd_hacks.add_hooks(model):
-            losses(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
+            step(model, x)
             assert max(errors(grad1_of(model), exact).values()) < 2e-2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn as nn
-from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, vectors
+from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, step, vectors
 from pretend import PACKAGE, Far, MixedDevices, Note, near, noted, placed, pretending
 from rarely import rarely
 from torch import Tensor
@@ -97,11 +97,6 @@ KNOWN = [
 Step = Callable[[nn.Module, Tensor], None]
 
 
-def rows(model: nn.Module, x: Tensor) -> None:
-    losses(model(x)).mean().backward()
-    autograd_hacks.compute_grad1(model)
-
-
 def verbs(model: nn.Module, x: Tensor) -> None:
     losses(model(x)).mean().backward()
     grads, w = autograd_hacks.per_sample_grads(model), ones(SAMPLES)
@@ -137,7 +132,7 @@ def streamed(model: nn.Module, x: Tensor) -> None:
         losses(model(x)).mean().backward()
 
 
-STEPS: tuple[Step, ...] = (rows, verbs, clip, arriving, summing, streamed)
+STEPS: tuple[Step, ...] = (step, verbs, clip, arriving, summing, streamed)
 
 
 def ones(*shape: int) -> Tensor:
@@ -157,14 +152,14 @@ def asked(name: str, param_grad: bool, steps: tuple[Step, ...] = STEPS) -> Count
         x = Far(x)
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
             for number in range(13):
-                (steps[number // 2] if number % 2 and number // 2 < len(steps) else rows)(model, x)
+                (steps[number // 2] if number % 2 and number // 2 < len(steps) else step)(model, x)
                 model.zero_grad()
             for parameter, right in expected.items():
                 own = model.get_parameter(parameter).grad1
                 assert_close(torch.zeros_like(right) if own is None else near(own), right, rtol=1e-4, atol=1e-5)
             with noted() as found:
-                for step in steps:
-                    step(model, x)
+                for own in steps:
+                    own(model, x)
                     model.zero_grad()
     return found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from by_device import TF32, Recurrent, double_rows, errors, grad1_of, losses
+from by_device import TF32, double_rows, errors, grad1_of, recurrent, step
 from torch import Tensor
 from twin import Bare
 
@@ -46,8 +46,8 @@ CASES: dict[str, Case] = {
         lambda: nn.TransformerEncoderLayer(64, 4, 128, 0.0, F.gelu, batch_first=True),
         lambda: torch.randn(16, 8, 64),
     ),
-    "lstm": (lambda: Recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
-    "gru": (lambda: Recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
+    "lstm": (lambda: recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
+    "gru": (lambda: recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
     "bare": (bare_net, lambda: torch.randn(16, 8, 64)),
 }
 
@@ -78,19 +78,13 @@ def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad), mode if device.type == "cpu" else nullcontext():
             for _ in range(3):
-                losses(model(x)).mean().backward()
-                autograd_hacks.compute_grad1(model)
+                step(model, x)
                 autograd_hacks.per_sample_grads(model).norms()
                 model.zero_grad()
             found = grad1_of(model)
         assert max(errors(found, exact).values()) < 1e-2
     assert mode.rounded or device.type != "cpu"
     assert max(errors(found, exact).values()) > 1e-6  # it has rounded
-
-
-def step(model: nn.Module, x: Tensor) -> None:
-    losses(model(x)).mean().backward()
-    autograd_hacks.compute_grad1(model)
 
 
 def test_convolutions_alone_as_cudnn_has_it_by_default() -> None:

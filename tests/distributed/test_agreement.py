@@ -1,6 +1,7 @@
 """Processes that hold parts of one model run it as often as each other, and fail together."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,20 @@ import torch.nn as nn
 from oracle import one_loss_at_a_time
 from processes import Both
 from rarely import crossed
-from spread import BOUND, batch, clipped, made, own, sharded, squares, train, train_step, whole, wrapped
+from spread import (
+    BOUND,
+    assert_grads,
+    batch,
+    clipped,
+    made,
+    own,
+    sharded,
+    spread_out,
+    squares,
+    train,
+    train_one,
+    whole,
+)  # fmt: skip
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -33,87 +47,58 @@ def uneven(name: str, each: bool) -> None:
         train_one(model, name, sizes)
 
 
-def train_one(model: nn.Module, name: str, sizes: tuple[int, ...]) -> None:
-    x, y = batch(0, sum(sizes))
-    norms, grads = clipped(made(name), x, y)
-    losses = squares(model(x[own(sizes)]), y[own(sizes)])
-    (losses.mean() if len(losses) else losses.sum()).backward()
-    assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own(sizes)])
-    for p, expected in zip(model.parameters(), grads.values()):
-        assert_close(whole(p.grad), expected)
-    model.zero_grad()
-
-
 @crossed(name=["mlp", "Attends"], each=[False, True])
 def test_batches_of_other_sizes_on_each_process(both: Both, name: str, each: bool) -> None:
     both(uneven, name, each)
 
 
-class Masked(nn.Module):
-    """Takes an argument on some processes alone, and so another plan there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.first(x).tanh()
-        out: Tensor = self.second(x if mask is None else x * mask)
-        return out
+def masked(m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Takes an argument on some processes alone, and so is another kind of forward there."""
+    x = m.first(x).tanh()
+    return m.second(x if mask is None else x * mask)
 
 
-def other_arguments() -> None:
+def a_new_signature_on_one_process_alone() -> None:
     torch.manual_seed(1)
-    model = sharded(Masked().double(), each=True)
+    twin = Bare(masked, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
+    model = sharded(copy.deepcopy(twin), each=True)
     autograd_hacks.add_hooks(model)
     for step in range(6):
         torch.manual_seed(1)
-        twin, (x, y), mask = Masked().double(), batch(step, 7), torch.rand(7, 1).double()
+        (x, y), mask = batch(step, 7), torch.rand(7, 1).double()
         has_mask = [False, step % 3 == 1]  # by process
         masks = torch.cat([mask[:4] if has_mask[0] else torch.ones(4, 1), mask[4:] if has_mask[1] else torch.ones(3, 1)])
-        rows = [
-            torch.autograd.grad(squares(twin(a[None], m), b[None]).sum(), list(twin.parameters()))
-            for a, b, m in zip(x, y, masks)
-        ]
+        rows = one_loss_at_a_time(twin, lambda x=x, y=y, masks=masks: squares(twin(x, masks), y))
         here = own((4, 3))
         out = model(x[here], mask[here]) if has_mask[dist.get_rank()] else model(x[here])
         squares(out, y[here]).mean().backward()
         total = autograd_hacks.per_sample_grads(model).weighted_sum(torch.ones(len(x[here])).double())
-        for (name, found), expected in zip(total.items(), zip(*rows)):
-            assert_close(whole(found), sum(expected), msg=lambda m, at=name: f"{at}: {m}")
+        for name, found in total.items():
+            assert_close(whole(found), rows[name].sum(0), msg=lambda m, at=name: f"{at}: {m}")
         model.zero_grad()
 
 
-def test_a_new_signature_on_one_process_alone(both: Both) -> None:
-    both(other_arguments)
-
-
-def hooked_differently() -> None:
-    model, (x, y), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
+def models_that_were_hooked_differently() -> None:
+    model, (x, _), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
     autograd_hacks.add_hooks(model, param_grad=rank == 0)
     with pytest.raises(ProcessesDisagree, match=r"(?s)Process 0: .*param_grad=True.*Process 1: .*param_grad=False"):
         model(x[own((4, 4))])
     autograd_hacks.add_hooks(model)
-    train_step(model, x, y)
+    train_one(model)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model, probe=rank == 0)
     with pytest.raises(ProcessesDisagree, match=r"(?s)probe=True.*probe=False"):
         model(x[own((4, 4))])
 
 
-def test_models_that_were_hooked_differently(both: Both) -> None:
-    both(hooked_differently)
-
-
 def fails(m: Any, x: Tensor) -> Tensor:
     """Runs its own batch, and no other, on one process."""
     if dist.get_rank() == 1 and not (x.diff(dim=0)[:, 0] >= 0).all():
         raise ValueError("not in order")
-    out: Tensor = m.layer(x)
-    return out
+    return m.layer(x)
 
 
-def one_cannot_probe() -> None:
+def where_one_process_can_not_make_a_plan_all_raise() -> None:
     torch.manual_seed(1)
     model = sharded(Bare(fails, layer=nn.Linear(3, 2)).double())
     autograd_hacks.add_hooks(model, independent=True)
@@ -125,16 +110,12 @@ def one_cannot_probe() -> None:
     autograd_hacks.clip_grad1_norm_(model, BOUND)
 
 
-def test_where_one_process_can_not_make_a_plan_all_raise(both: Both) -> None:
-    both(one_cannot_probe)
-
-
 def mixes(m: Any, x: Tensor) -> Tensor:
-    out: Tensor = m.layer(x)
+    out = m.layer(x)
     return out - out.mean(0) if dist.get_rank() == 1 else out
 
 
-def one_mixes() -> None:
+def samples_that_mix_on_one_process() -> None:
     torch.manual_seed(1)
     model, (x, y) = sharded(Bare(mixes, layer=nn.Linear(3, 2)).double()), batch(0, 8)
     autograd_hacks.add_hooks(model)
@@ -144,29 +125,15 @@ def one_mixes() -> None:
             autograd_hacks.clip_grad1_norm_(model, BOUND)
 
 
-def test_samples_that_mix_on_one_process(both: Both) -> None:
-    both(one_mixes)
-
-
-def opens_net(m: nn.Module, x: Tensor) -> Tensor:
-    """A way behind a gate, which is zero at first, and hides what is behind it."""
-    out: Tensor = m.layer(x) + m.gate * m.hidden(x)
-    return out
-
-
 def opens(each: bool) -> None:
+    """A way behind a gate, which is zero at first, and hides what is behind it."""
     torch.manual_seed(1)
-    twin = Bare(opens_net, layer=nn.Linear(3, 2), hidden=nn.Linear(3, 2), gate=torch.zeros(2)).double()
+    own = {"layer": nn.Linear(3, 2), "hidden": nn.Linear(3, 2), "gate": torch.zeros(2)}
+    twin = Bare(lambda m, x: m.layer(x) + m.gate * m.hidden(x), **own).double()
     model = sharded(copy.deepcopy(twin), each=each)
     autograd_hacks.add_hooks(model)
     for step in range(4):
-        x, y = batch(step, 8)
-        norms, grads = clipped(twin, x, y)
-        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
-        assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own((4, 4))])
-        for (name, p), expected in zip(model.named_parameters(), grads.values()):
-            assert_close(whole(p.grad), expected, msg=lambda m, at=(name, step): f"{at}: {m}")
-        model.zero_grad()
+        train_one(model, step=step, twin=twin)
         if step == 1:
             with torch.no_grad():
                 model.gate.fill_(1)
@@ -186,8 +153,7 @@ class Packs(nn.Module):
         self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 2)
 
     def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        out: Tensor = self.last(self.table(ids))
-        return out
+        return self.last(self.table(ids))
 
 
 def of_documents(out: Tensor) -> Tensor:
@@ -213,7 +179,7 @@ def test_a_forward_that_one_process_refuses(both: Both, each: bool) -> None:
     both(one_is_refused, each)
 
 
-def evaluated() -> None:
+def forwards_without_gradients_agree_on_nothing() -> None:
     model, (x, _) = sharded(made("mlp")), batch(0, 8)
     autograd_hacks.add_hooks(model)
     train(model, "mlp", (4, 4), 2)
@@ -233,14 +199,9 @@ def evaluated() -> None:
                 train_one(model, "mlp", (5, 3))
 
 
-def test_forwards_without_gradients_agree_on_nothing(both: Both) -> None:
-    both(evaluated)
-
-
 def two_passes(way: str, param_grad: bool) -> None:
     """What an earlier pass has left is in ``.grad`` too, and nobody has read it."""
-    net = made("mlp")
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+    model = spread_out(made("mlp"), way)
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     x, y = (part[own((4, 4))] for part in batch(0, 8))
     for _ in range(2):
@@ -265,8 +226,7 @@ def test_a_pass_that_nobody_has_read_is_not_lost(both: Both, way: str, param_gra
 def losses_are_proven(way: str) -> None:
     """Losses of samples are proven after forwards that were, which may be so on one process alone."""
     for sizes in ([(3, 3), (3, 3), (3, 3), (1, 2), (1, 4)], [(0, 4), (3, 3), (4, 0)]):
-        net = made("mlp")
-        model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+        model = spread_out(made("mlp"), way)
         autograd_hacks.add_hooks(model, param_grad=False)
         for step, each in enumerate(sizes):
             x, y = batch(step, sum(each))
@@ -274,8 +234,7 @@ def losses_are_proven(way: str) -> None:
             mine = x[own(each)]
             autograd_hacks.backward(squares(model(mine), y[own(each)]), "sum")
             autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=sum(each))
-            for p, expected in zip(model.parameters(), grads.values()):
-                assert_close(whole(p.grad), expected)
+            assert_grads(model, grads)
             autograd_hacks.verify(model)
             model.zero_grad()
         for kind in recorder_of(model).kinds.seen.values():
@@ -291,12 +250,23 @@ def test_losses_are_proven_on_some_processes(both: Both, way: str) -> None:
     both(losses_are_proven, way)
 
 
-def without_a_probe() -> None:
+def modules_that_are_run_again() -> None:
     """Modules with parameters that no rule covers are run again then."""
     model = sharded(made("Attends"), each=True)
     autograd_hacks.add_hooks(model, probe=False)
     train(model, "Attends", (4, 4), 2)
 
 
-def test_modules_that_are_run_again(both: Both) -> None:
-    both(without_a_probe)
+@pytest.mark.parametrize(
+    "task",
+    [
+        a_new_signature_on_one_process_alone,
+        models_that_were_hooked_differently,
+        where_one_process_can_not_make_a_plan_all_raise,
+        samples_that_mix_on_one_process,
+        forwards_without_gradients_agree_on_nothing,
+        modules_that_are_run_again,
+    ],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
 from rarely import crossed
-from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
+from spread import batch, made, own, rows_of, spread_out, squares, whole, wrapped
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
@@ -22,19 +22,10 @@ SIZES = (5, 3)
 WAYS = ["replicas", "shards"]
 
 
-def spread_out(way: str, name: str = "mlp") -> nn.Module:
-    net = made(name)
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
-    autograd_hacks.add_hooks(model)
-    return model
-
-
-def flat_rows(name: str) -> Tensor:
-    return rows_of(made(name), *batch(0, sum(SIZES)))
-
-
 def products(way: str, name: str) -> None:
-    model, (x, y), rows = spread_out(way, name), batch(0, sum(SIZES)), flat_rows(name)
+    (x, y), model = batch(0, sum(SIZES)), spread_out(made(name), way)
+    rows = rows_of(made(name), x, y)
+    autograd_hacks.add_hooks(model)
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
     grads = autograd_hacks.per_sample_grads(model)
     assert_close(grads.gram_of_all(), rows[own(SIZES)] @ rows.mT)
@@ -61,15 +52,16 @@ def test_products(both: Both, way: str, name: str) -> None:
     both(products, way, name)
 
 
+def twins(way: str) -> tuple[nn.Module, nn.Module]:
+    """A model in one process, and over both."""
+    torch.manual_seed(1)
+    twin = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return twin, spread_out(copy.deepcopy(twin), way)
+
+
 def curvature(way: str) -> None:
     for kind, attribute in {"diag": "hess_diag", "full": "hess", "kfac": "kfac"}.items():
-        twin, (x, _) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), batch(0, sum(SIZES))
-        torch.manual_seed(1)
-        for p in twin.parameters():
-            nn.init.normal_(p)
-        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        net.load_state_dict(twin.state_dict())
-        model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+        (x, _), twin, model = batch(0, sum(SIZES)), *twins(way)
         for m, part in ((twin, slice(None)), (model, own(SIZES))):
             autograd_hacks.add_hooks(m)
             autograd_hacks.backprop_hess(m(x[part]), "LeastSquares")
@@ -83,10 +75,7 @@ def curvature(way: str) -> None:
 
 
 def corrected(way: str, bias: str) -> None:
-    x, found = batch(0, sum(SIZES))[0], []
-    twin, net = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(2))
-    net.load_state_dict(twin.state_dict())
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    (x, _), found, twin, model = batch(0, sum(SIZES)), [], *twins(way)
     batches = x[own(SIZES)].split(2) if dist.get_rank() else x[own(SIZES)].split(3)
     for m, parts in ((twin, [x]), (model, list(batches))):
         autograd_hacks.add_hooks(m)
@@ -110,8 +99,7 @@ def test_curvature(both: Both, way: str) -> None:
 def switches(m: Any, x: Tensor) -> Tensor:
     """Reads a weight by its layer in training, and else in a way that needs its value."""
     w, b = m.inner.weight, m.inner.bias
-    out: Tensor = m.inner(x) if m.training else nn.functional.linear(x, w * w, b)
-    return out
+    return m.inner(x) if m.training else nn.functional.linear(x, w * w, b)
 
 
 def read_apart() -> None:
@@ -124,15 +112,13 @@ def read_apart() -> None:
     assert [name.split(".")[-1] for name in autograd_hacks.compute_hess(model, "kfac", skip=True).covered] == ["bias"]
 
 
-def two(m: Any, x: Tensor) -> Tensor:
-    out: Tensor = m.head(m.middle(m.cell(x)).tanh())
-    return out
-
-
 def two_batches() -> None:
     """The rows of one batch need other weights than those of the other."""
     torch.manual_seed(0)
-    plain = Bare(two, cell=nn.GRUCell(3, 4), middle=Bare(switches, inner=nn.Linear(4, 4)), head=nn.Linear(4, 2)).double()
+    middle = Bare(switches, inner=nn.Linear(4, 4))
+    plain = Bare(
+        lambda m, x: m.head(m.middle(m.cell(x)).tanh()), cell=nn.GRUCell(3, 4), middle=middle, head=nn.Linear(4, 2)
+    ).double()
     model, found = copy.deepcopy(plain), list[Tensor]()
     for part in (model.cell, model.middle, model):
         fully_shard(part)

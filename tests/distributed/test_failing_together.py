@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
-from spread import BOUND, batch, made, own, sharded, squares, train_step, wrapped
+from spread import BOUND, batch, made, own, sharded, spread_out, squares, train_one, wrapped
 from torch import Tensor
 
 import autograd_hacks
@@ -20,9 +20,14 @@ from autograd_hacks.errors import (
 )
 
 
+def hooked(way: str) -> nn.Module:
+    model = spread_out(made("Recurs" if way == "shards that rows need" else "mlp"), way)
+    autograd_hacks.add_hooks(model)
+    return model
+
+
 def one_fails(way: str) -> None:
-    net = made("mlp")
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    model = spread_out(made("mlp"), way)
     autograd_hacks.add_hooks(model, param_grad=False)
     (x, y), rank = batch(0, 8), dist.get_rank()
     for _step in range(2):
@@ -36,7 +41,7 @@ def one_fails(way: str) -> None:
         ):
             with pytest.raises(StaleRecord if rank == 1 else ProcessesDisagree, match="overwritten"):
                 verb()
-        train_step(model, x, y)
+        train_one(model)
 
 
 @pytest.mark.parametrize("way", ["replicas", "shards"])
@@ -45,9 +50,7 @@ def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
 
 
 def nothing_recorded(way: str) -> None:
-    net = made("Recurs" if way == "shards that rows need" else "mlp")
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
-    autograd_hacks.add_hooks(model)
+    model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
     for bad in ("record", "number") if way != "shards that rows need" else ("record", "number", "weights"):
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
@@ -61,7 +64,7 @@ def nothing_recorded(way: str) -> None:
             autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
         model.zero_grad()
         if way != "shards that rows need":
-            train_step(model, x, y)
+            train_one(model)
 
 
 @pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
@@ -69,7 +72,7 @@ def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -
     both(nothing_recorded, way)
 
 
-def joined() -> None:
+def uneven_numbers_of_steps_are_refused_by_name() -> None:
     hooked, run, ddp = wrapped(made("mlp"), "inner")
     autograd_hacks.add_hooks(hooked)
     (x, y) = (part[own((4, 4))] for part in batch(0, 8))
@@ -79,13 +82,9 @@ def joined() -> None:
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
 
 
-def test_uneven_numbers_of_steps_are_refused_by_name(both: Both) -> None:
-    both(joined)
-
-
-def called_by_itself() -> None:
+def parts_that_are_called_by_themselves() -> None:
     """What layers had in the place of shards is missed with an error, and never taken for what the loss didn't reach."""
-    model, (x, y) = sharded(made("mlp"), each=True), batch(0, 8)
+    model, (x, _) = sharded(made("mlp"), each=True), batch(0, 8)
     model(x[own((4, 4))])  # so that all know who is whose
     autograd_hacks.add_hooks(model)
     model[0](x[own((4, 4))]).square().sum(1).mean().backward()
@@ -97,18 +96,14 @@ def called_by_itself() -> None:
     with pytest.raises(NothingRecorded, match="don't know"), autograd_hacks.during_backward(model, "norms"):
         model[0](x[own((4, 4))]).square().sum(1).mean().backward()
     model.zero_grad()
-    train_step(model, x, y)
+    train_one(model)
     autograd_hacks.add_hooks(model)
-    train_step(model, x, y)
+    train_one(model)
     model[0](x[own((4, 4))]).square().sum(1).mean().backward()
     autograd_hacks.compute_grad1(model)
     rows = model[0].weight.grad1
     assert rows.shape == (4, 5, 3)
     assert model[3].weight.grad1 is None
-
-
-def test_parts_that_are_called_by_themselves(both: Both) -> None:
-    both(called_by_itself)
 
 
 SUMS: dict[str, Callable[[PerSampleGrads], object]] = {
@@ -135,9 +130,7 @@ def spoilt(model: nn.Module, x: Tensor) -> None:
 
 
 def sums_fail(way: str) -> None:
-    net = made("Recurs" if way == "shards that rows need" else "mlp")
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
-    autograd_hacks.add_hooks(model)
+    model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
     here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
     squares(model(here), theirs).mean().backward()
@@ -157,9 +150,7 @@ def test_where_one_process_can_not_add_up_all_raise(both: Both, way: str) -> Non
 
 
 def curvature_fails(kind: str, way: str) -> None:
-    net = made("Recurs" if way == "shards that rows need" else "mlp")
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
-    autograd_hacks.add_hooks(model)
+    model = hooked(way)
     (x, _), rank = batch(0, 8), dist.get_rank()
     names = [name for name, p in model.named_parameters() if kind == "diag" or p.ndim > 1]
     for fails in (True, False):
@@ -180,7 +171,7 @@ def test_where_one_process_has_no_curvature_all_raise(both: Both, kind: str, way
     both(curvature_fails, kind, way)
 
 
-def one_has_nothing_to_make_private() -> None:
+def a_private_step_where_one_has_nothing() -> None:
     model = sharded(made("Recurs"))
     autograd_hacks.add_hooks(model, independent=True)
     (x, y), rank = batch(0, 8), dist.get_rank()
@@ -195,5 +186,9 @@ def one_has_nothing_to_make_private() -> None:
     autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
 
 
-def test_a_private_step_where_one_has_nothing(both: Both) -> None:
-    both(one_has_nothing_to_make_private)
+@pytest.mark.parametrize(
+    "task",
+    [uneven_numbers_of_steps_are_refused_by_name, parts_that_are_called_by_themselves, a_private_step_where_one_has_nothing],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import WORLD, Both
+from steps import check_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -25,7 +26,7 @@ import autograd_hacks
 from autograd_hacks.errors import ShardedParameters, UnseenGradient
 
 
-def sharded() -> None:
+def sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3 + 2 * dist.get_rank(), 3)
@@ -74,10 +75,6 @@ def sharded() -> None:
     assert_close(head.weight.grad1.mean(0), head.weight.grad)
 
 
-def test_sharded_parameters_are_refused(both: Both) -> None:
-    both(sharded)
-
-
 def blocks() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
@@ -99,7 +96,7 @@ def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(net, mesh, input_fn=enter, output_fn=lambda _, output, __: output.to_local())
 
 
-def in_parts() -> None:
+def tensor_parallelism_is_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     for cut in (by_columns, along_sequences, copied_to_all):
         for hooks in ("before", "after"):
@@ -125,44 +122,21 @@ def in_parts() -> None:
             net(x)
 
 
-def test_tensor_parallelism_is_refused(both: Both) -> None:
-    both(in_parts)
-
-
-class Enters(nn.Module):
-    """Its parameters are ordinary, and its computation is not."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.weight, self.first, self.mesh = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), mesh
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = DTensor.from_local(torch.tanh(self.first(x)), self.mesh, [Shard(1)])
-        weight = DTensor.from_local(self.weight, self.mesh, [Replicate()])
-        return (inside @ weight).sum(1).full_tensor()
-
-
-def read(net: nn.Module, x: torch.Tensor) -> None:
-    net(x).square().sum(1).mean().backward()
-    autograd_hacks.compute_grad1(net)
-
-
-def dtensors() -> None:
+def dtensors_are_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     net = nn.Sequential(nn.Linear(4, 2))
     with autograd_hacks.add_hooks(net), pytest.raises(TypeError, match="to_local"):
         net(DTensor.from_local(x, mesh, [Replicate()]))
+
+    def enters(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Parameters are ordinary, and the computation is not."""
+        inside = DTensor.from_local(torch.tanh(m.first(x)), mesh, [Shard(1)])
+        return (inside @ DTensor.from_local(m.weight, mesh, [Replicate()])).sum(1).full_tensor()
+
     for probe in (True, False):
-        inside = Enters(mesh)
-        with (
-            autograd_hacks.add_hooks(inside, probe=probe),
-            pytest.raises(ShardedParameters, match="computes with a DTensor"),
-        ):
-            read(inside, x)
-
-
-def test_dtensors_are_refused(both: Both) -> None:
-    both(dtensors)
+        inside = Bare(enters, weight=torch.randn(4, 4), first=nn.Linear(4, 4))
+        with pytest.raises(ShardedParameters, match="computes with a DTensor"):
+            check_batches(inside, x, probe=probe)
 
 
 def attends(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +144,7 @@ def attends(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
-def around_a_ring() -> None:
+def context_parallelism_is_refused() -> None:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
@@ -192,11 +166,7 @@ def around_a_ring() -> None:
         net.zero_grad()
 
 
-def test_context_parallelism_is_refused(both: Both) -> None:
-    both(around_a_ring)
-
-
-def staged() -> None:
+def pipelines_are_refused() -> None:
     """Both stages of a pipeline in this process, so that no other waits."""
     x, alone = torch.randn(8, 3), [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
     for schedule, count in ((ScheduleInterleaved1F1B, 2), (ScheduleGPipe, 1)):
@@ -216,5 +186,15 @@ def staged() -> None:
         assert len(autograd_hacks.per_sample_grads(nets[0]).norms()) == 8
 
 
-def test_pipelines_are_refused(both: Both) -> None:
-    both(staged)
+@pytest.mark.parametrize(
+    "task",
+    [
+        sharded_parameters_are_refused,
+        tensor_parallelism_is_refused,
+        dtensors_are_refused,
+        context_parallelism_is_refused,
+        pipelines_are_refused,
+    ],
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

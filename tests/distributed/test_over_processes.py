@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
-from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
+from spread import batch, made, own, rows_of, spread_out, squares, whole
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -28,7 +28,7 @@ def over_processes(way: str) -> None:
         for p in later.parameters():
             p *= 1.1
     second = rows_of(later, x, y)
-    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    model = spread_out(net, way)
     autograd_hacks.add_hooks(model)
     states: list[Any] = [copy.deepcopy(model.state_dict())]
     with torch.no_grad():

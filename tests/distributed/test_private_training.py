@@ -1,5 +1,6 @@
 """Private training over processes: what one process gives on whole batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from autograd_hacks import PrivateTraining
 USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 
 
-def steps_of_text() -> None:
+def texts_have_other_lengths_in_each_process() -> None:
     """Each process has texts of a length of its own, so that its forwards run operations of other sizes."""
     expected, model = by_hand(Reader(), *text(), STEPS, losses_of_text), Reader()
     run, private = DistributedDataParallel(model), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
@@ -30,10 +31,6 @@ def steps_of_text() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
-
-
-def test_texts_have_other_lengths_in_each_process(both: Both) -> None:
-    both(steps_of_text)
 
 
 def steps(way: str, secure: bool = False, groups: list[int] | None = None, options: dict[str, int] | None = None) -> None:
@@ -81,12 +78,8 @@ def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
     both(steps, "ddp", True)
 
 
-def test_a_loader_takes_processes_for_what_the_model_does(both: Both) -> None:
+def a_loader_takes_processes_for_what_the_model_does() -> None:
     """Where nobody adds up over them, each would train on half of a batch."""
-    both(refused)
-
-
-def refused() -> None:
     model, private = net(), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
     with private.attach(model):
         for x, y in private.loader(TensorDataset(*data())):
@@ -94,3 +87,10 @@ def refused() -> None:
             with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
                 private.step()
             break
+
+
+@pytest.mark.parametrize(
+    "task", [texts_have_other_lengths_in_each_process, a_loader_takes_processes_for_what_the_model_does]
+)
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

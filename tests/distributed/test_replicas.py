@@ -1,6 +1,7 @@
 """DistributedDataParallel: rows are a process's own, sums over samples are everyone's."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from oracle import one_backward_per_sample
 from processes import Both
 from rarely import crossed
-from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
+from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -73,27 +76,12 @@ def plain_steps_between() -> None:
                 assert not ddp.require_backward_grad_sync
 
 
-def test_plain_steps_between(both: Both) -> None:
-    both(plain_steps_between)
-
-
-class Counts(nn.Module):
-    """A model with a buffer that the wrapper sends around."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(3, 2), nn.Buffer(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) * self.scale
-        return out
-
-
 def buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
         torch.manual_seed(1)
-        net = Counts().double()
+        net = Bare(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(3, 2)).double()
+        net.register_buffer("scale", torch.ones(()))  # which the wrapper sends around
         twin = copy.deepcopy(net)
         hooked, run, ddp = wrapped(net, where)
         autograd_hacks.add_hooks(hooked)
@@ -102,13 +90,8 @@ def buffers() -> None:
             squares(run(x), y).mean().backward()
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
             _, grads = clipped(twin, *batch(step, sum(sizes)))
-            for p, expected in zip(ddp.parameters(), grads.values()):
-                assert_close(p.grad, expected)
+            assert_grads(ddp, grads)
             ddp.zero_grad()
-
-
-def test_buffers(both: Both) -> None:
-    both(buffers)
 
 
 def micro_batches(where: str) -> None:
@@ -123,15 +106,13 @@ def micro_batches(where: str) -> None:
                     with ddp.no_sync() if waits and not last else nullcontext():
                         squares(run(a), b).mean().backward()
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
-            for p, expected in zip(ddp.parameters(), grads.values()):
-                assert_close(p.grad, expected)
+            assert_grads(ddp, grads)
             ddp.zero_grad()
             if not param_grad:  # each by itself
                 for a, b in zip(x[own((4, 4))].split(2), y[own((4, 4))].split(2)):
                     squares(run(a), b).mean().backward()
                     autograd_hacks.clip_grad1_norm_(hooked, BOUND, add=True, batch_size=8)
-                for p, expected in zip(ddp.parameters(), grads.values()):
-                    assert_close(p.grad, expected)
+                assert_grads(ddp, grads)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -153,14 +134,9 @@ def groups() -> None:
         (None, alone),
     ):
         autograd_hacks.clip_grad1_norm_(net, BOUND, process_group=given)
-        for p, total in zip(net.parameters(), expected.values()):
-            assert_close(p.grad, total)
+        assert_grads(net, expected)
     with pytest.raises(TypeError, match=r"process_group is 'gloo'; expected a torch\.distributed\.ProcessGroup"):
         autograd_hacks.per_sample_grads(net, process_group="gloo")
-
-
-def test_groups(both: Both) -> None:
-    both(groups)
 
 
 # A compiled step within DistributedDataParallel: clipped sums of all samples, with no word more
@@ -180,10 +156,14 @@ def a_few_steps(verb: str) -> None:
     for _ in range(2):
         model.zero_grad()
         replica(x[mine]).square().sum().backward()
-    found = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), list(model.parameters())) for n in range(12)]
-    rows = [torch.stack(each) for each in zip(*found)]
+    rows = one_backward_per_sample(model, torch.square, x).values()
     norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
     assert_close(step.norms, norms[mine])
     weights = (0.5 / norms).clamp(max=1) if verb == "clip" else torch.ones(12).double()
     for p, each in zip(model.parameters(), rows):
         assert_close(2 * p.grad, torch.tensordot(weights, each, 1))  # DDP takes the mean over processes
+
+
+@pytest.mark.parametrize("task", [plain_steps_between, buffers, groups])
+def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
+    both(task)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from processes import WORLD, Both
 from rarely import crossed
-from spread import BOUND, batch, clipped, made, squares, wrapped
+from spread import BOUND, assert_grads, batch, clipped, made, squares, wrapped
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -17,16 +17,13 @@ import autograd_hacks
 from autograd_hacks.errors import NotReduced
 
 
-def model() -> nn.Module:
-    return made("mlp")
-
-
 def own(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def clipped_by_one_process() -> dict[str, Tensor]:
-    return {name: total for name, total in clipped(model(), *batch(0, 8))[1].items() if total is not None}
+def check(net: nn.Module) -> None:
+    """Against one process."""
+    assert_grads(net, clipped(made("mlp"), *batch(0, 8))[1])
 
 
 def reduce_grads(net: nn.Module) -> None:
@@ -41,7 +38,7 @@ WHERE = ["before", "inner", "wrapper", "around"]
 
 def two_passes(where: str, options: dict[str, bool]) -> None:
     (x, y), bound = batch(0, 8), BOUND
-    hooked, run, ddp = wrapped(model(), where, **options)
+    hooked, run, ddp = wrapped(made("mlp"), where, **options)
     autograd_hacks.add_hooks(hooked)
 
     def norms(losses: Tensor, retain_graph: bool) -> Tensor:
@@ -57,11 +54,6 @@ def two_passes(where: str, options: dict[str, bool]) -> None:
     def losses() -> Tensor:
         return squares(run(own(x)), own(y))
 
-    def check() -> None:
-        for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
-            assert_close(p.grad, expected)
-        ddp.zero_grad()
-
     for step in range(2):
         each = losses()
         found = norms(each, retain_graph=True)
@@ -75,13 +67,15 @@ def two_passes(where: str, options: dict[str, bool]) -> None:
         with autograd_hacks.pause_hooks():
             each = losses()
         weighted(each, found)
-        check()
+        check(ddp)
+        ddp.zero_grad()
         # or all by hand.
         with ddp.no_sync():
             each = losses()
             weighted(each, norms(each, retain_graph=True))
         reduce_grads(ddp)
-        check()
+        check(ddp)
+        ddp.zero_grad()
     autograd_hacks.remove_hooks(hooked)
     each = losses().mean()
     each.backward(retain_graph=True)
@@ -158,15 +152,14 @@ def test_one_process_may_do_all() -> None:
     try:
         x, y = batch(0, 8)
         for where in WHERE:
-            hooked, run, ddp = wrapped(model(), where)
+            hooked, run, ddp = wrapped(made("mlp"), where)
             autograd_hacks.add_hooks(hooked)
             for _ in range(2):
                 each = squares(run(x), y)
                 each.mean().backward(retain_graph=True)
                 autograd_hacks.compute_grad1(hooked, set_grad=True)
                 autograd_hacks.clip_grad1_norm_(hooked, 3.0)
-                for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
-                    assert_close(p.grad, expected)
+                check(ddp)
                 each.mean().backward()
     finally:
         dist.destroy_process_group()

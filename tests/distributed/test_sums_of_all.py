@@ -9,7 +9,7 @@ import torch.nn as nn
 from oracle import one_backward_per_sample
 from processes import Both
 from rarely import crossed
-from spread import BOUND, batch, clipped, made, own, sharded, squares, whole, wrapped
+from spread import BOUND, assert_grads, batch, clipped, made, own, spread_out, squares, whole
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,11 +17,6 @@ import autograd_hacks
 from autograd_hacks.errors import NotReduced
 
 SIZES = (5, 3)
-
-
-def spread_out(way: str, name: str) -> nn.Module:
-    net = made(name)
-    return wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
 
 
 def rows_of(name: str, part: slice) -> dict[str, Tensor]:
@@ -33,7 +28,7 @@ def rows_of(name: str, part: slice) -> dict[str, Tensor]:
 
 
 def read(way: str, name: str, param_grad: bool = True, independent: bool = False) -> nn.Module:
-    model, (x, y) = spread_out(way, name), batch(0, sum(SIZES))
+    model, (x, y) = spread_out(made(name), way), batch(0, sum(SIZES))
     autograd_hacks.add_hooks(model, param_grad=param_grad, independent=independent)
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
     return model
@@ -102,7 +97,7 @@ def streams(way: str, name: str) -> None:
     x, y = batch(0, sum(SIZES))
     norms, grads = clipped(made(name), x, y)
     for param_grad in (True, False):
-        model = spread_out(way, name)
+        model = spread_out(made(name), way)
         autograd_hacks.add_hooks(model, param_grad=param_grad)
         for _ in range(3):
             with autograd_hacks.during_backward(model, "norms") as streamed:
@@ -113,8 +108,7 @@ def streams(way: str, name: str) -> None:
                 each = squares(model(x[own(SIZES)]), y[own(SIZES)])
                 share = 2 / sum(SIZES)  # the engines take the mean over two processes
                 (each * (BOUND / streamed.norms).clamp(max=1) * share).sum().backward()
-            for p, expected in zip(model.parameters(), grads.values()):
-                assert_close(whole(p.grad), expected)
+            assert_grads(model, grads)
             model.zero_grad()
 
 
@@ -157,7 +151,7 @@ def test_a_private_step_is_that_of_one_process(both: Both, way: str, groups: lis
 
 
 def verifies(way: str, name: str) -> None:
-    model = spread_out(way, name)
+    model = spread_out(made(name), way)
     autograd_hacks.add_hooks(model)
     x, y = (part[own(SIZES)] for part in batch(0, sum(SIZES)))
     for step in range(2):
@@ -172,7 +166,7 @@ def test_verify(both: Both, way: str, name: str) -> None:
 
 
 def jacobians(way: str, name: str) -> None:
-    model = spread_out(way, name)
+    model = spread_out(made(name), way)
     autograd_hacks.add_hooks(model)
     (x, y), twin = (part[own(SIZES)] for part in batch(0, sum(SIZES))), made(name)
     expected = [
@@ -195,7 +189,7 @@ def test_rows_of_outputs(both: Both, way: str, name: str) -> None:
 
 
 def weights_refused() -> None:
-    model, (x, y) = spread_out("replicas", "mlp"), batch(0, sum(SIZES))
+    model, (x, y) = spread_out(made("mlp"), "replicas"), batch(0, sum(SIZES))
     autograd_hacks.add_hooks(model, param_grad=False)
     w = torch.ones(len(x[own(SIZES)]))
     with pytest.raises(NotReduced, match="weighted_sum"), autograd_hacks.during_backward(model, weights=w):

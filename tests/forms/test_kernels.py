@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+from oracle import one_backward_per_sample
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
@@ -126,20 +127,16 @@ def test_during_backward_takes_sum_and_dot_in_one_pass() -> None:
     model, x = nn.Sequential(nn.Linear(5, 70), nn.Tanh(), nn.Linear(70, 3)), torch.randn(6, 4, 5)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     w = torch.rand(6)
-    rows = []
-    for n in range(6):
-        grads = torch.autograd.grad(model(x[n : n + 1]).square().sum(), [*model.parameters()])
-        rows.append(dict(zip(v, grads)))
+    rows = one_backward_per_sample(model, torch.square, x)
     autograd_hacks.add_hooks(model)
     for _ in range(2):
         losses = model(x).square().sum((1, 2))
         with autograd_hacks.during_backward(model, dot=v, weights=w, loss_type="sum") as found:
             losses.sum().backward()
-        assert_close(
-            found.dot, torch.stack([sum((row[name] * v[name]).sum() for name in v) for row in rows]), rtol=1e-4, atol=1e-4
-        )
+        along = sum((rows[name] * own).flatten(1).sum(1) for name, own in v.items())
+        assert_close(found.dot, along, rtol=1e-4, atol=1e-4)
         for name, p in model.named_parameters():
-            assert_close(p.grad, sum(w[n] * row[name] for n, row in enumerate(rows)), rtol=1e-4, atol=1e-4)
+            assert_close(p.grad, torch.tensordot(w, rows[name], 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["double", "leads back", "tracer's"])

@@ -8,12 +8,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import one_backward_per_sample
 from quantities import map_of
 from rarely import crossed
 from steps import stepped
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.forms import (
@@ -67,20 +69,13 @@ def test_projections_keep_inner_products(dim: int) -> None:
 def test_one_projection_for_every_way_to_the_same_model() -> None:
     """By rule, by replay, tied, wrapped, in batches of any size."""
 
-    class Bare(nn.Module):
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__()
-            self.weight, self.bias = layer.weight, layer.bias
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight, self.bias)
-
     layer, x = nn.Linear(6, 5).double(), torch.randn(4, 6).double()
     wrapped = nn.Module()
     wrapped.module, wrapped.forward = layer, lambda x: layer(x)  # type: ignore[method-assign]  # as DataParallel names it
     expected = stepped(layer, x).project(16, seed=3)
     autograd_hacks.remove_hooks(layer)
-    assert_close(stepped(Bare(layer), x).project(16, seed=3), expected)
+    bare = Bare(lambda m, x: F.linear(x, m.weight, m.bias), weight=layer.weight, bias=layer.bias)
+    assert_close(stepped(bare, x).project(16, seed=3), expected)
     assert_close(stepped(wrapped, x).project(16, seed=3), expected)
     assert_close(stepped(wrapped, x[1:3]).project(16, seed=3), expected[1:3] / 1)
     assert not torch.allclose(stepped(wrapped, x).project(16, seed=4), expected)
@@ -251,11 +246,9 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("entries", [1, 4])
 def test_a_models_rows_are_projected_as_autograds_are(entries: int) -> None:
     model, x, y = net(), torch.randn(5, 1, 6, 6, dtype=torch.float64), torch.randint(10, (5,))
-    expected = torch.zeros(5, 32, dtype=torch.float64)
-    for n in range(5):
-        each = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
-        for (name, p), g in zip(model.named_parameters(), each):
-            expected[n] += g.flatten() @ map_of(SparseMap(name, p.shape, 32, 7, entries))
+    losses = lambda out, y: F.cross_entropy(out, y, reduction="none")  # noqa: E731
+    rows = one_backward_per_sample(model, losses, x, y)
+    expected = sum(own.flatten(1) @ map_of(SparseMap(name, own.shape[1:], 32, 7, entries)) for name, own in rows.items())
     autograd_hacks.add_hooks(model)
     F.cross_entropy(model(x), y).backward()
     grads = autograd_hacks.per_sample_grads(model)

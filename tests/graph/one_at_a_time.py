@@ -3,7 +3,7 @@
 Imports from the library only what is judged."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.graph.label import At, Label, One, Several, entries
+from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, addresses, walked
 from autograd_hacks.support.graph import Value
@@ -34,7 +35,6 @@ class Judged:
     wrong: list[str] = field(default_factory=list)
     early: Counter[str] = field(default_factory=Counter)
     owned: int = 0
-    sums: int = 0
     rows: float = 0.0
 
 
@@ -132,11 +132,26 @@ def judge(
     return found
 
 
+def check(outputs: Sequence[Tensor], samples: int, model: nn.Module | None = None, *given: Any, **more: Any) -> Judged:
+    """`judge`: no label is wrong, and rows are right."""
+    found = judge(outputs, samples, model, *given, **more)
+    assert not found.wrong, found.wrong
+    assert found.rows < 1e-9
+    return found
+
+
+def by_memo(
+    memo: Memo, out: Tensor, samples: int, model: nn.Module | None = None, given: Sequence[Tensor] = (), label: Label = None
+) -> dict[str, Any]:
+    """The walk of a memo and its trace, by their names.  label: of the output, if not of samples on axis 0"""
+    trace, memory = traced([out], model, given)
+    return {"walk": memo.walk(trace, {0: label or At(0)}, samples, memory), "trace": trace}
+
+
 def _compare(found: Judged, what: str, label: Label, owners: Tensor, samples: int) -> None:
     if isinstance(label, Several):
         if samples > 1 and int(owners.sum(0).max() if owners.numel() else 0) == 1:
             found.early[what] += 1
-        found.sums += 1
     elif label is None:
         if owners.any():
             found.wrong.append(f"{what}: nothing, but something arrives")
@@ -202,6 +217,3 @@ def _of_sample(passes: Passes, trace: Trace, walk: Walk, use: Any, n: int) -> Te
         found = call_node(trace.nodes[use.node], given)
     x, (ahead, number) = found[use.place] if found else None, trace.nodes[use.node].next_functions[use.place]
     return None if x is None else fitted(x, Value(ahead, number))
-
-
-Labels = Mapping[int, Label]

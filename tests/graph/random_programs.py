@@ -158,5 +158,3 @@ OPERATIONS: dict[str, Operation] = {
         1 + torch.linalg.vector_norm(h, dim=tuple(_others(a)), keepdim=True)),
     "in complex numbers": lambda h, m, a, b: torch.fft.ifft(torch.fft.fft(h, dim=a % 3) * 0.5, dim=a % 3).real,
 }  # fmt: skip
-
-MIXES = ("softmax", "log_softmax", "cumsum", "logcumsumexp", "centred", "standardised", "normalised", "maximum")

@@ -7,6 +7,8 @@ from architectures import ARCHITECTURES
 from families import TINY
 from measuring import batch_of
 from one_at_a_time import judge, traced
+from rarely import rarely
+from test_benchmark_models import USUAL
 from torch import Tensor
 
 from autograd_hacks.graph.label import At
@@ -18,7 +20,7 @@ ASKED = {"AsStridedBackward0", "torch::autograd::CopySlices"}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*USUAL, *rarely(*(name for name in ARCHITECTURES if name not in USUAL))])
 def test_three_steps(name: str) -> None:
     workload = ARCHITECTURES[name](TINY)
     try:

@@ -1,13 +1,10 @@
-"""What could have sunk laws by node: checkpoints, loops over a hooked cell, shared layers,
-graphs that a backward pass makes, packed sequences."""
+"""What could have sunk laws by node: checkpoints, loops over a hooked cell, shared layers, steps within a forward."""
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from one_at_a_time import judge, traced, walk_of
+from one_at_a_time import by_memo, check, judge, traced, walk_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,9 +55,7 @@ def test_a_checkpoint_runs_no_second_forward_and_its_labels_come_in_the_backward
     assert len(runs) == 1  # as without the walk
     settled = later[0]
     assert not settled.deferred
-    found = judge([out], N, net, walk=settled, trace=trace)
-    assert not found.wrong
-    assert found.rows < 1e-9
+    check([out], N, net, walk=settled, trace=trace)
     assert any(isinstance(own[0], Entries) for own in settled.labels if own)
 
 
@@ -73,10 +68,9 @@ def test_a_memo_forgets_no_checkpoint() -> None:
     for wrapped in (False, True, False, True):
         h = net[0](x)
         out = net[2](checkpoint(part, h, use_reentrant=False) if wrapped else part(h))
-        trace, memory = traced([out], net, [x])
-        walk = memo.walk(trace, {0: At(0)}, N, memory)
-        assert bool(walk.deferred) or not wrapped
-        assert not judge([out], N, net, walk=walk, trace=trace).wrong
+        found = by_memo(memo, out, N, net, [x])
+        assert bool(found["walk"].deferred) or not wrapped
+        assert not judge([out], N, net, **found).wrong
 
 
 def test_a_reentrant_checkpoint_is_never_asked() -> None:
@@ -100,7 +94,6 @@ def test_a_walk_stops_at_what_an_earlier_forward_returned() -> None:
     h, ends, uses = inputs(N, D), set[Any](), 0
     for _ in range(5):
         h = cell(inputs(N, D), h)
-        assert h.grad_fn is not None
         trace = Trace([(h.grad_fn, 0)], ids(cell), ends)
         memory = Memory(addresses(cell.parameters()).__contains__)
         walk = memo.walk(trace, {0: At(0)}, N, memory)
@@ -118,60 +111,18 @@ def test_two_models_share_a_layer() -> None:
     one, other = nn.Sequential(shared, nn.Tanh()).double(), nn.Sequential(nn.Linear(D, D), shared).double()
     x = inputs(N, D)
     h = one(x)
-    assert h.grad_fn is not None
     out = other(h)
-    assert out.grad_fn is not None
     trace = Trace([(out.grad_fn, 0)], ids(other), {h.grad_fn})
     walk = walked(trace, {0: At(0)}, N, Memory(addresses(other.parameters()).__contains__, addresses([h])))
-    leaves = [trace.leaf(edge[0]) for use in walk.uses for edge in [_leaf_of(trace, use)]]
-    assert sum(x is shared.weight for x in leaves) == 1
+    assert sum(trace.leaf(_leaf_of(trace, use)) is shared.weight for use in walk.uses) == 1
     assert len(walk.uses) == 4
 
 
-def _leaf_of(trace: Trace, use: Any) -> tuple[int, int]:
-    edge = trace.edges[use.node][use.place]
-    while edge is not None and trace.kinds[edge[0]] is not LEAF:
-        edge = trace.edges[edge[0]][0]
-    assert edge is not None
-    return edge
-
-
-# Graphs that backward passes make.
-
-
-def created(name: str) -> tuple[nn.Module, Tensor]:
-    if name == "convolutions":
-        conv = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 6, 3, stride=2), nn.GroupNorm(2, 6),
-                             nn.Flatten(), nn.Linear(6 * 9, 4)).double()  # fmt: skip
-        x = inputs(N, 3, 8, 8).requires_grad_()
-        losses = F.cross_entropy(conv(x), torch.arange(N) % 4, reduction="none")
-        (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
-        return conv, losses + g.square().flatten(1).sum(1)
-    if name == "attention":
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).double()
-        x = inputs(N, 4, 8).requires_grad_()
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            y = layer(x)
-        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return layer, g.square().flatten(1).sum(1)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
-    x = inputs(N, 3).requires_grad_()
-    u = net(x)
-    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    if name == "penalty":
-        return net, g.square().sum(1)
-    second = sum(torch.autograd.grad(g[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(3))
-    return net, (second - u[:, 0]).square()
-
-
-@pytest.mark.parametrize("name", ["penalty", "laplacian", "convolutions", "attention"])
-def test_derivatives_in_a_loss_need_nothing_of_their_own(name: str) -> None:
-    net, losses = created(name)
-    _, walk = walk_of([losses], N, net)
-    assert not walk.mixes
-    found = judge([losses], N, net)
-    assert not found.wrong
-    assert found.rows < 1e-9
+def _leaf_of(trace: Trace, use: Any) -> int:
+    at, _ = trace.edges[use.node][use.place]
+    while trace.kinds[at] is not LEAF:
+        at, _ = trace.edges[at][0]
+    return at
 
 
 def test_an_inner_step_by_the_batchs_gradient_mixes() -> None:
@@ -180,28 +131,3 @@ def test_an_inner_step_by_the_batchs_gradient_mixes() -> None:
     out = (x @ (w - g)).square()[:, 0]
     _, walk = walk_of([out], N, nn.ParameterList([w]), [x])
     assert walk.mixes
-
-
-# Recurrent layers and packed sequences.
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_recurrent_layers(kind: Any, batch_first: bool) -> None:
-    net = kind(D, 3, 2, batch_first=batch_first, bidirectional=True).double()
-    out, _ = net(inputs(N, N, D))
-    losses = out.square().sum((1, 2) if batch_first else (0, 2))
-    found = judge([losses], N, net)
-    assert not found.wrong
-    assert found.rows < 1e-9
-
-
-def test_packed_sequences() -> None:
-    net = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)]).double()
-    h = net[0](inputs(N, 5, D))
-    packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([5, 2, 4, 1]), batch_first=True, enforce_sorted=False)
-    rows = net[1](packed.data.tanh())
-    padded, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=rows), batch_first=True)
-    found = judge([padded], N, net)
-    assert not found.wrong
-    assert found.rows < 1e-9

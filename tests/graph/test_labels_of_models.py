@@ -6,37 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-from one_at_a_time import judge, traced
-from torch import Tensor
+from one_at_a_time import by_memo, check, judge
+from rarely import rarely
 
-from autograd_hacks.graph.label import At, Entries
+from autograd_hacks.graph.label import Entries
 from autograd_hacks.graph.memo import Memo
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers")
-    from test_architectures import MODELS, TEXT, Inputs, text
+    from test_architectures import MODELS, TEXT, Inputs, batch_of, built, text
 
 OLMOE = ("OlmoeForCausalLM", "OlmoeConfig", TEXT | {"num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2,
          "pad_token_id": 0, "eos_token_id": 1, "experts_implementation": "eager"}, text, "logits")  # fmt: skip
 
 
-def built(model: str, config: str, arguments: dict[str, Any], training: bool) -> Any:
-    transformers.logging.set_verbosity_error()
-    net = getattr(transformers, model)(getattr(transformers, config)(**arguments)).double().train(training)
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    return net
-
-
-def batch_of(inputs: Inputs, samples: int) -> dict[str, Tensor]:
-    return {key: x.double() if x.is_floating_point() else x for key, x in inputs(samples).items()}
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", [True, *rarely(False)])
 @pytest.mark.parametrize(
     ("model", "config", "arguments", "inputs", "output"),
     [*MODELS, OLMOE], ids=[f"{case[0]}-{case[3].__name__}" for case in [*MODELS, OLMOE]],
@@ -46,15 +32,12 @@ def test_model(model: str, config: str, arguments: dict[str, Any], inputs: Input
     for _ in range(2):
         batch = batch_of(inputs, 4)
         out = net(**batch)[output]
-        trace, memory = traced([out], net, list(batch.values()))
-        walk = memo.walk(trace, {0: At(0)}, 4, memory)
-        assert not walk.mixes
-        assert not walk.asked
-        found = judge([out], 4, net, walk=walk, trace=trace)
-        assert not found.wrong
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        assert not own["walk"].mixes
+        assert not own["walk"].asked
+        found = check([out], 4, net, **own)
         assert not found.early
-        assert found.rows < 1e-9
-        assert found.owned > len(trace.nodes) // 3
+        assert found.owned > len(own["trace"].nodes) // 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -70,9 +53,8 @@ def test_routing_is_followed_in_each_step(case: Any, way: str) -> None:
     for _ in range(4):
         batch = batch_of(inputs, 4)
         out = net(**batch)[output]
-        trace, memory = traced([out], net, list(batch.values()))
-        walk = memo.walk(trace, {0: At(0)}, 4, memory)
-        found = judge([out], 4, net, walk=walk, trace=trace)
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        found, walk = judge([out], 4, net, **own), own["walk"]
         assert not found.wrong
         assert not walk.mixes
         assert found.rows < (1e-9 if way == "eager" else 1e-4)

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from one_at_a_time import judge, traced
+from one_at_a_time import by_memo, check, judge, root_label, traced
 from pairs import PAIRS, N, eye
 from torch import Tensor
 
-from autograd_hacks.graph.label import At, Label, One, same
+from autograd_hacks.graph.label import At, Label, same
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.walk import Walk, walked
 
@@ -28,8 +28,7 @@ def test_pairs_that_look_alike_have_labels_of_their_own(name: str) -> None:
         label = label_on(out, axis)
         trace, memory = traced([out])
         walk = memo.walk(trace, {0: label}, N, memory)
-        found = judge([out], N, labels=[label], walk=walk, trace=trace)
-        assert not found.wrong
+        assert not judge([out], N, labels=[label], walk=walk, trace=trace).wrong
         assert_same(walk, walked(trace, {0: label}, N, memory))
 
 
@@ -47,8 +46,7 @@ def test_parameters_are_told_apart_by_identity() -> None:
     a, b = net
     x = torch.randn(N, 4).double()
     for out in (b(a(x)), a(b(x)), b(a(x))):
-        trace, memory = traced([out], net, [x])
-        memo.walk(trace, {0: At(0)}, N, memory)
+        by_memo(memo, out, N, net, [x])
     assert (memo.hits, memo.misses) == (1, 2)
 
 
@@ -56,8 +54,7 @@ def test_inputs_that_need_gradients_are_new_in_each_step_and_cost_no_walk() -> N
     net, memo = layers(), Memo()
     for _ in range(4):
         x = torch.randn(N, 4).double().requires_grad_()
-        trace, memory = traced([net[1](net[0](x).tanh())], net, [x])
-        memo.walk(trace, {0: At(0)}, N, memory)
+        by_memo(memo, net[1](net[0](x).tanh()), N, net, [x])
     assert (memo.hits, memo.misses) == (3, 1)
 
 
@@ -66,8 +63,7 @@ def test_roots_and_their_labels_are_part_of_the_key() -> None:
     x = torch.randn(N, 4).double()
     both = torch.cat([net[0](x), net[1](x)]).chunk(2)
     for out, label, samples in ((both[0], At(0), N), (both[1], At(0), N), (both[0], At(1), N), (both[0], At(0, 1, 2), 2)):
-        trace, memory = traced([out], net, [x])
-        memo.walk(trace, {0: label}, samples, memory)
+        by_memo(memo, out, samples, net, [x], label)
     assert memo.misses == 4
 
 
@@ -76,9 +72,7 @@ def test_another_size_is_another_key() -> None:
     net = nn.ParameterList([p])
     for T in (4, 1):
         out = (torch.randn(N, T, 4) * p).tanh()
-        trace, memory = traced([out], net)
-        walk = memo.walk(trace, {0: At(0)}, N, memory)
-        assert not judge([out], N, net, walk=walk, trace=trace).wrong
+        assert not judge([out], N, net, **by_memo(memo, out, N, net)).wrong
     assert memo.misses == 2
 
 
@@ -87,16 +81,14 @@ def test_a_number_that_no_law_reads_is_no_part_of_the_key() -> None:
     for step in range(5):
         x = torch.randn(N, 4).double()
         h = F.dropout(F.leaky_relu(net[0](x).clamp(max=1 / (1 + step)), 0.1 * step), 0.1 + 0.1 * step)
-        trace, memory = traced([torch.add(net[1](h), x, alpha=step)], net, [x])
-        memo.walk(trace, {0: At(0)}, N, memory)
+        by_memo(memo, torch.add(net[1](h), x, alpha=step), N, net, [x])
     assert memo.misses == 1
 
 
 def test_it_is_bounded() -> None:
     net, memo = layers(), Memo(size=3)
     for T in range(1, 9):
-        trace, memory = traced([net[1](net[0](torch.randn(N, T, 4).double()))], net)
-        memo.walk(trace, {0: At(0)}, N, memory)
+        by_memo(memo, net[1](net[0](torch.randn(N, T, 4).double())), N, net)
     assert len(memo) == 3
 
 
@@ -105,11 +97,7 @@ def test_an_index_that_is_written_to_between_forwards_is_seen() -> None:
     for k in (0, 1, 0):
         index.copy_(torch.tensor([1, 0, 3, 2]) if k else torch.arange(N))
         out = net[1](net[0](torch.randn(N, 4).double())[index])
-        trace, memory = traced([out], net)
-        walk = memo.walk(trace, {0: At(0)}, N, memory)
-        found = judge([out], N, net, walk=walk, trace=trace)
-        assert not found.wrong
-        assert found.rows < 1e-9
+        check([out], N, net, **by_memo(memo, out, N, net))
     assert memo.misses == 3
 
 
@@ -131,22 +119,17 @@ def test_what_an_operand_of_zeros_hides_is_not_kept(name: str) -> None:
     for k in (0, 1, 0, 1):
         x = torch.randn(N, 4).double()
         out = net[1](ZEROS[name](net[0](x), k))
-        trace, memory = traced([out], net, [x])
-        walk = memo.walk(trace, {0: At(0)}, N, memory)
-        found = judge([out], N, net, walk=walk, trace=trace)
-        assert not found.wrong
-        assert found.rows < 1e-9
-        if k and name != "low rank":
-            assert walk.mixed
+        found = by_memo(memo, out, N, net, [x])
+        check([out], N, net, **found)
+        assert found["walk"].mixed or not k or name == "low rank"
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_one_sample_after_several(samples: int) -> None:
     net, memo = layers(), Memo()
     for n in (samples, 3 - samples):
-        trace, memory = traced([net[1](net[0](torch.randn(n, 4).double()))], net)
-        walk = memo.walk(trace, {0: One(0) if n == 1 else At(0)}, n, memory)
-        assert len(walk.uses) == 4
+        out = net[1](net[0](torch.randn(n, 4).double()))
+        assert len(by_memo(memo, out, n, net, label=root_label(n))["walk"].uses) == 4
 
 
 def test_another_default_device_changes_nothing() -> None:

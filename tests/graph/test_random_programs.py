@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_at_a_time import judge, traced
+from one_at_a_time import by_memo, judge
 from random_programs import OPERATIONS, Program, Step
 
-from autograd_hacks.graph.label import At
 from autograd_hacks.graph.memo import Memo
 
 steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 5), st.integers(0, 5))
@@ -23,31 +22,25 @@ def edited(program: Sequence[Step], edit: tuple[int, str, Step]) -> list[Step]:
     return found
 
 
-def run(size: int, program: Sequence[Step], edit: tuple[int, str, Step], when: int, forwards: int = 4) -> tuple[int, int]:
-    """How many values had owners, and how many forwards were refused in part.  Raises AssertionError for anything wrong."""
+def run(size: int, program: Sequence[Step], edit: tuple[int, str, Step], when: int) -> None:
     model, memo = Program(size), Memo()
-    owned = refused = 0
-    for step in range(forwards):
+    for step in range(3):
         model.program = edited(program, edit) if step == when else program
         x = torch.randn(size, size, size, dtype=torch.float64)
         out = model(x)
-        trace, memory = traced([out], model, [x])
-        walk = memo.walk(trace, {0: At(0)}, size, memory)
-        found = judge([out], size, model, walk=walk, trace=trace)
+        found = judge([out], size, model, **by_memo(memo, out, size, model, [x]))
         assert not found.wrong, found.wrong
         assert found.rows < 1e-7, found.rows
-        owned, refused = owned + found.owned, refused + bool(walk.mixes)
-    return owned, refused
 
 
 @settings(max_examples=15)
 @given(size=st.integers(2, 4), program=st.lists(steps, min_size=40, max_size=40), edit=edits, when=st.integers(1, 2))
 def test_long_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
-    run(size, program, edit, when, forwards=3)
+    run(size, program, edit, when)
 
 
 @settings(max_examples=40)
 @given(size=st.integers(2, 4), program=st.lists(steps, min_size=2, max_size=8), edit=edits, when=st.integers(1, 2))
 def test_short_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
     """Few of these mix samples, so that more of their values have owners."""
-    run(size, program, edit, when, forwards=3)
+    run(size, program, edit, when)

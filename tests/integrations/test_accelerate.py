@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from needed import needed
 from rarely import crossed
 from torch.utils.data import DataLoader, TensorDataset
-from trained import LR, MAX_NORM, N, check, data, net, same
+from trained import LR, MAX_NORM, N, check, data, net, same_in_parts
 
 needed("accelerate")  # or the file is skipped, before what it imports
 
@@ -67,11 +67,7 @@ def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float |
 
 
 def test_mixed_precision() -> None:
-    model, ends = net(), []
-    for parts in (1, 4):
-        ends.append(copy.deepcopy(model))
-        trained(ends[-1], MAX_NORM, parts, mixed_precision="bf16")
-    same(*ends, 1e-2)
+    same_in_parts(lambda model, parts: trained(model, MAX_NORM, parts, mixed_precision="bf16"), 1e-2)
 
 
 def test_a_sibling_would_be_stepped_unclipped() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from needed import needed
+from oracle import one_backward_per_sample
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
@@ -43,12 +44,16 @@ def fitted(model: nn.Module, data: DataLoader, likelihood: str, backend: Any, st
     return found
 
 
+def both(backends: tuple[Any, Any], likelihood: str, structure: str, **options: Any) -> list[Any]:
+    """What two backends make of one model and data."""
+    model, data = conv(), loader(likelihood)
+    return [fitted(copy.deepcopy(model), data, likelihood, backend, structure, **options) for backend in backends]
+
+
 def matrix(posterior: Any) -> Tensor:
     """The posterior precision, written out."""
     found = posterior.posterior_precision
-    if isinstance(found, Tensor):
-        return found
-    return found.to_matrix()
+    return found if isinstance(found, Tensor) else found.to_matrix()
 
 
 class Jacobians(GGNInterface):
@@ -57,11 +62,7 @@ class Jacobians(GGNInterface):
 
 @crossed(part=["all", "last_layer"], structure=["full", "diag", "kron"], likelihood=["classification", "regression"])
 def test_posteriors_are_those_of_the_default_backend(part: str, structure: str, likelihood: str) -> None:
-    model, data, found = conv(), loader(likelihood), []
-    for backend in (CurvlinopsGGN, AutogradHacksGGN):
-        own = copy.deepcopy(model)
-        found.append(fitted(own, data, likelihood, backend, structure, subset_of_weights=part))
-    theirs, ours = found
+    theirs, ours = both((CurvlinopsGGN, AutogradHacksGGN), likelihood, structure, subset_of_weights=part)
     assert_close(ours.loss, theirs.loss)
     assert_close(matrix(ours), matrix(theirs))
     x = torch.randn(5, 1, 6, 6).double()
@@ -73,10 +74,7 @@ def test_posteriors_are_those_of_the_default_backend(part: str, structure: str, 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_the_empirical_fisher_matrix(structure: str, likelihood: str) -> None:
-    model, data, found = conv(), loader(likelihood), []
-    for backend in (EFInterface, AutogradHacksEF):
-        found.append(fitted(copy.deepcopy(model), data, likelihood, backend, structure))
-    theirs, ours = found
+    theirs, ours = both((EFInterface, AutogradHacksEF), likelihood, structure)
     assert_close(ours.loss, theirs.loss)
     assert_close(matrix(ours), matrix(theirs))
 
@@ -84,22 +82,16 @@ def test_the_empirical_fisher_matrix(structure: str, likelihood: str) -> None:
 def test_the_last_layers_empirical_fisher_matrix() -> None:
     model, data = conv(), loader("classification")
     found = fitted(copy.deepcopy(model), data, "classification", AutogradHacksEF, "full", subset_of_weights="last_layer")
-    expected = 0
-    for x, y in zip(*data.dataset.tensors):
-        loss = nn.functional.cross_entropy(model(x[None]), y[None])
-        g = torch.cat([own.flatten() for own in torch.autograd.grad(loss, list(model[5].parameters()))])
-        expected = expected + torch.outer(g, g)
-    assert_close(found.H, expected)
+    losses = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+    by_name = one_backward_per_sample(model, losses, *data.dataset.tensors)
+    rows = torch.cat([by_name[f"5.{name}"].flatten(1) for name in ("weight", "bias")], 1)
+    assert_close(found.H, rows.mT @ rows)
 
 
 def test_some_weights() -> None:
-    model, data, found = conv(), loader("classification"), []
-    chosen = torch.tensor([0, 5, 40, 100, 200])
-    for backend in (Jacobians, AutogradHacksGGN):
-        own = copy.deepcopy(model)
-        options = {"subset_of_weights": "subnetwork", "subnetwork_indices": chosen}
-        found.append(fitted(own, data, "classification", backend, "full", **options))
-    assert_close(matrix(found[1]), matrix(found[0]))
+    options = {"subset_of_weights": "subnetwork", "subnetwork_indices": torch.tensor([0, 5, 40, 100, 200])}
+    theirs, ours = both((Jacobians, AutogradHacksGGN), "classification", "full", **options)
+    assert_close(matrix(ours), matrix(theirs))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -11,7 +11,7 @@ from needed import needed
 from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
-from trained import LR, MAX_NORM, N, check, data, net, same
+from trained import LR, MAX_NORM, N, check, data, net, same_in_parts
 
 from autograd_hacks.errors import NothingRecorded
 
@@ -81,34 +81,29 @@ class Scaled(MixedPrecision):
         return torch.autocast("cpu", enabled=False)
 
 
+def clipping() -> GradsCallback:
+    return GradsCallback("own", max_norm=MAX_NORM)
+
+
 def test_mixed_precision() -> None:
-    model, ends = net(), []
-    for parts in (1, 4):
-        ends.append(copy.deepcopy(model))
-        trained(Classifier(ends[-1]), GradsCallback("own", max_norm=MAX_NORM), parts, precision="bf16-mixed")
-    same(*ends, 1e-2)
+    same_in_parts(lambda own, parts: trained(Classifier(own), clipping(), parts, precision="bf16-mixed"), 1e-2)
 
 
 def test_the_trainers_own_clipping_comes_after() -> None:
-    model, ends = net(), []
-    for parts in (1, 4):
-        ends.append(copy.deepcopy(model))
-        callback = GradsCallback("own", max_norm=MAX_NORM)
-        trained(Classifier(ends[-1]), callback, parts, gradient_clip_val=1e-3)
-    same(*ends)
-    moved = torch.stack([(a - b).norm() for a, b in zip(ends[0].parameters(), model.parameters())]).norm()
+    model = net()
+    after = same_in_parts(
+        lambda own, parts: trained(Classifier(own), clipping(), parts, gradient_clip_val=1e-3), model=model
+    )
+    moved = torch.stack([(a - b).norm() for a, b in zip(after.parameters(), model.parameters())]).norm()
     assert 0 < moved < 3.01e-3 * LR
 
 
 def test_what_is_refused() -> None:
-    class Manual(Classifier):
-        automatic_optimization = False
-
     class Two(Classifier):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=LR) for _ in range(2)]
 
-    for kind in (Manual, Two):
+    for kind in (Classifier, Two):
         model = kind(net())
         model.automatic_optimization = False
         with pytest.raises(NotImplementedError, match="expected one"):

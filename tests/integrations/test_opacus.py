@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from oracle import one_backward_per_sample
 from rarely import rarely
 from steps import mlp
 from torch.testing import assert_close
@@ -126,19 +127,13 @@ def test_losses_by_backward(told: str) -> None:
 def test_a_layer_that_opacus_refuses() -> None:
     model = Bare(lambda m, x: m.lstm(x * m.scale)[0].sum((1, 2)), scale=torch.randn(3), lstm=nn.LSTM(3, 2, batch_first=True))
     x = torch.randn(4, 5, 3)
-    by_sample = []
-    for row in x:
-        model.zero_grad()
-        model(row[None]).mean().backward()
-        by_sample.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    rows = one_backward_per_sample(model, lambda out: out, x)
     optimizer = private(model)
-    model.zero_grad()
     model(x).mean().backward()
     optimizer.step()
-    norms = [torch.stack([g.norm() for g in own]).norm() for own in by_sample]
-    for number, p in enumerate(model.parameters()):
-        expected = sum(own[number] * (1 / (norm + 1e-6)).clamp(max=1) for own, norm in zip(by_sample, norms)) / 4
-        assert_close(p.grad, expected)
+    norms = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values()]).norm(dim=0)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, torch.tensordot((1 / (norms + 1e-6)).clamp(max=1), rows[name], 1) / 4)
 
 
 def test_a_sample_that_is_not_finite_adds_nothing() -> None:
@@ -228,7 +223,7 @@ def test_what_it_refuses() -> None:
 @pytest.mark.parametrize("secure", [False, True])
 def test_both_parts_of_complex_numbers_have_the_noise(secure: bool) -> None:
     """secure: whether noise is a sum of draws, as Opacus' secure mode has it"""
-    model = nn.Sequential(nn.Linear(4, 2000, dtype=torch.complex64), Lengths(), nn.Linear(2000, 2))
+    model = nn.Sequential(nn.Linear(4, 2000, dtype=torch.complex64), Bare(lambda m, x: x.abs()), nn.Linear(2000, 2))
     autograd_hacks.add_hooks(model, param_grad=False, independent=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     torch.manual_seed(0)
@@ -239,26 +234,15 @@ def test_both_parts_of_complex_numbers_have_the_noise(secure: bool) -> None:
     autograd_hacks.backward(model(torch.randn(3, 4, dtype=torch.complex64)).sum(1) * 0)
     private.step()
     for p in model.parameters():
-        assert p.grad is not None
         for part in [p.grad.real, p.grad.imag] if p.is_complex() else [p.grad]:
             assert p.numel() < 2000 or 1.85 < part.std() < 2.15
 
 
-class Lengths(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.abs()
-
-
-class Centred(nn.Module):
-    """Samples know of each other's values, by a way that has no gradient."""
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h - h.mean(0).detach()
-
-
 @pytest.mark.parametrize("by_engine", [True, False])
 def test_samples_that_know_of_each_other_are_refused(by_engine: bool) -> None:
-    model, draws = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), torch.Generator().manual_seed(0)
+    """Of its values, by a way that has no gradient."""
+    centred, draws = Bare(lambda m, h: h - h.mean(0).detach()), torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), centred, nn.Linear(3, 2))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4)
     options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
     if by_engine:

@@ -91,18 +91,18 @@ def test_it_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
 
 def test_what_would_break_the_guarantee_is_refused() -> None:
     plain = DataLoader(TensorDataset(*data()), batch_size=6, shuffle=True)
-    with pytest.raises(ValueError, match="Poisson-sampled"):
-        trained(Classifier(net()), PrivateCallback(private(), "own"), plain)
-    own = private()
-    loader = own.loader(TensorDataset(*data()))
-    with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
-        trained(Classifier(net()), PrivateCallback(own, "own"), loader, accumulate_grad_batches=2)
-    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5, which would clip the noisy gradient"):
-        trained(Classifier(net()), PrivateCallback(private(), "own"), gradient_clip_val=0.5)
-    with pytest.raises(ValueError, match="expected N losses"):
-        trained(Classifier(net(), "mean"), PrivateCallback(private(), "own"))
-    with pytest.raises(ValueError, match="steps 2 parameters"):
-        trained(Classifier(net(), extra=True), PrivateCallback(private(), "own"))
-    own = PrivateCallback(private(), "own")
+    whole, clips = private(), PrivateCallback(private(), "own")
+    of_whole = whole.loader(TensorDataset(*data()))
+    refused: list[tuple[Any, Any, Any, dict[str, Any], str]] = [
+        (Classifier(net()), private(), plain, {}, "Poisson-sampled"),
+        (Classifier(net()), whole, of_whole, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        (Classifier(net()), private(), None, {"gradient_clip_val": 0.5},
+         r"gradient_clip_val=0\.5, which would clip the noisy gradient"),
+        (Classifier(net(), "mean"), private(), None, {}, "expected N losses"),
+        (Classifier(net(), extra=True), private(), None, {}, "steps 2 parameters"),
+    ]  # fmt: skip
+    for model, own, loader, options, words in refused:
+        with pytest.raises(ValueError, match=words):
+            trained(model, PrivateCallback(own, "own"), loader, **options)
     with pytest.raises(RuntimeError, match="not the one of private step 0"):  # within the optimizer's closure
-        trained(Classifier(net()), own, callbacks=[own, Clips()])
+        trained(Classifier(net()), clips, callbacks=[clips, Clips()])

@@ -1,5 +1,6 @@
 """skorch and accelerate, trained privately: against a loop by hand, and what is refused."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,35 +51,46 @@ def test_a_net_trains_as_a_loop_by_hand() -> None:
     assert not any(layer._forward_hooks for layer in made.module_.modules())
 
 
-def test_what_would_break_a_nets_guarantee_is_refused() -> None:
-    own = PrivateCallback(private(loss_type="mean"))
-    with pytest.raises(ValueError, match="iterator_train=callback"):
-        fitted(net(), own, iterator_train=torch.utils.data.DataLoader)
-    with pytest.raises(ValueError, match="without class weights"):
-        fitted(net(), own, criterion__weight=torch.ones(3))
-    with pytest.raises(ValueError, match="loss_type='sum'"):
-        fitted(net(), PrivateCallback(private(loss_type="sum")))
-    with pytest.raises(ValueError, match=r"ignored targets \(0\)"):
-        fitted(net(), PrivateCallback(private(loss_type="mean")), criterion__ignore_index=0)
-    own = PrivateCallback(private(loss_type="mean"))
-    with pytest.raises(ValueError, match="GradientNormClipping, which would clip the noisy gradient"):
-        fitted(net(), own, callbacks=[own, skorch.callbacks.GradientNormClipping(0.1)])
+class Clips(skorch.callbacks.Callback):  # type: ignore[misc, name-defined]
+    def on_grad_computed(self, net: Any, named_parameters: Any, **_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for _, p in named_parameters], 0.1)
 
-    class Clips(skorch.callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_grad_computed(self, net: Any, named_parameters: Any, **_: Any) -> None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in named_parameters], 0.1)
 
-    own = PrivateCallback(private(loss_type="mean"))
-    with pytest.raises(RuntimeError, match="not the one of private step 0"):  # within the optimizer's closure
-        fitted(net(), own, callbacks=[own, Clips()])
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"iterator_train": torch.utils.data.DataLoader}, ValueError, "iterator_train=callback"),
+        ({"criterion__weight": torch.ones(3)}, ValueError, "without class weights"),
+        ({"criterion__ignore_index": 0}, ValueError, r"ignored targets \(0\)"),
+        ({"loss_type": "sum"}, ValueError, "loss_type='sum'"),
+        ({"beside": skorch.callbacks.GradientNormClipping(0.1)}, ValueError,
+         "GradientNormClipping, which would clip the noisy gradient"),
+        ({"beside": Clips()}, RuntimeError, "not the one of private step 0"),  # within the optimizer's closure
+    ],
+)  # fmt: skip
+def test_what_would_break_a_nets_guarantee_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    own = PrivateCallback(private(loss_type=options.pop("loss_type", "mean")))
+    beside = {"callbacks": [own, options.pop("beside")]} if "beside" in options else {}
+    with pytest.raises(error, match=words):
+        fitted(net(), own, **options, **beside)
+
+
+def fresh(**options: Any) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_afterwards() -> Iterator[None]:
+    yield
+    fresh()
 
 
 @pytest.mark.parametrize("scales", [False, True])
 def test_accelerate_trains_as_a_loop_by_hand_and_goes_on(scales: bool, tmp_path: Path) -> None:
     def run(seed: int, epochs: int, resume: bool = False, save: bool = False) -> tuple[nn.Module, PrivateTraining]:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        accelerator, own, plain = Accelerator(cpu=True), private(seed=seed, expected_batch_size=EXPECTED), net()
+        accelerator, own, plain = fresh(), private(seed=seed, expected_batch_size=EXPECTED), net()
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scales else None
         model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=LR))
         accelerator.register_for_checkpointing(own)
@@ -102,16 +114,11 @@ def test_accelerate_trains_as_a_loop_by_hand_and_goes_on(scales: bool, tmp_path:
     rest, own = run(99, 1, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters()))
     assert own.steps == 2 * STEPS
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @crossed(way=["clips", "clips and divides", "skips"], scales=[False, True])
 def test_what_accelerate_would_do_to_the_noisy_gradient_is_refused(way: str, scales: bool) -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    divides = 1 if way == "clips" else 2
-    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=divides), net()
+    accelerator, model = fresh(gradient_accumulation_steps=1 if way == "clips" else 2), net()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scales else None
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
     own = private(expected_batch_size=EXPECTED, loss_type="mean" if way == "clips and divides" else None)
@@ -135,5 +142,3 @@ def test_what_accelerate_would_do_to_the_noisy_gradient_is_refused(way: str, sca
 
     with own.attach(model, optimizer), pytest.raises((RuntimeError, ValueError), match=told[way]):
         train()
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()

@@ -45,10 +45,10 @@ def trainer(model: nn.Module, folder: Path, own: PrivateTraining, rows: Any = No
         "lr_scheduler_type": "constant", "logging_steps": 5, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
         "save_strategy": "no",
     }  # fmt: skip
-    loss = options.pop("loss", None)
+    loss, kind = options.pop("loss", None), options.pop("kind", PrivateTrainer)
     arguments = transformers.TrainingArguments(str(folder), **(given | options))
     rows = [{"x": x, "labels": y} for x, y in zip(*data())] if rows is None else rows
-    return PrivateTrainer(model, arguments, train_dataset=rows, private=own, compute_loss_func=loss)
+    return kind(model, arguments, train_dataset=rows, private=own, compute_loss_func=loss)
 
 
 @pytest.mark.parametrize("parts", [2, *rarely(1, 3)])
@@ -228,12 +228,7 @@ def test_samples_that_overflow_have_no_part_and_lower_the_scale(tmp_path: Path) 
             scales.append(self.accelerator.scaler.get_scale())
             return super().training_step(*args, **options)
 
-    rows = [{"x": x, "labels": y} for x, y in zip(*data())]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=EXPECTED, num_train_epochs=1, learning_rate=LR, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", optim="sgd", lr_scheduler_type="constant",
-    )  # fmt: skip
-    made = Watched(Classifier(model), arguments, train_dataset=rows, private=own)
+    made = trainer(Classifier(model), tmp_path, own, num_train_epochs=1, kind=Watched)
     made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**128 * 0.99)  # infinite in single precision
     made.train()
     assert scales[0] > scales[1] > scales[2]
@@ -280,26 +275,26 @@ def test_whether_tokens_are_shifted_is_as_the_models_own_loss_has_it() -> None:
     assert _is_shifted(nn.Linear(2, 2)) is None
 
 
+def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits, labels)
+
+
+class Other(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return {"start": self.own(x)}
+
+
 def test_what_would_break_the_guarantee_is_refused(tmp_path: Path) -> None:
-    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return nn.functional.cross_entropy(outputs.logits, labels)
-
-    with pytest.raises(ValueError, match="loss depends on the others"):
-        trainer(Classifier(net()), tmp_path, private(), loss=mean).train()
-
-    class Other(Classifier):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-            return {"start": self.own(x)}
-
-    with pytest.raises(ValueError, match=r"Other returned \['start'\]"):
-        trainer(Other(net()), tmp_path, private()).train()
     rows = [{"input_ids": i, "labels": y} for i, y in zip(*texts())]
-    with pytest.raises(ValueError, match="label_smoothing_factor"):
-        trainer(causal(), tmp_path, private(), rows, label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="auto_find_batch_size"):
-        trainer(Classifier(net()), tmp_path, private(), auto_find_batch_size=True)
     mixing = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
-        trainer(Classifier(mixing), tmp_path, private()).train()
-    with pytest.raises(TypeError, match="which can't be sampled at random"):
-        trainer(Classifier(net()), tmp_path, private(), rows=iter([]), max_steps=3).train()
+    refused: list[tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = [
+        (Classifier(net()), None, {"loss": mean}, ValueError, "loss depends on the others"),
+        (Other(net()), None, {}, ValueError, r"Other returned \['start'\]"),
+        (causal(), rows, {"label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor"),
+        (Classifier(net()), None, {"auto_find_batch_size": True}, ValueError, "auto_find_batch_size"),
+        (Classifier(mixing), None, {}, autograd_hacks.errors.PerSampleGradientError, "samples"),
+        (Classifier(net()), iter([]), {"max_steps": 3}, TypeError, "which can't be sampled at random"),
+    ]
+    for model, own, options, error, words in refused:
+        with pytest.raises(error, match=words):
+            trainer(model, tmp_path, private(), own, **options).train()

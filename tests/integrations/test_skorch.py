@@ -10,7 +10,7 @@ import torch.nn as nn
 from needed import needed
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, N, check, data, net, same
+from trained import LR, MAX_NORM, N, check, data, net, same_in_parts
 
 skorch = needed("skorch", "skorch.callbacks")
 
@@ -85,11 +85,7 @@ def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None,
 
 
 def test_mixed_precision() -> None:
-    model, ends = net(), []
-    for parts in (1, 4):
-        ends.append(copy.deepcopy(model))
-        trained(ends[-1], GradsCallback(MAX_NORM), parts, autocast=True)
-    same(*ends, 1e-2)
+    same_in_parts(lambda model, parts: trained(model, GradsCallback(MAX_NORM), parts, autocast=True), 1e-2)
 
 
 def test_it_is_pickled_cloned_and_set() -> None:

@@ -10,7 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, N, check, data, expected, net, same
+from trained import LR, MAX_NORM, N, check, data, expected, net, rows_of, same
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, SamplesMixed
@@ -74,9 +75,7 @@ def test_losses_by_backward() -> None:
     found = steps.read()
     mean = torch.cat([p.grad.flatten() for p in model.parameters()])
     steps.detach()
-    rows = [torch.autograd.grad(F.cross_entropy(model(i), j), list(model.parameters())) for i, j in zip(x, y)]
-    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    rows *= torch.tensor([48 / 40] * 20 + [48 / 56] * 28)[:, None]
+    rows = rows_of(model, x, y) * torch.tensor([48 / 40] * 20 + [48 / 56] * 28)[:, None]
     assert_close(steps.norms, rows.norm(dim=1))
     assert_close(mean, (rows * (MAX_NORM / rows.norm(dim=1)).clamp(max=1)[:, None]).mean(0))
     assert abs(found["grads/noise"] / rows.var(0).sum().item() - 1) < 1e-4
@@ -202,16 +201,10 @@ def test_means_for_a_logger() -> None:
     assert not isfinite(mean_of([{"a": float("inf")}])["a"])
 
 
-class Centred(nn.Module):
-    """Samples know of each other's values, by a way that has no gradient."""
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h - h.mean(0).detach()
-
-
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None])
 def test_only_what_is_clipped_must_be_independent(max_norm: float | None) -> None:
-    model, steps = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), Steps(max_norm)
+    centred, steps = Bare(lambda m, h: h - h.mean(0).detach()), Steps(max_norm)  # of values, by a way without gradient
+    model = nn.Sequential(nn.Linear(4, 3), centred, nn.Linear(3, 2))
     steps.attach(model)
     for _ in range(3):
         model.zero_grad()
@@ -239,10 +232,7 @@ def test_every_third_step_is_measured_and_the_others_have_no_hooks() -> None:
             F.cross_entropy(m(x), y).backward()
         found.append(steps.read())
         if found[-1]:
-            rows = [
-                torch.autograd.grad(F.cross_entropy(plain(i[None]), j[None]), list(plain.parameters())) for i, j in zip(x, y)
-            ]
-            assert_close(steps.norms, torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows]))
+            assert_close(steps.norms, rows_of(plain, x, y).norm(dim=1))
         for optimizer in optimizers:
             optimizer.step()
     steps.detach()

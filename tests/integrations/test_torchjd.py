@@ -1,12 +1,14 @@
 """TorchJD's aggregations: those of its own Jacobians, for every aggregator that weights by the Gramian."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from oracle import one_loss_at_a_time
 from torch import Tensor
 from torch.testing import assert_close
 from trained import of_many
@@ -92,18 +94,15 @@ def tasks_of(model: nn.Module) -> Tensor:
 def test_losses_of_samples_in_several_tasks(param_grad: bool) -> None:
     model = conv()
     other = copy.deepcopy(model)
-    losses = tasks_of(other)
-    rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(other.parameters()), retain_graph=True)])
-        for loss in losses.flatten()
-    ]
-    expected = UPGrad()(torch.stack(rows))
+    by_name = one_loss_at_a_time(other, lambda: tasks_of(other).flatten()).values()
+    rows = torch.cat([own.flatten(1) for own in by_name if own is not None], 1)
+    expected = UPGrad()(rows)
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     for _ in range(2):
         weights = jacobian_descent(model, UPGrad(), losses=tasks_of(model))
         assert weights.shape == (6, 2)
         assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
-        assert_close(weights.flatten() @ torch.stack(rows), expected)
+        assert_close(weights.flatten() @ rows, expected)
     autojac.backward(tasks_of(other))
     assert_close(weights.flatten(), autojac.jac_to_grad(other.parameters(), UPGrad()).flatten())
 
@@ -140,18 +139,18 @@ def test_what_is_refused() -> None:
     model = conv()
     autograd_hacks.add_hooks(model)
     losses_of(model).mean().backward()
-    for wrong in (aggregation.ConFIG(), aggregation.TrimmedMean(1), aggregation.Krum, None):
-        with pytest.raises(TypeError, match="UPGrad"):
-            jacobian_descent(model, wrong)
-    with pytest.raises(ValueError, match="expected only one of them"):
-        jacobian_descent(model, UPGrad(), autograd_hacks.per_sample_grads(model), "mean")
-    grads, losses = autograd_hacks.per_sample_grads(model), tasks_of(model)
-    with pytest.raises(ValueError, match="losses and grads"):
-        jacobian_descent(model, UPGrad(), grads, losses=losses)
-    with pytest.raises(ValueError, match="losses and loss_type='mean'"):
-        jacobian_descent(model, UPGrad(), loss_type="mean", losses=losses)
-    for several in (list(losses.unbind(1)), losses.unbind(1)):
-        with pytest.raises(TypeError, match=r"losses=(list|tuple); expected one tensor.*torch\.stack\(losses, dim=1\)"):
-            jacobian_descent(model, UPGrad(), losses=several)
-    with pytest.raises(ValueError, match=r"shape \(6, 2, 1\).*losses.mean"):
-        jacobian_descent(model, UPGrad(), losses=losses[:, :, None])
+    grads, losses, up = autograd_hacks.per_sample_grads(model), tasks_of(model), UPGrad()
+    parts = r"losses=(list|tuple); expected one tensor.*torch\.stack\(losses, dim=1\)"
+    refused: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        *(((wrong,), {}, TypeError, "UPGrad")
+          for wrong in (aggregation.ConFIG(), aggregation.TrimmedMean(1), aggregation.Krum, None)),
+        ((up, grads, "mean"), {}, ValueError, "expected only one of them"),
+        ((up, grads), {"losses": losses}, ValueError, "losses and grads"),
+        ((up,), {"losses": losses, "loss_type": "mean"}, ValueError, "losses and loss_type='mean'"),
+        ((up,), {"losses": list(losses.unbind(1))}, TypeError, parts),
+        ((up,), {"losses": losses.unbind(1)}, TypeError, parts),
+        ((up,), {"losses": losses[:, :, None]}, ValueError, r"shape \(6, 2, 1\).*losses.mean"),
+    ]  # fmt: skip
+    for given, options, error, words in refused:
+        with pytest.raises(error, match=words):
+            jacobian_descent(model, *given, **options)

@@ -9,9 +9,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from oracle import one_loss_at_a_time
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same
+from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same_in_parts
 
 import autograd_hacks
 
@@ -78,11 +79,7 @@ def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None,
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
-    model, ends = net(), []
-    for parts in (1, 4):
-        ends.append(copy.deepcopy(model))
-        trained(Classifier(ends[-1]), tmp_path, GradsCallback(MAX_NORM), parts, bf16=True)
-    same(*ends, 1e-2)
+    same_in_parts(lambda own, parts: trained(Classifier(own), tmp_path, GradsCallback(MAX_NORM), parts, bf16=True), 1e-2)
 
 
 class Language(nn.Module):
@@ -104,32 +101,31 @@ def test_tokens_that_are_counted_over_the_step(tmp_path: Path) -> None:
     ids = torch.randint(9, (N, 6))
     labels = ids.masked_fill(torch.arange(6) > torch.randint(1, 6, (N, 1)), -100)
     rows = [{"ids": i, "labels": y} for i, y in zip(ids, labels)]
-    model, found = Language(), []
-    parameters, tokens = list(model.parameters()), (labels != -100).sum()
-    for i, y in zip(ids, labels):
-        g = torch.autograd.grad(model(i[None], y[None], tokens)["loss"], parameters)
-        found.append(N * torch.cat([x.flatten() for x in g]).norm())
-    ends = []
-    for parts in (1, 4):
+    model = Language()
+    by_name = one_loss_at_a_time(model, lambda: torch.stack([model(i[None], y[None], (labels != -100).sum())["loss"]
+                                                             for i, y in zip(ids, labels)]))  # fmt: skip
+    norms = N * torch.cat([own.flatten(1) for own in by_name.values() if own is not None], 1).norm(dim=1)
+
+    def run(own: nn.Module, parts: int) -> None:
         callback = GradsCallback(max_norm=5.0)
-        ends.append(copy.deepcopy(model))
-        trained(ends[-1], tmp_path, callback, parts, rows)
-        assert_close(callback.norms, torch.stack(found), rtol=1e-4, atol=1e-5)
-    same(*ends)
+        trained(own, tmp_path, callback, parts, rows)
+        assert_close(callback.norms, norms, rtol=1e-4, atol=1e-5)
+
+    same_in_parts(run, model=model)
 
 
 def test_gpt2_with_checkpoints(tmp_path: Path) -> None:
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
-    model, ids, ends = transformers.GPT2LMHeadModel(config), torch.randint(11, (8, 6)), []
-    for parts in (1, 4):
+    rows = [{"input_ids": i, "labels": i} for i in torch.randint(11, (8, 6))] * 2
+
+    def run(own: nn.Module, parts: int) -> None:
         callback = GradsCallback(max_norm=1.0)
-        ends.append(copy.deepcopy(model))
-        rows = [{"input_ids": i, "labels": i} for i in ids]
-        trained(ends[-1], tmp_path, callback, parts, rows * 2, gradient_checkpointing=True)
+        trained(own, tmp_path, callback, parts, rows, gradient_checkpointing=True)
         assert callback.history[0]["grads/clipped"] > 0
-    same(*ends, 1e-4)
+
+    same_in_parts(run, 1e-4, transformers.GPT2LMHeadModel(config))
 
 
 def mean_loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -142,8 +138,7 @@ class Scores(nn.Module):
         self.own = own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.own(x)
-        return scores
+        return self.own(x)
 
 
 def test_compiled_steps_are_those_of_single_samples(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import one_backward_per_sample
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -29,23 +31,22 @@ def expected(
     """Weights after the steps, each step's norms, and its noise and signal."""
     model, norms, found = copy.deepcopy(model), [], []
     for x, y in zip(*(part.split(N) for part in data())):
-        rows = torch.stack([_gradient(model, x[n], y[n]) for n in range(N)])
+        rows = rows_of(model, x, y)
         own, mean = rows.norm(dim=1), rows.mean(0)
         noise = (rows - mean).square().sum().item() / (N - 1)
         norms.append(own)
         found.append({"grads/noise": noise, "grads/signal": mean.square().sum().item() - noise / N})
         weights = torch.ones(N) if max_norm is None else (max_norm / own).clamp(max=1)
         with torch.no_grad():
-            step, at = LR * (weights @ rows) / N, 0
-            for p in model.parameters():
-                p -= step[at : at + p.numel()].view_as(p)
-                at += p.numel()
+            after = torch.nn.utils.parameters_to_vector(model.parameters()) - LR * (weights @ rows) / N
+            torch.nn.utils.vector_to_parameters(after, model.parameters())
     return [p.detach() for p in model.parameters()], norms, found
 
 
-def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x[None]), y[None])
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """J by plain backward passes, N P."""
+    found = one_backward_per_sample(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x, y)
+    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
 
 
 def check(
@@ -82,3 +83,15 @@ def of_many(*given: Any) -> Any:
 
 def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
     assert_close(list(one.parameters()), list(other.parameters()), rtol=tolerance, atol=tolerance)
+
+
+def same_in_parts(
+    run: Callable[[nn.Module, int], object], tolerance: float = 1e-5, model: nn.Module | None = None
+) -> nn.Module:
+    """Whole batches and four micro-batches each come to the same weights.  run: trains a copy, in so many parts"""
+    model, ends = model or net(), []
+    for parts in (1, 4):
+        ends.append(copy.deepcopy(model))
+        run(ends[-1], parts)
+    same(*ends, tolerance)
+    return ends[0]

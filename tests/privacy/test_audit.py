@@ -16,6 +16,7 @@ from rarely import rarely
 from scipy.stats import beta
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining
@@ -31,15 +32,11 @@ CANARY = 100.0
 """Its gradient, before clipping."""
 
 
-class Weights(nn.Module):
+class Weights(Bare):
     """Of which a sample's gradient is the sample itself."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weights
+        super().__init__(lambda m, x: x @ m.weights, weights=torch.zeros(3))
 
 
 Statistic = Callable[[Tensor], Tensor]

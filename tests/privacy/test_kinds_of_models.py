@@ -7,58 +7,43 @@ import pytest
 import torch
 import torch.nn as nn
 from private_steps import (
-    BOUND,
-    EXPECTED,
     LR,
-    NOISE,
-    SEED,
     STEPS,
     Loss,
     Reader,
     by_hand,
     data,
+    dataset,
     losses,
     losses_of_text,
     net,
     text,
+    training,
 )
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
+from twin import Bare
 
-from autograd_hacks import PrivateTraining
 from autograd_hacks.errors import UnseenGradient
 
 Sets = tuple[Tensor, Tensor]
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """A frozen layer with an addition of low rank, as LoRA has it, between layers that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-        self.net[0].requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.net
-        h = first(x) + 2.0 * self.up(self.down(x))
-        for layer in others:
-            h = layer(h)
-        return h
+    model = Bare(
+        lambda m, x: m.net[1:](m.net[0](x) + 2.0 * m.up(m.down(x))),
+        net=net(), down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 8, bias=False),
+    )  # fmt: skip
+    model.net[0].requires_grad_(False)
+    return model
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.net, self.use_reentrant = nn.Linear(4, 4), net(), use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.net, self.first(x), use_reentrant=self.use_reentrant)
-        return found
+def checkpointed(use_reentrant: bool) -> nn.Module:
+    return Bare(lambda m, x: checkpoint(m.net, m.first(x), use_reentrant=use_reentrant), first=nn.Linear(4, 4), net=net())
 
 
 def by_peft() -> nn.Module:
@@ -69,9 +54,9 @@ def by_peft() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sets], Loss]] = {
-    "an adapter": (Adapted, data, losses),
+    "an adapter": (adapted, data, losses),
     "peft's adapters": (by_peft, data, losses),
-    "a checkpoint": (lambda: Checkpointed(False), data, losses),
+    "a checkpoint": (lambda: checkpointed(False), data, losses),
     "texts of other lengths in each step": (Reader, text, losses_of_text),
 }
 
@@ -81,7 +66,7 @@ def test_steps_equal_those_by_hand(name: str, options: dict[str, int]) -> None:
     make, given, loss = MODELS[name]
     model = make()
     expected = by_hand(copy.deepcopy(model), *given(), STEPS, loss)
-    private, optimizer = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED), torch.optim.SGD(model.parameters(), lr=LR)
+    private, optimizer = training(), torch.optim.SGD(model.parameters(), lr=LR)
     with private.attach(model, optimizer):
         for x, y in private.loader(TensorDataset(*given()), **options):
             private.backward(loss(model, x, y))
@@ -94,9 +79,9 @@ def test_steps_equal_those_by_hand(name: str, options: dict[str, int]) -> None:
 
 def test_a_reentrant_checkpoint_is_refused_in_the_first_step() -> None:
     """What it runs again, in the backward pass, is on no tape."""
-    private, model = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED), Checkpointed(True)
+    private, model = training(), checkpointed(True)
     with private.attach(model):
-        x, y = next(iter(private.loader(TensorDataset(*data()))))
+        x, y = next(iter(private.loader(dataset())))
         private.backward(losses(model, x, y))
         with pytest.raises(UnseenGradient, match="use_reentrant=False"):
             private.step()

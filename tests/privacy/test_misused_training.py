@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, losses, net
+from private_steps import EXPECTED, LR, NOISE, STEPS, by_hand, dataset, losses, net, train, training
 from private_steps import data as numbers
 from torch import Tensor
 from torch.testing import assert_close
@@ -23,28 +23,17 @@ from autograd_hacks.privacy.accounting import spent
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def training(**options: Any) -> PrivateTraining:
-    given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
-    return PrivateTraining(**(given | options))  # type: ignore[arg-type]
-
-
 def begun(private: PrivateTraining, *models: nn.Module, **options: Any) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
     """A model in training, and its batches."""
     model = models[0] if models else net()
     with private.attach(model):
-        for x, y in private.loader(TensorDataset(*numbers()), **options):
+        for x, y in private.loader(dataset(), **options):
             yield model, x, y
 
 
 def epoch(private: PrivateTraining, model: nn.Module, **options: Any) -> int:
     """A pass; how many steps it has had."""
-    before, optimizer = private.steps, torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(model, optimizer):
-        for x, y in private.loader(TensorDataset(*numbers()), **options):
-            private.backward(losses(model, x, y))
-            if private.step():
-                optimizer.step()
-    return private.steps - before
+    return len(train(private, model, **options))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -55,7 +44,7 @@ def test_an_optimizer_that_steps_after_each_micro_batch_never_sees_a_sum_without
         private, model = training(), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01 * momentum)
         with private.attach(model, optimizer):
-            for x, y in private.loader(TensorDataset(*numbers()), **options):
+            for x, y in private.loader(dataset(), **options):
                 private.backward(losses(model, x, y))
                 private.step()
                 optimizer.step()
@@ -121,7 +110,7 @@ def test_parameters_that_an_optimizer_gets_later_are_refused() -> None:
     private, model, head = training(), net(), nn.Linear(3, 3).requires_grad_(False)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=LR)
     with private.attach(model, optimizer):
-        for x, y in private.loader(TensorDataset(*numbers())):
+        for x, y in private.loader(dataset()):
             private.backward(losses(model, x, y))
             private.step()
             head.requires_grad_()
@@ -162,23 +151,17 @@ def test_no_more_is_spent_than_was_to_be() -> None:
     assert 2.9 < spent([*longer.history, (longer.multiplier, 10 / 30, 4 * STEPS - longer.steps)], 1e-3) <= 3.0
 
 
-class OfNumbers(nn.Module):
-    """Samples are numbers in a list, or an array, beside a tensor of no meaning."""
-
-    def __init__(self, mixes: bool) -> None:
-        super().__init__()
-        self.layer, self.mixes = nn.Linear(4, 3), mixes
-
-    def forward(self, x: Tensor, rows: Any) -> Tensor:
-        own = torch.tensor(rows)
-        return self.layer(own - own.mean(0) * self.mixes) + 0 * x[:, :3]
-
-
 @pytest.mark.parametrize("kind", ["a list", "an array"])
 @pytest.mark.parametrize("mixes", [False, True])
 def test_samples_that_mix_by_numbers_that_are_no_tensors_are_refused(kind: str, mixes: bool) -> None:
     x, y = numbers()
-    model = OfNumbers(mixes)
+
+    def of_numbers(m: nn.Module, x: Tensor, rows: Any) -> Tensor:
+        """Samples are numbers in a list, or an array, beside a tensor of no meaning."""
+        own = torch.tensor(rows)
+        return m.layer(own - own.mean(0) * mixes) + 0 * x[:, :3]
+
+    model = Bare(of_numbers, layer=nn.Linear(4, 3))
     context = pytest.raises(SamplesMixed, match="while others were replaced") if mixes else nullcontext()
     private, expected = training(), by_hand(copy.deepcopy(model.layer), x, y, STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
+from refused import check_each
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -46,11 +47,11 @@ def test_a_mechanism_is_told_names_shapes_and_the_deviation(dtype: torch.dtype) 
 
 
 def test_noise_of_another_shape_is_refused() -> None:
-    for wrong in (torch.zeros(()), torch.zeros(3, 4, dtype=torch.long), None, torch.zeros(4)):
-        with pytest.raises(ValueError, match="released without noise"):
-            step(hooked(), 1.0, noise=lambda name, shape, deviation, wrong=wrong: wrong)
-    with pytest.raises(TypeError, match=r"expected a torch\.Generator, or a function"):
-        step(hooked(), 1.0, noise=7)
+    check_each(
+        *[(ValueError, "released without noise", lambda wrong=wrong: step(hooked(), 1.0, noise=lambda *_: wrong))
+          for wrong in (torch.zeros(()), torch.zeros(3, 4, dtype=torch.long), None, torch.zeros(4))],
+        (TypeError, r"expected a torch\.Generator, or a function", lambda: step(hooked(), 1.0, noise=7)),
+    )  # fmt: skip
 
 
 def test_numbers_may_be_tensors_without_axes() -> None:
@@ -135,13 +136,11 @@ def test_correlated_noise_goes_on_from_a_checkpoint() -> None:
 
 
 def test_what_correlated_noise_refuses() -> None:
-    with pytest.raises(ValueError, match="positive and falling"):
-        BandedNoise(5, coefficients=[1.0, 0.5])
-    with pytest.raises(ValueError, match="positive and falling"):
-        BandedNoise(5, coefficients=[1.0, -1.5])
-    with pytest.raises(ValueError, match="steps=0"):
-        BandedNoise(0)
     noise = BandedNoise(5)
     noise("w", torch.Size((2,)), 1.0)
-    with pytest.raises(ValueError, match="the same in each"):
-        noise("w", torch.Size((2,)), exp(1))
+    check_each(
+        *[(ValueError, "positive and falling", lambda last=last: BandedNoise(5, coefficients=[1.0, last]))
+          for last in (0.5, -1.5)],
+        (ValueError, "steps=0", lambda: BandedNoise(0)),
+        (ValueError, "the same in each", lambda: noise("w", torch.Size((2,)), exp(1))),
+    )  # fmt: skip

@@ -4,28 +4,22 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, losses, net
+from private_steps import LR, STEPS, assert_by_hand, by_hand, dataset, losses, net, train, training
 from private_steps import data as numbers
 from rarely import crossed
 from torch.testing import assert_close
-from torch.utils.data import TensorDataset
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining
 from autograd_hacks.privacy.stepping import PART, NoisyGrads
 
 CHANGED = "is not the one of private step"
 Change = Callable[[Iterable[nn.Parameter]], object]
-
-
-def training(**options: Any) -> PrivateTraining:
-    given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
-    return PrivateTraining(**(given | options))  # type: ignore[arg-type]
 
 
 def epoch(
@@ -36,16 +30,12 @@ def epoch(
 ) -> nn.Sequential:
     """The documentation's loop, with something between the private step and the optimizer's."""
     model = net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer
-    private = training()
-    with private.attach(model, optimizer):
-        for x, y in private.loader(TensorDataset(*numbers()), **options):
-            private.backward(losses(model, x, y))
-            if private.step():
-                change(model.parameters())
-                optimizer.step()
-                optimizer.zero_grad()
+    train(training(), model, optimizer, between=lambda: change(model.parameters()), **options)
     return model
+
+
+def changed_if(clips: bool) -> AbstractContextManager[Any]:
+    return pytest.raises(RuntimeError, match=CHANGED) if clips else nullcontext()
 
 
 def of_all(change: Callable[[nn.Parameter], object]) -> Change:
@@ -93,7 +83,7 @@ SAME: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_noisy_gradient_that_stays_is_stepped_by(name: str) -> None:
-    assert_close(epoch(SAME[name]).state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+    assert_by_hand(epoch(SAME[name]))
 
 
 def test_two_steps_by_one_noisy_gradient_are_refused() -> None:
@@ -108,7 +98,7 @@ def test_a_step_before_the_next_private_step_is_a_second_one() -> None:
     private, model = training(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with private.attach(model, optimizer):
-        for i, (x, y) in enumerate(private.loader(TensorDataset(*numbers()))):
+        for i, (x, y) in enumerate(private.loader(dataset())):
             private.backward(losses(model, x, y))
             if i:
                 with pytest.raises(RuntimeError, match="a second time"):
@@ -122,12 +112,12 @@ def test_two_optimizers_share_a_noisy_gradient_if_they_share_no_parameters() -> 
     private, model = training(), net()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=LR) for layer in (model[0], model[2])]
     with private.attach(model, *optimizers):
-        for x, y in private.loader(TensorDataset(*numbers())):
+        for x, y in private.loader(dataset()):
             private.backward(losses(model, x, y))
             private.step()
             for optimizer in optimizers:
                 optimizer.step()
-    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+    assert_by_hand(model)
 
 
 def test_a_gradient_without_noise_is_refused() -> None:
@@ -161,11 +151,8 @@ class Clips(torch.optim.Optimizer):
 def test_an_optimizer_within_an_optimizer(clips: bool) -> None:
     model = net()
     optimizer = Clips(torch.optim.SGD(model.parameters(), lr=LR), clips)
-    if clips:
-        with pytest.raises(RuntimeError, match=CHANGED):
-            epoch(model=model, optimizer=optimizer)
-        return
-    assert_close(epoch(model=model, optimizer=optimizer).state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+    with changed_if(clips):
+        assert_by_hand(epoch(model=model, optimizer=optimizer))
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -174,9 +161,8 @@ def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) 
     """As Lightning and skorch do it."""
     private, model = training(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-
-    def train() -> None:
-        for x, y in private.loader(TensorDataset(*numbers())):
+    with private.attach(model, optimizer), changed_if(clips):
+        for x, y in private.loader(dataset()):
 
             def closure(x: Any = x, y: Any = y) -> float:
                 own = losses(model, x, y)
@@ -187,14 +173,7 @@ def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) 
                 return float(own.detach().sum())
 
             assert optimizer.step(closure=closure) if named else optimizer.step(closure)
-
-    with private.attach(model, optimizer):
-        if clips:
-            with pytest.raises(RuntimeError, match=CHANGED):
-                train()
-            return
-        train()
-    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+        assert_by_hand(model)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, at import
@@ -203,22 +182,14 @@ def test_a_compiled_step_of_an_optimizer(clips: bool) -> None:
     private, model = training(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     step = torch.compile(optimizer.step, backend="aot_eager")
-
-    def train() -> None:
-        for x, y in private.loader(TensorDataset(*numbers())):
+    with private.attach(model, optimizer), changed_if(clips):
+        for x, y in private.loader(dataset()):
             private.backward(losses(model, x, y))
             private.step()
             if clips:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             step()
-
-    with private.attach(model, optimizer):
-        if clips:
-            with pytest.raises(RuntimeError, match=CHANGED):
-                train()
-            return
-        train()
-    assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict())
+        assert_by_hand(model)
 
 
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -236,9 +207,8 @@ def test_a_scaler_divides_once(way: str, scales: tuple[float, torch.dtype], kind
     (scale, width), private = scales, training()
     model = net().to(width)
     optimizer, scaler = KINDS[kind](model), torch.amp.GradScaler("cpu", init_scale=scale)
-
-    def train() -> None:
-        for x, y in private.loader(TensorDataset(*numbers()), parts=2):
+    with private.attach(model, optimizer), changed_if(way not in ("in its step", "before")):
+        for x, y in private.loader(dataset(), parts=2):
             private.backward(losses(model, x.to(width), y), scaler)
             whole = private.step() if way == "forgotten by the private step" else private.step(scaler=scaler)
             if whole is None:
@@ -251,16 +221,8 @@ def test_a_scaler_divides_once(way: str, scales: tuple[float, torch.dtype], kind
                 optimizer.step()
             scaler.step(optimizer)
             scaler.update()
-
-    with private.attach(model, optimizer):
-        if way in ("in its step", "before"):
-            train()
-            x, y = numbers()
-            expected = by_hand(net().to(width), x.to(width), y, STEPS)
-            assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
-        else:
-            with pytest.raises(RuntimeError, match=CHANGED):
-                train()
+        expected = by_hand(net().to(width), numbers()[0].to(width), numbers()[1], STEPS)
+        assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -268,22 +230,15 @@ def test_a_scaler_divides_once(way: str, scales: tuple[float, torch.dtype], kind
 def test_a_scaled_backward_pass_of_ones_own_needs_the_scale(way: str, told: bool) -> None:
     private, model = training(loss_type="sum" if way == "a sum" else None), net()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=LR), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-    def train() -> None:
-        for x, y in private.loader(TensorDataset(*numbers()), parts=2):
+    refused = nullcontext() if told else pytest.raises(ValueError, match="a backward pass of your own")
+    with private.attach(model, optimizer), refused:
+        for x, y in private.loader(dataset(), parts=2):
             own = losses(model, x, y)
             scaler.scale(own.sum()).backward() if way == "a sum" else autograd_hacks.backward(scaler.scale(own), "sum")
             if private.step(scaler.get_scale() if told else None, scaler) is not None:
                 scaler.step(optimizer)
                 scaler.update()
-
-    with private.attach(model, optimizer):
-        if told:
-            train()
-            assert_close(model.state_dict(), by_hand(net(), *numbers(), STEPS).state_dict(), rtol=1e-4, atol=1e-5)
-        else:
-            with pytest.raises(ValueError, match="a backward pass of your own"):
-                train()
+        assert_by_hand(model, rtol=1e-4, atol=1e-5)
 
 
 def test_it_ends_with_the_training_and_holds_nothing() -> None:

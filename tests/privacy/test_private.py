@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from nets import perceptron
-from oracle import one_backward_per_sample, squares
+from nets import perceptron, with_spare
+from oracle import clipped, squares
 from rarely import crossed
+from refused import check_each
+from steps import rows_of
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, ProbeFailed, SamplesMixed
@@ -32,19 +35,16 @@ def backward(model: nn.Module, x: Tensor) -> None:
 
 def expected(model: nn.Module, x: Tensor, groups: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Norms, and the sum of the clipped rows over the expected number, without noise."""
-    with autograd_hacks.pause_hooks():
-        rows = {name: own for name, own in one_backward_per_sample(model, squares, x).items() if own is not None}
+    rows = rows_of(model, x)
     if groups is not None:
         rows = {name: torch.stack([own[groups == u].sum(0) for u in groups.unique()]) for name, own in rows.items()}
-    norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+    norms, sums = clipped(rows, BOUND, EXPECTED)
     assert (norms > BOUND).any()
-    weights = (BOUND / norms).clamp(max=1) / EXPECTED
-    return norms, {name: torch.tensordot(weights, own, 1) for name, own in rows.items()}
+    return norms, sums
 
 
 def assert_grads(model: nn.Module, sums: dict[str, Tensor]) -> None:
-    for name, p in model.named_parameters():
-        assert_close(p.grad, sums[name], msg=lambda told, name=name: f"{name}: {told}")
+    assert_close({name: p.grad for name, p in model.named_parameters()}, sums)
 
 
 def step(model: nn.Module, multiplier: float = 0.0, **options: Any) -> Tensor:
@@ -116,15 +116,13 @@ def test_an_empty_batch_is_noise(first: bool) -> None:
 
 
 def test_a_parameter_that_no_loss_reached_has_noise() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
+    model = with_spare(nn.Linear(4, 2), nn.Linear(2, 2))
     autograd_hacks.add_hooks(model, independent=True)
     backward(model, torch.randn(5, 4))
     step(model, 1.0)
-    assert model["spare"].weight.grad is not None
-    assert model["spare"].weight.grad.all()
-    assert model["frozen"].weight.grad is None
+    assert model.spare.weight.grad is not None
+    assert model.spare.weight.grad.all()
+    assert model.frozen.weight.grad is None
 
 
 def test_micro_batches() -> None:
@@ -144,27 +142,20 @@ def test_micro_batches() -> None:
 
 
 def test_refusals() -> None:
-    model, x = hooked(), torch.randn(6, 4)
+    model, eager, x, verb = hooked(), hooked(param_grad=True), torch.randn(6, 4), autograd_hacks.clip_and_noise_
     backward(model, x)
-    for arguments in ((0, 1.0, 5), (1.0, -1, 5), (1.0, 1.0, 0), (1.0, 1.0, float("inf")), (float("nan"), 1.0, 5)):
-        with pytest.raises(ValueError, match=r"clip_and_noise_ was given .*expected"):
-            autograd_hacks.clip_and_noise_(model, *arguments)
-    with pytest.raises(TypeError, match="expected_batch_size=None; expected a number"):
-        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected \(6,\), one for each sample"):
-        step(model, groups=torch.zeros(5, dtype=torch.long))
-    step(model, 1.0)
-    with pytest.raises(NothingRecorded, match="spend privacy budget that the accountant"):
-        step(model, 1.0)
-    eager = hooked(param_grad=True)
     backward(eager, x)
-    with pytest.raises(ValueError, match="unclipped gradient"):
-        step(eager, add=True)
-
-    backward(model, x)
-    with pytest.raises(ValueError, match="expected a finite max_norm"):
-        autograd_hacks.clip_and_noise_(model, float("inf"), 1.0, 5)
-    assert step(model).isfinite().all()
+    check_each(
+        *[(ValueError, r"clip_and_noise_ was given .*expected", lambda given=given: verb(model, *given))
+          for given in ((0, 1.0, 5), (1.0, -1, 5), (1.0, 1.0, 0), (1.0, 1.0, float("inf")), (float("nan"), 1.0, 5))],
+        (TypeError, "expected_batch_size=None; expected a number", lambda: verb(model, 1.0, 1.0, None)),
+        (ValueError, r"expected \(6,\), one for each sample",
+         lambda: step(model, groups=torch.zeros(5, dtype=torch.long))),
+        (ValueError, "expected a finite max_norm", lambda: verb(model, float("inf"), 1.0, 5)),
+        (ValueError, "unclipped gradient", lambda: step(eager, add=True)),
+    )  # fmt: skip
+    assert step(model, 1.0).isfinite().all()
+    check_each((NothingRecorded, "spend privacy budget that the accountant", lambda: step(model, 1.0)))
 
 
 def test_a_user_without_finite_samples_is_among_the_norms() -> None:
@@ -207,20 +198,14 @@ def test_both_parts_of_complex_numbers_have_the_noise() -> None:
         noise = torch.normal(0.0, 6.0, (*p.shape, 2), generator=draws, dtype=torch.float32) / 5
         assert_close(torch.view_as_real(p.grad), noise)
     assert model.weight.grad is not None
-    for part in (model.weight.grad.real, model.weight.grad.imag):
-        assert 1.14 < part.std() < 1.26
-
-
-class Centred(nn.Module):
-    """Samples know of each other's values, by a way that has no gradient."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h - h.mean(0).detach()
+    assert all(1.14 < part.std() < 1.26 for part in (model.weight.grad.real, model.weight.grad.imag))
 
 
 @crossed(independent=[True, False], param_grad=[True, False])
 def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param_grad: bool, independent: bool) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), torch.randn(6, 4)
+    """By a way that has no gradient."""
+    centred = Bare(lambda m, h: h - h.mean(0).detach())
+    model, x = nn.Sequential(nn.Linear(4, 3), centred, nn.Linear(3, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model, param_grad=param_grad, independent=independent):
         for _ in range(3):
             model.zero_grad()
@@ -230,9 +215,7 @@ def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param
             with pytest.raises(SamplesMixed, match="model's output number 0"):
                 step(model, 1.0)
             assert torch.equal(torch.get_rng_state(), state)
-            for p, grad in zip(model.parameters(), before):
-                assert (p.grad is None) == (grad is None)
-                assert grad is None or torch.equal(p.grad, grad)
+            assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0)
 
 
 @crossed(param_grad=[True, False], probe=[True, False])
@@ -261,17 +244,11 @@ def test_arguments_that_nobody_has_kept_can_not_be_shown_independent() -> None:
 
 
 def test_layers_called_by_themselves_are_not_shown_independent() -> None:
-    model = hooked()
-    x = torch.randn(6, 4)
-    h = x
-    for layer in model:
-        h = layer(h) - layer(h).mean(0).detach()
-    autograd_hacks.backward(squares(h))
-    with pytest.raises(ProbeFailed):
-        step(model)
-    h = x
-    for layer in model:
-        h = layer(h)
-    autograd_hacks.backward(squares(h))
-    with pytest.raises(ProbeFailed, match="called by itself"):
-        step(model)
+    model, x = hooked(), torch.randn(6, 4)
+    for mixes in (True, False):
+        h = x
+        for layer in model:
+            h = layer(h) - layer(h).mean(0).detach() if mixes else layer(h)
+        autograd_hacks.backward(squares(h))
+        with pytest.raises(ProbeFailed, match="clip_and_noise_ needs" if mixes else "called by itself"):
+            step(model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, data, losses, net
+from private_steps import BOUND, EXPECTED, NOISE, SEED, SIZE, STEPS, net, train, training
 from rarely import crossed
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -21,21 +21,6 @@ from autograd_hacks.support import draws
 from autograd_hacks.support.philox import Stream
 
 PARAMETERS = 4  # of the net
-
-
-def training(seed: int | None = SEED, **options: Any) -> PrivateTraining:
-    return PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=seed, **options)
-
-
-def trained(private: PrivateTraining, upto: int, **options: Any) -> None:
-    """Whole steps of an epoch, or its first ones."""
-    model = net()
-    with private.attach(model):
-        for x, y in private.loader(TensorDataset(*data()), **options):
-            private.backward(losses(model, x, y))
-            private.step()
-            if private.steps == upto:
-                return
 
 
 @pytest.fixture
@@ -73,12 +58,12 @@ def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
     options: dict[str, Any], counts: bool, used: list[Stream]
 ) -> None:
     def made(seed: int) -> PrivateTraining:
-        return training(seed, clip=QuantileClip(0.5, deviation=3.0) if counts else "flat")
+        return training(seed=seed, clip=QuantileClip(0.5, deviation=3.0) if counts else "flat")
 
     before, after = made(SEED), made(SEED + 1)
-    trained(before, 2, **options)
+    train(before, net(), upto=2, **options)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    trained(after, STEPS, **options)
+    train(after, net(), upto=STEPS - 2, **options)
     assert len(used) == len(set(used))
     assert set(used) == every(STEPS, counts)
 
@@ -133,12 +118,17 @@ def noise(private: PrivateTraining, step: int, size: int = 500) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.*which can be guessed")
 def test_steps_whose_hashes_agree_in_32_bits_have_other_noise() -> None:
     """The two steps have one hash by SHA-256 in the 32 bits that torch's generator for the CPU keeps of a seed."""
-    one, other = (noise(training(123456789), step) for step in (23914, 81239))
+    one, other = (noise(training(seed=123456789), step) for step in (23914, 81239))
     assert not any((a == b).any() for a, b in zip(one, other))
 
 
 def test_seeds_parameters_and_steps_have_noise_of_their_own() -> None:
-    found = [*noise(training(), 0), *noise(training(), 1), *noise(training(SEED + 1), 0), *noise(training(None), 0)]
+    found = [
+        *noise(training(), 0),
+        *noise(training(), 1),
+        *noise(training(seed=SEED + 1), 0),
+        *noise(training(seed=None), 0),
+    ]
     correlations = torch.stack(found).double().corrcoef().fill_diagonal_(0)
     assert correlations.abs().max() < 4.5 / 500**0.5
     assert all(map(torch.equal, noise(training(), 3), noise(training(), 3)))
@@ -162,13 +152,13 @@ def test_noise_without_a_source_is_secret_and_leaves_torchs_generator_alone() ->
 @pytest.mark.parametrize("seed", [0, 3, -3, 123456789, 2**64 - 1, np.int64(7)])
 def test_a_seed_that_can_be_guessed_warns(seed: int) -> None:
     with pytest.warns(UserWarning, match=rf"seed={seed}, which can be guessed.*secrets\.randbits\(128\)") as warned:
-        training(seed)
+        PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=seed)
     assert warned[0].filename == __file__.replace(".pyc", ".py")
 
 
 def test_seeds_that_dont_warn() -> None:
-    seeds = {training(None).state_dict()["seed"] for _ in range(100)}
+    seeds = {training(seed=None).state_dict()["seed"] for _ in range(100)}
     assert len(seeds) == 100
     assert 2**120 < max(seeds) < 2**128
     for seed in (2**64, SEED, -SEED):
-        assert json.loads(json.dumps(training(seed).state_dict()))["seed"] == seed
+        assert json.loads(json.dumps(training(seed=seed).state_dict()))["seed"] == seed

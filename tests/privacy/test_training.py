@@ -10,9 +10,24 @@ import pytest
 import torch
 import torch.nn as nn
 from counted import stream, uniforms
-from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
-from private_steps import data as numbers
+from private_steps import (
+    BOUND,
+    EXPECTED,
+    LR,
+    NOISE,
+    SEED,
+    SIZE,
+    STEPS,
+    assert_by_hand,
+    data,
+    dataset,
+    losses,
+    net,
+    train,
+    training,
+)  # fmt: skip
 from rarely import crossed
+from refused import check_each
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -23,35 +38,6 @@ from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.privacy.accounting import noise_for, spent
 
 pytestmark = pytest.mark.usefixtures("double")
-
-DELTA = 1e-3
-
-
-def data() -> TensorDataset:
-    return TensorDataset(*numbers())
-
-
-def training(seed: int = SEED, **options: Any) -> PrivateTraining:
-    return PrivateTraining(**{"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED,
-                              "delta": DELTA, "seed": seed, **options})  # fmt: skip
-
-
-def train(
-    private: PrivateTraining, model: nn.Module, epochs: int = 2, upto: float = inf, momentum: float = 0.0, **options: Any
-) -> list[Any]:
-    """As the documentation's loop does."""
-    optimizer, done = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum), list[Any]()
-    with private.attach(model, optimizer):
-        for _ in range(epochs):
-            for x, y in private.loader(data(), **options):
-                private.backward(losses(model, x, y))
-                if (found := private.step()) is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    done.append(found)
-                    if len(done) >= upto:
-                        return done
-    return done
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,8 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_as_a_loop_by_hand(way: str) -> None:
     private, model = training(), net()
-    done = train(private, model, **WAYS[way])
-    assert_close(model.state_dict(), by_hand(net(), *numbers()).state_dict())
+    done = train(private, model, epochs=2, **WAYS[way])
+    assert_by_hand(model, 2 * STEPS)
     assert private.steps == len(done) == 2 * STEPS
     assert private.history == [(NOISE, EXPECTED / SIZE, 2 * STEPS)]
     sizes = [sum(u < EXPECTED / SIZE for u in uniforms(stream(SEED, "batch", t), SIZE)) for t in range(2 * STEPS)]
@@ -77,7 +63,7 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
 
 def test_every_sample_is_drawn_with_its_probability() -> None:
     private = training()
-    batches = private.loader(data()).batches
+    batches = private.loader(dataset()).batches
     drawn = [batches.drawn(t) for t in range(4000)]
     count = Counter(n for batch in drawn for n in batch)
     expected, deviation = 4000 * EXPECTED / SIZE, (4000 * 0.2 * 0.8) ** 0.5
@@ -89,17 +75,15 @@ def test_every_sample_is_drawn_with_its_probability() -> None:
 @crossed(options=[{}, {"micro_batch_size": 2}], clip=["flat", "a quantile"])
 def test_it_goes_on_from_a_checkpoint_bit_by_bit(options: dict[str, Any], clip: str) -> None:
     def made(seed: int) -> PrivateTraining:
-        return training(seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
+        return training(seed=seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
 
     whole, expected = made(SEED), net()
-    train(whole, expected, **options)
+    train(whole, expected, epochs=2, **options)
     before, model = made(SEED), net()
-    train(before, model, upto=7, **options)
-    state = copy.deepcopy(before.state_dict())
+    train(before, model, epochs=2, upto=7, **options)
     after = made(SEED + 99)  # the seed comes from the checkpoint
-    after.load_state_dict(state)
-    rest = train(after, model, epochs=1, **options)
-    assert len(rest) == 3
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert len(train(after, model, **options)) == 3
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters()))
     assert after.epsilon() == whole.epsilon()
     assert after.history == whole.history
@@ -111,7 +95,7 @@ def test_a_bound_that_follows_the_norms_of_whole_steps() -> None:
     models = []
     for options in ({}, {"parts": 3}):
         private, model = training(clip=QuantileClip(0.5, deviation=3.0)), net()
-        train(private, model, **options)
+        train(private, model, epochs=2, **options)
         models.append((model.state_dict(), private.clip.bound))  # type: ignore[union-attr]
     assert_close(models[0], models[1])
 
@@ -123,7 +107,7 @@ def test_other_ways_to_clip_are_the_same_of_micro_batches(options: dict[str, Any
     states, steps = [], []
     for parts in (1, 3):
         model = net()
-        steps.append(train(training(**options), model, epochs=1, parts=parts))
+        steps.append(train(training(**options), model, parts=parts))
         states.append(model.state_dict())
     assert_close(states[0], states[1])
     for whole, cut in zip(*steps):
@@ -138,30 +122,25 @@ def test_other_ways_to_clip_are_the_same_of_micro_batches(options: dict[str, Any
 def test_secure_noise_is_another_each_time() -> None:
     models = [net(), net()]
     for model in models:
-        train(training(secure=True), model, epochs=1)
+        train(training(secure=True), model)
     assert not torch.equal(models[0][0].weight, models[1][0].weight)  # type: ignore[arg-type, index]
 
 
 def test_empty_batches_are_steps_too() -> None:
-    private = training(expected_batch_size=0.2)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(model, optimizer):
-        for x, y in private.loader(data(), steps=8, parts=2):
-            private.backward(losses(model, x, y))
-            if (found := private.step()) is not None:
-                if not len(found.norms):
-                    assert found.clipped_fraction == 0
-                    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-                optimizer.step()
-    assert private.steps == 8
+    private, model, noisy = training(expected_batch_size=0.2), net(), list[bool]()
+    steps = train(
+        private, model, between=lambda: noisy.append(all(p.grad.any() for p in model.parameters())), steps=8, parts=2
+    )
+    assert private.steps == len(noisy) == 8
+    assert any(not len(step.norms) for step in steps)
+    for step, has_noise in zip(steps, noisy):
+        assert len(step.norms) or (has_noise and step.clipped_fraction == 0)
 
 
 def test_a_step_that_was_left_amid_is_not_added_to_the_next() -> None:
     private, model, expected = training(), net(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(model, optimizer):
-        for x, y in private.loader(data(), parts=3):
+    with private.attach(model):
+        for x, y in private.loader(dataset(), parts=3):
             private.backward(losses(model, x, y))
             assert private.step() is None
             with pytest.raises(RuntimeError, match="between the micro-batches of a step"):
@@ -201,22 +180,17 @@ def test_noise_for_an_epsilon() -> None:
     multiplier = noise_for(2.0, 1e-5, 0.01, 500)
     assert spent([(multiplier, 0.01, 500)], 1e-5) <= 2.0 < spent([(0.99 * multiplier, 0.01, 500)], 1e-5)
     private = training(noise_multiplier=None, epsilon=3.0, steps=2 * STEPS)
-    train(private, net())
+    train(private, net(), epochs=2)
     assert 2.95 < private.epsilon() <= 3.0
     assert isfinite(private.epsilon(1e-6))
     with pytest.raises(ValueError, match="with any noise"):
         noise_for(1e-9, 1e-5, 1.0, 10**9)
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([])
-
-
 def test_losses_that_begin_to_compare_samples_are_refused_in_that_step() -> None:
     model, private = net(), training()
     with private.attach(model, torch.optim.SGD(model.parameters(), lr=LR)):
-        for number, (x, y) in enumerate(private.loader(data())):
+        for number, (x, y) in enumerate(private.loader(dataset())):
             own = losses(model, x, y)
             if number < 2:
                 private.backward(own)
@@ -228,68 +202,55 @@ def test_losses_that_begin_to_compare_samples_are_refused_in_that_step() -> None
 
 
 def test_what_would_break_the_guarantee_is_refused() -> None:
-    private, model = training(), net()
-    x, y = data().tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with pytest.raises(RuntimeError, match="no model is attached"):
-        private.step()
+    private, model, data_of_more = training(), net(), TensorDataset(*(part[:29] for part in data()))
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=LR)
-    with pytest.raises(ValueError, match=r"steps 1 parameters .* of shapes \[\(7,\)\]"):
-        private.attach(model, stranger)
-    with private.attach(model, optimizer):
-        loader = private.loader(data())
-        for batch in DataLoader(data(), batch_size=6, shuffle=True):  # not Poisson
-            private.backward(losses(model, *batch))
-            with pytest.raises(RuntimeError, match="computed for Poisson-sampled batches"):
-                private.step()
-            break
+    check_each(
+        (RuntimeError, "no model is attached", private.step),
+        (ValueError, r"steps 1 parameters .* of shapes \[\(7,\)\]", lambda: private.attach(model, stranger)),
+    )
+    with private.attach(model):
+        loader, (batch, *_) = private.loader(dataset()), DataLoader(dataset(), batch_size=6, shuffle=True)
+        private.backward(losses(model, *batch))
+        check_each((RuntimeError, "computed for Poisson-sampled batches", private.step))
         batches = iter(loader)
-        first = next(batches)
-        private.backward(losses(model, *first))
+        private.backward(losses(model, *next(batches)))
         private.step()
         next(batches)
-        another = next(batches)  # a batch was left out
-        private.backward(losses(model, *another))
-        with pytest.raises((RuntimeError, ValueError), match=r"booleans|expected one call for each, in order"):
-            private.step()
-        for x, y in loader:
-            losses(model, x, y).mean().backward()
-            with pytest.raises(ValueError, match="doesn't know each sample's loss"):
-                private.step()
-            break
-    with pytest.raises(ValueError, match="began with 30"):
-        private.loader(TensorDataset(x, y))
-    for wrong, told in (
-        ({"expected_batch_size": None}, "expected_batch_size=None"),
-        ({"expected_batch_size": 31}, "and at most "),
-        ({"delta": 0.1}, "less than 1 / 30"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            training(**wrong).loader(data())
-    with pytest.raises(TypeError, match="which can't be sampled at random"):
-        training().loader(Stream())
-    with pytest.raises(TypeError, match="batch_size, shuffle"):
-        training().loader(data(), batch_size=3, shuffle=True)
-    with pytest.raises(ValueError, match="without micro_batch_size"):
-        training().loader(data(), padded=True)
-    with pytest.raises(ValueError, match="expected exactly one"):
-        training(epsilon=1.0)
-    with pytest.raises(ValueError, match="expected how many steps"):
-        train(training(noise_multiplier=None, epsilon=1.0), net())
-    with pytest.raises(ValueError, match="noise_multiplier=-1"):
-        training(noise_multiplier=-1)
-    with pytest.raises(ValueError, match="expected a single bound to start from"):
-        training(clip=QuantileClip(), max_norm={"*": 1.0})
-    with pytest.raises(ValueError, match="delta=1"):
-        training(delta=1)
-    other = training()
-    other.loader(TensorDataset(*(part[:20] for part in data().tensors)))
-    with pytest.raises(ValueError, match="the training began with 20"):
-        other.load_state_dict(private.state_dict())
-    with pytest.raises(ValueError, match=r"of another kind of clip than .*QuantileClip"):
-        training(clip=QuantileClip()).load_state_dict(private.state_dict())
-    with pytest.raises(ValueError, match=r"of another kind of clip than 'flat'"):
-        training().load_state_dict(training(clip=QuantileClip()).state_dict())
+        private.backward(losses(model, *next(batches)))  # a batch was left out
+        check_each(((RuntimeError, ValueError), "booleans|expected one call for each, in order", private.step))
+        losses(model, *next(iter(loader))).mean().backward()
+        check_each((ValueError, "doesn't know each sample's loss", private.step))
+    check_each((ValueError, "began with 30", lambda: private.loader(data_of_more)))
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_settings_that_would_break_the_guarantee_are_refused() -> None:
+    begun, other = training(), training()
+    begun.loader(dataset())
+    other.loader(TensorDataset(*(part[:20] for part in data())))
+    state, quantile = begun.state_dict(), training(clip=QuantileClip())
+    check_each(
+        *[(ValueError, words, lambda wrong=wrong: training(**wrong).loader(dataset()))
+          for wrong, words in [
+             ({"expected_batch_size": None}, "expected_batch_size=None"), ({"expected_batch_size": 31}, "and at most "),
+             ({"delta": 0.1}, "less than 1 / 30")]],
+        (TypeError, "which can't be sampled at random", lambda: training().loader(Stream())),
+        (TypeError, "batch_size, shuffle", lambda: training().loader(dataset(), batch_size=3, shuffle=True)),
+        (ValueError, "without micro_batch_size", lambda: training().loader(dataset(), padded=True)),
+        (ValueError, "expected how many steps", lambda: train(training(noise_multiplier=None, epsilon=1.0), net())),
+        *[(ValueError, words, lambda wrong=wrong: training(**wrong))
+          for wrong, words in [
+             ({"epsilon": 1.0}, "expected exactly one"), ({"noise_multiplier": -1}, "noise_multiplier=-1"),
+             ({"clip": QuantileClip(), "max_norm": {"*": 1.0}}, "expected a single bound to start from"),
+             ({"delta": 1}, "delta=1")]],
+        (ValueError, "the training began with 20", lambda: other.load_state_dict(state)),
+        (ValueError, r"of another kind of clip than .*QuantileClip", lambda: quantile.load_state_dict(state)),
+        (ValueError, r"of another kind of clip than 'flat'", lambda: training().load_state_dict(quantile.state_dict())),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -299,7 +260,7 @@ def test_batch_statistics_are_refused(frozen: bool) -> None:
     if frozen:
         model[1].requires_grad_(False)
     with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match=r"BatchNorm|samples"):
-        train(training(), model, epochs=1)
+        train(training(), model)
 
 
 def test_data_may_be_dictionaries() -> None:
@@ -308,7 +269,7 @@ def test_data_may_be_dictionaries() -> None:
             return SIZE
 
         def __getitem__(self, index: int) -> dict[str, Tensor]:
-            x, y = data()[index]
+            x, y = dataset()[index]
             return {"x": x, "y": y}
 
     private, model = training(), net()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import BOUND, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
+from private_steps import BOUND, NOISE, SEED, SIZE, STEPS, by_hand, dataset, losses, net, train, training
 from private_steps import data as numbers
 from rarely import crossed
 from torch import Tensor
@@ -26,22 +26,12 @@ USERS = [[own for own, size in SIZES.items() for _ in range(size)][7 * n % SIZE]
 COUNT, EXPECTED = len(SIZES), 4  # users
 
 
-def training(**options: Any) -> PrivateTraining:
-    given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
-    return PrivateTraining(**({"groups": USERS} | given | options))
+def of_users(**options: Any) -> PrivateTraining:
+    return training(**({"groups": USERS, "expected_batch_size": EXPECTED} | options))
 
 
-def train(private: PrivateTraining, model: nn.Module, upto: int = 2 * STEPS, **options: Any) -> list[Any]:
-    optimizer, done = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
-    with private.attach(model, optimizer):
-        for x, y in private.loader(TensorDataset(*numbers()), steps=2 * STEPS, **options):
-            private.backward(losses(model, x, y))
-            if (found := private.step()) is not None:
-                optimizer.step()
-                done.append(found)
-                if len(done) == upto:
-                    break
-    return done
+def trained(private: PrivateTraining, model: nn.Module, **options: Any) -> list[Any]:
+    return train(private, model, steps=2 * STEPS, **options)
 
 
 def expected() -> nn.Module:
@@ -59,11 +49,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_as_a_loop_by_hand(way: str) -> None:
-    private, model = training(), net()
-    done = train(private, model, **WAYS[way])
+    private, model = of_users(), net()
+    done = trained(private, model, **WAYS[way])
     assert_close(model.state_dict(), expected().state_dict())
     assert private.history == [(NOISE, EXPECTED / COUNT, 2 * STEPS)]
-    batches = private.loader(TensorDataset(*numbers())).batches
+    batches = private.loader(dataset()).batches
     assert [len(step.norms) for step in done] == [len(batches.drawn(t)) for t in range(2 * STEPS)]  # of users
     assert {step.unit for step in done} == {"group"}
     assert done[0].bound == BOUND
@@ -73,14 +63,14 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
 def test_users_as_numbers_are_the_same_users() -> None:
     for groups in (torch.tensor([NAMES.index(own) for own in USERS]), [NAMES.index(own) for own in USERS]):
         model = net()
-        train(training(groups=groups), model)
+        trained(of_users(groups=groups), model)
         assert_close(model.state_dict(), expected().state_dict())
 
 
 def test_users_of_one_sample_each_are_samples() -> None:
     users, samples = net(), net()
-    train(training(groups=range(SIZE), expected_batch_size=6), users, micro_batch_size=3)
-    train(training(groups=None, expected_batch_size=6), samples, micro_batch_size=3)
+    trained(of_users(groups=range(SIZE), expected_batch_size=6), users, micro_batch_size=3)
+    trained(of_users(groups=None, expected_batch_size=6), samples, micro_batch_size=3)
     assert_close(users.state_dict(), samples.state_dict(), rtol=1e-12, atol=1e-12)
 
 
@@ -88,27 +78,27 @@ def test_users_of_one_sample_each_are_samples() -> None:
 def test_other_ways_to_clip_are_the_same_of_micro_batches(clip: str, options: dict[str, Any]) -> None:
     states = []
     for given in ({}, options):
-        private, model = training(clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip), net()
-        train(private, model, **given)
+        private, model = of_users(clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip), net()
+        trained(private, model, **given)
         states.append((model.state_dict(), getattr(private.clip, "bound", None)))
     assert_close(states[0], states[1])
 
 
 def test_it_goes_on_from_a_checkpoint_bit_by_bit() -> None:
     options: dict[str, Any] = {"micro_batch_size": 8}
-    whole, model = training(per_user=2), net()
-    train(whole, model, **options)
-    before, rest = training(per_user=2), net()
-    train(before, rest, upto=7, **options)
-    after = training(seed=SEED + 99, per_user=2)
+    whole, model = of_users(per_user=2), net()
+    trained(whole, model, **options)
+    before, rest = of_users(per_user=2), net()
+    trained(before, rest, upto=7, **options)
+    after = of_users(seed=SEED + 99, per_user=2)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
-    train(after, rest, **options)
+    trained(after, rest, **options)
     assert after.history == whole.history
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), rest.parameters()))
 
 
 def test_every_user_is_drawn_with_its_probability_and_with_all_samples() -> None:
-    batches = training().loader(TensorDataset(*numbers())).batches
+    batches = of_users().loader(dataset()).batches
     count: Counter[str] = Counter()
     for t in range(3000):
         ((mark, *samples),) = batches._micro_batches(t)
@@ -136,14 +126,14 @@ def test_at_most_some_samples_of_a_user_each_as_likely_as_others() -> None:
     for n in range(SIZE):
         share = min(1.0, 3 / USERS.count(USERS[n]))
         assert abs(count[n] - 2000 * share) <= 5 * (2000 * share * (1 - share)) ** 0.5
-    batches = training(per_user=1).loader(TensorDataset(*numbers())).batches
+    batches = of_users(per_user=1).loader(dataset()).batches
     chosen = [[own[1:] for own in batches._micro_batches(t)] for t in (3, 3, 4)]
     assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
     """Without noise, against rows of the samples that the loader gave."""
-    private, model, plain, (x, y) = training(per_user=2, noise_multiplier=0.0), net(), net(), numbers()
+    private, model, plain, (x, y) = of_users(per_user=2, noise_multiplier=0.0), net(), net(), numbers()
     with private.attach(model):
         for _ in range(3):
             batches = private.loader(TensorDataset(x, y, torch.arange(SIZE)), steps=2, parts=2)
@@ -168,9 +158,9 @@ def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
 
 
 def test_empty_batches_of_users_are_steps_too() -> None:
-    private, model = training(expected_batch_size=0.1), net()
+    private, model = of_users(expected_batch_size=0.1), net()
     with private.attach(model):
-        for x, y in private.loader(TensorDataset(*numbers()), steps=8, parts=2):
+        for x, y in private.loader(dataset(), steps=8, parts=2):
             private.backward(losses(model, x, y))
             if (found := private.step()) is not None and not len(found.norms):
                 assert all(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -230,19 +220,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_users_are_refused(name: str) -> None:
     options, told = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=told):
-        training(**options).loader(TensorDataset(*numbers()))
+        of_users(**options).loader(dataset())
 
 
 def test_a_user_that_fits_into_no_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="micro_batch_size=7, but a user has 8 samples"):
-        training().loader(TensorDataset(*numbers()), micro_batch_size=7)
-    assert training(per_user=7).loader(TensorDataset(*numbers()), micro_batch_size=7)
+        of_users().loader(dataset(), micro_batch_size=7)
+    assert of_users(per_user=7).loader(dataset(), micro_batch_size=7)
 
 
 def test_a_training_of_users_does_not_go_on_with_others() -> None:
-    private = training()
-    train(private, net(), upto=1)
-    other = training(groups=None)
+    private = of_users()
+    trained(private, net(), upto=1)
+    other = of_users(groups=None)
     other.load_state_dict(private.state_dict())
     with pytest.raises(ValueError, match=f"30 samples, but the training began with {COUNT}"):
-        other.loader(TensorDataset(*numbers()))
+        other.loader(dataset())

@@ -18,20 +18,14 @@ def mixed() -> nn.Module:
     return Bare(lambda m, x, how: m.out((how @ m.into(x)).relu()), into=nn.Linear(4, 4), out=nn.Linear(4, 2))
 
 
-class Placed(nn.Module):
-    """Positions that are given as an argument."""
+def placed(first: bool = False) -> nn.Module:
+    """Positions that are given as an argument.  first: before the words"""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places, self.out = nn.Embedding(9, 8), nn.Embedding(9, 8), nn.Linear(8, 3)
+    def run(m: nn.Module, x: Tensor, places: Tensor) -> Tensor:
+        return m.out((m.words(x) + m.places(places)).tanh())
 
-    def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        return self.out((self.words(x) + self.places(places)).tanh())
-
-
-class PlacesFirst(Placed):
-    def forward(self, places: Tensor, x: Tensor) -> Tensor:
-        return super().forward(x, places)
+    own = {"words": nn.Embedding(9, 8), "places": nn.Embedding(9, 8), "out": nn.Linear(8, 3)}
+    return Bare((lambda m, places, x: run(m, x, places)) if first else run, **own).double()
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
@@ -45,34 +39,29 @@ def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
 
 @pytest.mark.parametrize("samples", [1, 3, 4])
 def test_positions_are_no_samples_even_where_they_are_as_many(samples: int) -> None:
-    model = Placed().double()
+    model = placed()
     with autograd_hacks.add_hooks(model):
         check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(x, torch.arange(4)))
 
 
 def test_positions_before_the_batch() -> None:
-    model, places = PlacesFirst().double(), torch.arange(4)[None]
+    model, places = placed(first=True), torch.arange(4)[None]
     with autograd_hacks.add_hooks(model):
         for samples in (3, 4, 3):
             check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(places, x))
 
 
-class Packed(nn.Module):
-    def __init__(self, kind: str, head: str) -> None:
-        super().__init__()
-        self.rnn, self.out, self.head = getattr(nn, kind)(4, 3, batch_first=True), nn.Linear(3, 2), head
-
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+@crossed(kind=[nn.RNN, nn.LSTM, nn.GRU], head=["state", "padded"], counts=[False, True])
+def test_packed_inside_the_model_in_any_order(kind: type[nn.RNNBase], head: str, counts: bool) -> None:
+    def run(m: nn.Module, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         lengths = (x[..., 0] < 9).sum(1) if lengths is None else lengths
-        packed, state = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        if self.head == "state":
-            return self.out((state[0] if isinstance(state, tuple) else state)[-1])
-        return self.out(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
+        packed, state = m.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        if head == "state":
+            return m.out((state[0] if isinstance(state, tuple) else state)[-1])
+        return m.out(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
 
-
-@crossed(kind=["RNN", "LSTM", "GRU"], head=["state", "padded"], counts=[False, True])
-def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool) -> None:
-    model, x, lengths = Packed(kind, head).double(), torch.randn(4, 5, 4).double(), torch.tensor([2, 5, 1, 4])
+    model = Bare(run, rnn=kind(4, 3, batch_first=True), out=nn.Linear(3, 2)).double()
+    x, lengths = torch.randn(4, 5, 4).double(), torch.tensor([2, 5, 1, 4])
     x[torch.arange(5) >= lengths[:, None]] = 10
     with autograd_hacks.add_hooks(model):
         check(model, torch.arange(4), "sum", lambda n: model(x[n]) if counts else model(x[n], lengths[n]))

@@ -23,22 +23,6 @@ def test_sequence_first_and_folded_rows(steps: int) -> None:
     check_batches(SequenceFirst().double(), draw(4, steps), draw(4, steps + 1), draw(3, 3), draw(1, 4), draw(2, 6), verify=1)
 
 
-class Positions(nn.Module):
-    """Learnt positions: by ids T or (1, T) or repeated for each sample; and a table of relative ones."""
-
-    def __init__(self, ids: Callable[[int, int], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.positions, self.relative = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Embedding(17, 1)
-        self.out, self.ids = nn.Linear(4, 2), ids
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        samples, steps = tokens.shape
-        x = self.embed(tokens) + self.positions(self.ids(samples, steps))
-        at = torch.arange(steps)
-        scores = x @ x.mT + self.relative(at - at[:, None] + 8).permute(2, 0, 1)
-        return self.out(torch.tanh(scores.softmax(2) @ x))
-
-
 @pytest.mark.parametrize("first", [5, 1])
 @pytest.mark.parametrize("ids", [lambda t: torch.arange(t), lambda t: torch.arange(t)[None]], ids=["T", "1 T"])
 def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Tensor], first: int) -> None:
@@ -78,10 +62,16 @@ def test_a_lookup_of_a_number() -> None:
     ids=["T", "1 T", "N T", "zeros N T", "zeros T"],
 )
 def test_positions_without_a_batch(ids: Callable[[int, int], Tensor], steps: int) -> None:
-    """T = N, too."""
-    check_batches(
-        Positions(ids).double(), torch.randint(9, (4, steps)), torch.randint(9, (4, 4)), torch.randint(9, (3, 5)), verify=1
-    )
+    """Learnt positions: by ids T or (1, T) or repeated for each sample; and a table of relative ones.  T = N, too."""
+
+    def run(m: nn.Module, tokens: Tensor) -> Tensor:
+        x, at = m.embed(tokens) + m.positions(ids(*tokens.shape)), torch.arange(tokens.shape[1])
+        scores = x @ x.mT + m.relative(at - at[:, None] + 8).permute(2, 0, 1)
+        return m.out(torch.tanh(scores.softmax(2) @ x))
+
+    tables = {"embed": nn.Embedding(9, 4), "positions": nn.Embedding(9, 4), "relative": nn.Embedding(17, 1)}
+    model = Bare(run, **tables, out=nn.Linear(4, 2)).double()
+    check_batches(model, *(torch.randint(9, sizes) for sizes in ((4, steps), (4, 4), (3, 5))), verify=1)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -177,28 +167,26 @@ def test_dead_units_where_samples_and_positions_are_as_many() -> None:
         assert model[2].weight.grad1[:, 0, 0].tolist() == pytest.approx([0, 0.2, 0, 0, 0][:samples])
 
 
-class LongAndShort(nn.Module):
+def long_and_short(mixes: bool = False) -> nn.Module:
     """Its time-first layer runs for long texts only."""
 
-    def __init__(self, mixes: bool = False) -> None:
-        super().__init__()
-        self.words, self.long, self.short, self.head = nn.Embedding(7, 4), nn.GRU(4, 4), nn.Linear(4, 4), nn.Linear(4, 7)
-        self.mixes = mixes
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.words(ids)
+    def run(m: nn.Module, ids: Tensor) -> Tensor:
+        h = m.words(ids)
         if ids.shape[1] > 8:
-            h = self.long(h.transpose(0, 1))[0].transpose(0, 1)
-        h = self.short(h).relu()
-        return self.head(h - h.mean(0) if self.mixes else h)
+            h = m.long(h.transpose(0, 1))[0].transpose(0, 1)
+        h = m.short(h).relu()
+        return m.head(h - h.mean(0) if mixes else h)
+
+    own = {"words": nn.Embedding(7, 4), "long": nn.GRU(4, 4), "short": nn.Linear(4, 4), "head": nn.Linear(4, 7)}
+    return Bare(run, **own).double()
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 4, 3), (3, 1, 3)])
 def test_a_time_first_layer_that_does_not_run_says_nothing_of_the_axis(sizes: tuple[int, ...]) -> None:
     """A batch of one text of five words was read as five samples, and its gradient clipped position by position."""
-    model = LongAndShort().double()
+    model = long_and_short()
     autograd_hacks.add_hooks(model)
     for length in (5, 9, 5):
         for samples in sizes:
             check(model, torch.randint(7, (samples, length)), "sum")
-    check_refused(LongAndShort(mixes=True).double(), (torch.randint(7, (3, 5)),))
+    check_refused(long_and_short(mixes=True), (torch.randint(7, (3, 5)),))

@@ -188,26 +188,21 @@ def test_dropout_is_no_mixing() -> None:
             check_losses(model, lambda x=x: squares(model(x)))
 
 
-class ActNorm(nn.Module):
+def act_norm(m: nn.Module, x: Tensor) -> Tensor:
     """Takes its shift and scale from its first batch, which mixes the samples of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.scale = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
-        self.register_buffer("is_set", torch.tensor(False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_set:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
-                self.scale.copy_(1 / x.std(0))
-                self.is_set.fill_(True)
-        return (x + self.shift) * self.scale
+    if not m.is_set:
+        with torch.no_grad():
+            m.shift.copy_(-x.mean(0))
+            m.scale.copy_(1 / x.std(0))
+            m.is_set.fill_(True)
+    return (x + m.shift) * m.scale
 
 
 def test_what_mixes_in_its_first_step_alone() -> None:
     for samples in SIZES:
-        model = nn.Sequential(nn.Linear(3, 4), ActNorm(), nn.Linear(4, 2)).double()
+        norm = Bare(act_norm, shift=torch.zeros(4), scale=torch.ones(4))
+        norm.register_buffer("is_set", torch.tensor(False))
+        model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).double()
         with autograd_hacks.add_hooks(model, independent=True):
             with pytest.raises(PerSampleGradientError):
                 check(model, data(samples))

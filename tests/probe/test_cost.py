@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from mixing import steps_of
 from nets import Between
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import count_forwards
+from steps import check, count_forwards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin import Bare
@@ -43,14 +44,8 @@ def test_a_trace_through_a_compiled_part_is_not_compiled() -> None:
         return graph.forward
 
     compiled = torch.compile(torch.sin, backend=backend)
-
-    class Part(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return compiled(super().forward(x))
-
-    model, x = Part(nn.Linear(3, 2)), torch.randn(4, 3)
-    with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
+    model = Bare(lambda m, x: compiled(m.layer(x)), layer=nn.Linear(3, 2))
+    for _ in steps_of(model, [(torch.randn(4, 3),)]):
         autograd_hacks.compute_grad1(model)
     assert len(graphs) <= 1  # the forward's own
 
@@ -154,28 +149,17 @@ def test_another_probe_is_refused() -> None:
         autograd_hacks.add_hooks(nn.Linear(2, 2), probe="twice")
 
 
-class Heads(nn.Module):
+def heads(m: nn.Module, x: Tensor) -> Tensor:
     """Of as many heads as some batches have samples: a mask then looks as if it had a row for each pair of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.out, self.scale = nn.Linear(5, 5), nn.Linear(5, 2), nn.Parameter(torch.rand(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep = (x > -0.5).to(x.dtype).transpose(1, 2)[..., None]  # N heads T 1
-        values = (self.scale * self.heads(x)).transpose(1, 2)[..., None] * keep
-        out: Tensor = self.out(values[..., 0].transpose(1, 2)).mean(1)
-        return out
+    keep = (x > -0.5).to(x.dtype).transpose(1, 2)[..., None]  # N heads T 1
+    values = (m.scale * m.heads(x)).transpose(1, 2)[..., None] * keep
+    return m.out(values[..., 0].transpose(1, 2)).mean(1)
 
 
 def test_sizes_that_come_again_are_walked_once() -> None:
     """As with batches of private training, each of another size."""
-    model = Heads()
+    model = Bare(heads, heads=nn.Linear(5, 5), out=nn.Linear(5, 2), scale=torch.rand(5)).double()
     autograd_hacks.add_hooks(model)
     for number in range(24):
-        x = torch.randn(5 + number % 2, 3, 5)
-        autograd_hacks.backward(squares(model(x)))
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x))
+        check(model, torch.randn(5 + number % 2, 3, 5).double())
     assert recorder_of(model).kinds.memo.misses <= 4  # forwards and losses of two sizes

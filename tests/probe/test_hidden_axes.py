@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from mixing import zeroed
 from oracle import squares
 from steps import check, check_batches, check_losses
 from torch import Tensor
@@ -11,25 +12,18 @@ from twin import Bare
 import autograd_hacks
 
 
-class Adapter(nn.Module):
-    """W x + B A x, with B zero at first, on T N F or on rows T·N."""
-
-    def __init__(self, folded: bool) -> None:
-        super().__init__()
-        self.layer, self.down, self.up = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
-        nn.init.zeros_(self.up.weight)
-        self.folded = folded
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.transpose(0, 1).flatten(0, 1) if self.folded else x.transpose(0, 1)
-        rows = self.layer(rows) + self.up(self.down(rows))
-        return (rows.unflatten(0, (x.shape[1], x.shape[0])) if self.folded else rows).transpose(0, 1)
-
-
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("steps", [4, 6])
 def test_weights_of_zero_hide_no_axis(folded: bool, steps: int) -> None:
-    model, x = Adapter(folded).double(), torch.randn(4, steps, 3).double()
+    """W x + B A x, with B zero at first, on T N F or on rows T·N."""
+
+    def adapted(m: nn.Module, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).flatten(0, 1) if folded else x.transpose(0, 1)
+        rows = m.layer(rows) + m.up(m.down(rows))
+        return (rows.unflatten(0, (x.shape[1], x.shape[0])) if folded else rows).transpose(0, 1)
+
+    down, up = nn.Linear(3, 2, bias=False), zeroed(nn.Linear(2, 3, bias=False))
+    model, x = Bare(adapted, layer=nn.Linear(3, 3), down=down, up=up).double(), torch.randn(4, steps, 3).double()
     check_batches(model, x, verify=1)
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
@@ -38,17 +32,13 @@ def test_weights_of_zero_hide_no_axis(folded: bool, steps: int) -> None:
 
 
 def test_a_dead_layer_hides_no_axis() -> None:
-    class Dead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-            nn.init.constant_(self.first.bias, -100.0)
+    def dead(m: nn.Module, x: Tensor) -> Tensor:
+        h = x.transpose(0, 1)
+        return (m.last(m.first(h).relu()) + h).transpose(0, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x.transpose(0, 1)
-            return (self.last(self.first(h).relu()) + h).transpose(0, 1)
-
-    check_batches(Dead().double(), torch.randn(4, 4, 3).double(), verify=1)
+    model = Bare(dead, first=nn.Linear(3, 3), last=nn.Linear(3, 3)).double()
+    nn.init.constant_(model.first.bias, -100.0)
+    check_batches(model, torch.randn(4, 4, 3).double(), verify=1)
 
 
 def test_a_large_feature_hides_no_change() -> None:

@@ -86,35 +86,31 @@ def read(x: Any) -> Tensor:
     return x
 
 
-class Net(nn.Module):
-    """A bare parameter, for which the whole is run again, and maybe mixing."""
+def net(wrap: Callable[[Tensor], Any], mixes: Any = None, bare: bool = True) -> nn.Module:
+    """Maybe with a bare parameter, and maybe mixing."""
 
-    def __init__(self, wrap: Callable[[Tensor], Any], mixes: Any = None, bare: bool = True) -> None:
-        super().__init__()
-        self.a, self.b, self.wrap, self.mixes = nn.Linear(3, 4), nn.Linear(4, 2), wrap, mixes
-        self.scale = nn.Parameter(torch.randn(4)) if bare else None
+    def run(m: nn.Module, x: Any) -> Any:
+        h = m.a(x if isinstance(x, Tensor) else read(x)).tanh()
+        h = m.b(h * m.scale if bare else h)
+        return wrap(h - mixes(h.mean(0)) if mixes else h)
 
-    def forward(self, x: Any) -> Any:
-        h = self.a(x if isinstance(x, Tensor) else read(x)).tanh()
-        h = self.b(h if self.scale is None else h * self.scale)
-        return self.wrap(h - self.mixes(h.mean(0)) if self.mixes else h)
+    return Bare(run, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **({"scale": torch.randn(4)} if bare else {})).double()
 
 
 @crossed(kind=OBJECTS, bare=[False, True], param_grad=[False, True])
 def test_an_object_that_the_model_returns(kind: str, bare: bool, param_grad: bool) -> None:
-    model = Net(OBJECTS[kind], bare=bare).double()
+    model = net(OBJECTS[kind], bare=bare)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for n in (4, 3):
-            x = torch.randn(n, 3).double()
-            out = model(x)
-            assert type(out) is type(OBJECTS[kind](x))
+            x = data(n)
+            assert type(model(x)) is type(OBJECTS[kind](x))
             check(model, x, run=lambda x: read(model(x)))
 
 
 @crossed(kind=OBJECTS, bare=[False, True])
 def test_mixing_in_an_object_that_the_model_returns(kind: str, bare: bool) -> None:
     for independent, mixes in enumerate((Tensor.clone, Tensor.detach)):
-        model = Net(OBJECTS[kind], mixes=mixes, bare=bare).double()
+        model = net(OBJECTS[kind], mixes=mixes, bare=bare)
         check_refused(model, *[(data(4),)] * 2, losses=lambda out: squares(read(out)), independent=bool(independent))
 
 
@@ -122,7 +118,7 @@ def test_mixing_in_an_object_that_the_model_returns(kind: str, bare: bool) -> No
 def test_an_object_between_modules(kind: str) -> None:
     model = Bare(
         lambda m, x: m.head(m.encoder(x)),
-        encoder=Net(OBJECTS[kind]),
+        encoder=net(OBJECTS[kind]),
         head=Bare(lambda m, x: m.out(read(x) + m.shift).tanh(), out=nn.Linear(2, 2), shift=torch.randn(2)),
     ).double()
     with autograd_hacks.add_hooks(model):
@@ -132,7 +128,7 @@ def test_an_object_between_modules(kind: str) -> None:
 
 @crossed(kind=RECORDS, bare=[False, True], axes=[0, "tree"])
 def test_an_object_that_the_model_is_given(kind: str, bare: bool, axes: Any) -> None:
-    model = Net(lambda h: h, bare=bare).double()
+    model = net(lambda h: h, bare=bare)
     with autograd_hacks.add_hooks(model, batch_dim=(0,) if axes == "tree" else 0):
         for n in (4, 3):
             given = RECORDS[kind](x := torch.randn(n, 3).double())
@@ -153,12 +149,12 @@ def test_axes_in_an_object() -> None:
 
 
 def test_mixing_by_an_object_that_the_model_is_given() -> None:
-    check_refused(Net(lambda h: h, mixes=Tensor.clone).double(), (Plain(data(4)),))
+    check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))
 
 
 def test_other_objects_that_the_model_is_given() -> None:
     """What they hold is not seen, and has no need to be."""
-    model = Net(lambda h: h).double()
+    model = net(lambda h: h)
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check(model, torch.randn(4, 3).double(), run=lambda x: model(Hiding(x)))

@@ -7,6 +7,7 @@ from nets import BareMatrix, Language, perceptron, words
 from steps import check_batches
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from twin import Bare
 
 import autograd_hacks
 
@@ -16,6 +17,7 @@ NETS = {
     "layers": (perceptron, torch.randn(5, 4).double()),
     "a bare matrix": (lambda: BareMatrix(4), torch.randn(5, 4).double()),
     "a tied embedding": (lambda: Language(11, 4), words() % 11),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), torch.randn(5, 3, 4).double()),
     "norms": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), torch.randn(5, 4).double()),
 }
 
@@ -36,36 +38,17 @@ def test_in_one_vector(name: str) -> None:
     check_batches(model, x, x[:3])
 
 
-class Over(nn.Module):
-    """Two parameters that share some numbers."""
-
-    def __init__(self, within: bool) -> None:
-        super().__init__()
-        numbers = torch.randn(20).double()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        self.first.weight = nn.Parameter(numbers[:9].view(3, 3))
-        self.second.weight = nn.Parameter(numbers[:9].view(3, 3).T if within else numbers[6:15].view(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
 @pytest.mark.parametrize("within", [True, False])
 def test_over_each_other(within: bool) -> None:
-    check_batches(Over(within), torch.randn(5, 3).double(), torch.randn(2, 3).double())
+    """Two parameters that share some numbers."""
+    model, numbers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)), torch.randn(20)
+    model[0].weight = nn.Parameter(numbers[:9].view(3, 3))
+    model[2].weight = nn.Parameter(numbers[:9].view(3, 3).T if within else numbers[6:15].view(3, 3))
+    check_batches(model, torch.randn(5, 3), torch.randn(2, 3))
 
 
 def test_a_matrix_made_of_the_whole_memory() -> None:
     """An operation on all of the memory uses all parameters in it."""
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numbers = torch.randn(12).double()
-            self.a, self.b = nn.Parameter(self.numbers[:6]), nn.Parameter(self.numbers[6:])
-
-        def forward(self, x: Tensor) -> Tensor:
-            flat = self.a.as_strided((12,), (1,), 0)
-            return x @ flat.view(3, 4) + self.b.sum()
-
-    check_batches(Whole(), torch.randn(5, 3).double())
+    a, b = torch.randn(12).split(6)
+    model = Bare(lambda m, x: x @ m.a.as_strided((12,), (1,), 0).view(3, 4) + m.b.sum(), a=a, b=b)
+    check_batches(model, torch.randn(5, 3))

@@ -17,31 +17,22 @@ from autograd_hacks.capture.kinds import MOST
 from autograd_hacks.errors import SamplesMixed
 
 
-class Skipping(nn.Module):
+@pytest.mark.parametrize("lengths", [(5, 4), (4,)])
+def test_layers_that_are_skipped_at_first(lengths: tuple[int, ...]) -> None:
     """Layers by turns, on T N F."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
-
-    def forward(self, x: Tensor) -> Tensor:
+    def skipping(m: nn.Module, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        for number in self.chosen:
-            x = torch.tanh(self.layers[number](x))
+        for number in m.chosen:
+            x = torch.tanh(m.layers[number](x))
         return x.transpose(0, 1)
 
-
-def test_layers_that_are_skipped_at_first() -> None:
-    model = Skipping().double()
+    model = Bare(skipping, layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(3))).double()
     with autograd_hacks.add_hooks(model):
-        for steps in (5, 4):
+        for steps in lengths:
             x = torch.randn(4, steps, 3).double()
-            for model.chosen in ([0], [1], [1], [2], [2], [2, 1, 0]):
+            for model.chosen in ([0], [0], [1], [1], [2], [2], [2, 1, 0]):
                 check(model, x)
-    model, x = Skipping().double(), torch.randn(4, 4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for model.chosen in ([0], [0], [1]):
-            check(model, x)
 
 
 def test_a_number_that_changes_each_step_makes_few_kinds() -> None:
@@ -78,20 +69,9 @@ def test_a_layer_that_is_called_more_often_than_before() -> None:
     check_batches(model, *(torch.randn(4, steps, 3).double() for steps in (2, 5, 3, 7)), verify=1)
 
 
-class WithNotes(nn.Module):
-    """Ignores all of its arguments but the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self.body(x)
-
-
 def test_the_number_of_kinds_is_bounded() -> None:
     """Names of files as dictionary keys, and lists of any length, make each forward another kind."""
-    model = WithNotes().double()
+    model = Bare(lambda m, x, *_: m.body(x), body=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
     with autograd_hacks.add_hooks(model):
         kinds = recorder_of(model).kinds.seen
         for n in range(100):

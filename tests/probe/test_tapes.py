@@ -123,11 +123,10 @@ def test_what_begins_to_mix_is_refused_in_that_step(name: str) -> None:
 
 
 def test_standardised_inputs_are_refused_in_the_step_in_which_they_begin() -> None:
-    class Standardised(Program):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward((x - x.mean(0)) / x.std(0) if self.step >= BEGINS - 1 else x * 2)
-
-    assert accepted(Standardised(lambda own, h: h)) == BEGINS
+    model = Program(lambda own, h: h)
+    own = model.forward
+    model.forward = lambda x: own((x - x.mean(0)) / x.std(0) if model.step >= BEGINS - 1 else x * 2)
+    assert accepted(model) == BEGINS
 
 
 def test_methods_of_tensors_that_others_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,40 +186,33 @@ def test_batches_of_other_sizes_need_no_further_check(checks: list[int]) -> None
     assert len(checks) == 1
 
 
-OPEN: dict[str, Callable[[Tensor], Any]] = {
-    "numpy": lambda h: torch.from_numpy(h.detach().numpy() - h.detach().numpy().mean(0)),
-    "asarray": lambda h: torch.from_numpy(np.asarray(h.detach()) * 2),
-    "tolist": lambda h: torch.tensor(h.detach().tolist()),
-    "dlpack": lambda h: torch.from_dlpack(h.detach()),
-}
-
-
-@pytest.mark.parametrize("name", OPEN)
-def test_values_that_leave_pytorch_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ProbeFailed, match=rf"independence.*{Path(__file__).name}:\d+") as refused:
-        for _ in steps(Program(lambda own, h: h + OPEN[name](h))):
-            pass
-    assert {"numpy": "numpy()", "asarray": "asarray", "tolist": "tolist()", "dlpack": "dlpack"}[name] in str(refused.value)
-
-
-def test_memory_that_is_replaced_is_refused() -> None:
-    def replaced(own: Program, h: Tensor) -> Tensor:
-        h = h * 1
-        h.data = h.detach() - h.detach().mean(0)
-        return h
-
-    with pytest.raises(ProbeFailed, match=r"\.data ="):
-        list(steps(Program(replaced)))
-
-
 @torch.library.custom_op("test_tapes::centred", mutates_args=())
 def centred(h: Tensor) -> Tensor:
     return h - h.mean(0)
 
 
-def test_an_opaque_operation_is_refused_by_name() -> None:
-    with pytest.raises(ProbeFailed, match=r"test_tapes::centred, at .*test_tapes.py:\d+.*register_operation"):
-        list(steps(Program(lambda own, h: h + centred(h.detach()))))
+def replaced(h: Tensor) -> Tensor:
+    h.data = h.detach() - h.detach().mean(0)
+    return h
+
+
+OPEN: dict[str, Callable[[Tensor], Any]] = {
+    "numpy()": lambda h: h + torch.from_numpy(h.detach().numpy() - h.detach().numpy().mean(0)),
+    "asarray": lambda h: h + torch.from_numpy(np.asarray(h.detach()) * 2),
+    "tolist()": lambda h: h + torch.tensor(h.detach().tolist()),
+    "dlpack": lambda h: h + torch.from_dlpack(h.detach()),
+    ".data =": replaced,
+    "test_tapes::centred, at": lambda h: h + centred(h.detach()),
+}
+"""By words of what is said."""
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_no_tape_sees_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ProbeFailed, match=rf"independence.*{Path(__file__).name}:\d+") as refused:
+        list(steps(Program(lambda own, h: OPEN[name](h * 1))))
+    assert name in str(refused.value)
+    assert "register_operation" in str(refused.value) or "::" not in name
 
 
 def test_outputs_and_graphs_keep_their_bits() -> None:
@@ -235,15 +227,12 @@ def test_outputs_and_graphs_keep_their_bits() -> None:
     for context in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16)):
         found = []
         for independent in (False, True):
-            outs = []
-            with autograd_hacks.add_hooks(model, independent=independent, batch_dim=0):
+            with autograd_hacks.add_hooks(model, independent=independent, batch_dim=0), context:
                 for _ in range(2):
                     torch.manual_seed(0)
-                    with context:
-                        outs.append(model(x)[0])
-            found.append((outs[-1], kinds(outs[-1])))
-        assert torch.equal(found[0][0], found[1][0])
-        assert found[0][1] == found[1][1]
+                    out = model(x)[0]
+            found.append((out.tolist(), kinds(out)))
+        assert found[0] == found[1]
 
 
 class Counting(TorchDispatchMode):

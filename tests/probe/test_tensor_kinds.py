@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from mixing import check_refused, data
 from oracle import squares
 from rarely import crossed
 from steps import check, check_losses
@@ -32,18 +33,15 @@ class Image(Tensor):
         return out.as_subclass(cls) if is_copy and isinstance(args[0], cls) and type(out) is Tensor else out
 
 
-class Net(nn.Module):
-    def __init__(self, bare: bool, mixes: bool = False, kind: type[Tensor] = Tensor) -> None:
-        super().__init__()
-        self.a, self.b, self.mixes, self.kind = nn.Linear(3, 4), nn.Linear(4, 2), mixes, kind
-        self.scale = nn.Parameter(torch.randn(4)) if bare else None
-
-    def forward(self, x: Any) -> Tensor:
-        if self.kind is not Tensor and (type(x) is not self.kind or x.factor != 2):
+def net(bare: bool, mixes: bool = False, kind: type[Tensor] = Tensor) -> nn.Module:
+    def run(m: nn.Module, x: Any) -> Tensor:
+        if kind is not Tensor and (type(x) is not kind or x.factor != 2):
             raise TypeError("the model was given another kind of tensor")
-        h = self.a(x * 2).tanh()
-        h = self.b(h if self.scale is None else h * self.scale)
-        return h - h.mean(0) if self.mixes else h
+        h = m.a(x * 2).tanh()
+        h = m.b(h * m.scale if bare else h)
+        return h - h.mean(0) if mixes else h
+
+    return Bare(run, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **({"scale": torch.randn(4)} if bare else {})).double()
 
 
 def of_kind(x: Tensor, kind: type[Tensor]) -> Tensor:
@@ -54,7 +52,7 @@ def of_kind(x: Tensor, kind: type[Tensor]) -> Tensor:
 
 @crossed(kind=[Kept, Image], bare=[False, True], options=[{}, {"param_grad": False}, {"probe": False}])
 def test_inputs_of_the_users_own_kind(kind: type[Tensor], bare: bool, options: dict[str, bool]) -> None:
-    model = Net(bare, kind=kind).double()
+    model = net(bare, kind=kind)
     with autograd_hacks.add_hooks(model, **options):
         for n in (4, 3):
             check(model, torch.randn(n, 3).double(), run=lambda x: model(of_kind(x, kind)).as_subclass(Tensor))
@@ -74,25 +72,21 @@ def test_layers_given_the_users_own_kind(kind: type[Tensor]) -> None:
 @pytest.mark.parametrize("kind", [Kept, Image])
 @pytest.mark.parametrize("bare", [False, True])
 def test_mixing_in_the_users_own_kind(kind: type[Tensor], bare: bool) -> None:
-    model = Net(bare, mixes=True).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(torch.randn(4, 3).double().as_subclass(kind))).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
+    check_refused(net(bare, mixes=True), (data(4).as_subclass(kind),), error=SamplesMixed)
 
 
 def twice_net() -> nn.Module:
     """Its first weight is read past its layer, too."""
-    return Bare(lambda m, x: m.b(F.linear(m.a(x).tanh(), m.a.weight)), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
+    return Bare(lambda m, x: m.b(F.linear(m.a(x).tanh(), m.a.weight)), a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
 
 
 class OwnParameter(nn.Parameter):
     pass
 
 
-@crossed(kind=[Kept, Image, OwnParameter], net=[twice_net, lambda: Net(True)])
-def test_parameters_of_the_users_own_kind(kind: type[Tensor], net: Callable[[], nn.Module]) -> None:
-    model = net().double()
+@crossed(kind=[Kept, Image, OwnParameter], made=[twice_net, lambda: net(True)])
+def test_parameters_of_the_users_own_kind(kind: type[Tensor], made: Callable[[], nn.Module]) -> None:
+    model = made()
     for module, name in ((model.a, "weight"), (model, "scale")):
         if hasattr(module, name):
             old = getattr(module, name).detach()
@@ -105,20 +99,18 @@ def test_parameters_of_the_users_own_kind(kind: type[Tensor], net: Callable[[], 
 # Sparse ones
 
 
-class Spread(nn.Module):
+def spread(mixes: bool = False) -> nn.Module:
     """A bare weight times a sparse input."""
 
-    def __init__(self, mixes: bool = False) -> None:
-        super().__init__()
-        self.weight, self.out, self.mixes = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 2), mixes
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        h = torch.sparse.mm(x, m.weight)
+        return m.out((h - h.mean(0) if mixes else h).tanh())
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.sparse.mm(x, self.weight)
-        return self.out((h - h.mean(0) if self.mixes else h).tanh())
+    return Bare(run, weight=torch.randn(3, 4), out=nn.Linear(4, 2)).double()
 
 
 def written() -> nn.Module:
-    return Bare(lambda m, x: m.layer(x.to_dense()) * m.scale, layer=nn.Linear(3, 2), scale=torch.randn(2))
+    return Bare(lambda m, x: m.layer(x.to_dense()) * m.scale, layer=nn.Linear(3, 2), scale=torch.randn(2)).double()
 
 
 LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -130,10 +122,10 @@ LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize(
-    ("layout", "net"), [("hybrid", written), *((x, y) for x in ("coo", "csr") for y in (Spread, written, twice_net))]
+    ("layout", "made"), [("hybrid", written), *((x, y) for x in ("coo", "csr") for y in (spread, written, twice_net))]
 )  # torch multiplies no hybrid tensor by a matrix
-def test_sparse_inputs(layout: str, net: type[nn.Module]) -> None:
-    model = net().double()
+def test_sparse_inputs(layout: str, made: Callable[[], nn.Module]) -> None:
+    model = made()
     with autograd_hacks.add_hooks(model):
         for n in (4, 5):
             x = torch.randn(n, 3).double().relu()
@@ -143,22 +135,14 @@ def test_sparse_inputs(layout: str, net: type[nn.Module]) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_mixing_behind_a_sparse_input(layout: str) -> None:
-    model, x = Spread(mixes=True).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(LAID_OUT[layout](x))).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
+    check_refused(spread(mixes=True), (LAID_OUT[layout](data(4)),), error=SamplesMixed)
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_sparse_outputs(bare: bool) -> None:
-    class Thinned(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).to_sparse()
-
-    model, x = Thinned(bare).double(), torch.randn(4, 3).double()
+    model = Bare(lambda m, x: m.inner(x).to_sparse(), inner=net(bare))
     with autograd_hacks.add_hooks(model):
-        check(model, x, run=lambda x: model(x).to_dense())
+        check(model, data(4), run=lambda x: model(x).to_dense())
 
 
 # Nested ones
@@ -184,8 +168,5 @@ def test_nested_inside_is_refused(layout: torch.layout) -> None:
         parts = torch.nested.as_nested_tensor([part[: 1 + int(part[0, 0] > 0)] for part in x], layout=layout)
         return m.out(torch.nested.to_padded_tensor(m.layer(parts), 0.0).sum(1))
 
-    model, x = Bare(ragged, layer=nn.Linear(3, 4), out=nn.Linear(4, 2)).double(), torch.randn(4, 3, 3).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
-        with pytest.raises(UnseenGradient, match=r"nested tensor.*to_padded_tensor.*mask"):
-            autograd_hacks.compute_grad1(model)
+    model = Bare(ragged, layer=nn.Linear(3, 4), out=nn.Linear(4, 2)).double()
+    check_refused(model, (data(4, 3, 3),), error=UnseenGradient, match=r"nested tensor.*to_padded_tensor.*mask")

@@ -128,6 +128,19 @@ MODELS: list[tuple[str, str, dict[str, Any], Inputs, str]] = [
 ]  # fmt: skip
 
 
+def built(model: str, config: str, arguments: dict[str, Any], training: bool) -> Any:
+    transformers.logging.set_verbosity_error()
+    net = getattr(transformers, model)(getattr(transformers, config)(**arguments)).double().train(training)
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    return net
+
+
+def batch_of(inputs: Inputs, samples: int) -> dict[str, Tensor]:
+    return {key: x.double() if x.is_floating_point() else x for key, x in inputs(samples).items()}
+
+
 OFTEN = ("GPT2", "Bert", "DebertaV2", "Llama", "Mixtral", "T5", "Mamba", "XLNet", "Swinv2", "ConvNext", "Wav2Vec2")
 """Families that every run has, each once, in training or in evaluation."""
 FIRST = [next(n for n, case in enumerate(MODELS) if case[0].startswith(family)) for family in OFTEN]
@@ -142,14 +155,10 @@ USUAL = [(MODELS[n], bool(n % 2)) for n in FIRST]
 )
 def test_architecture(case: tuple[str, str, dict[str, Any], Inputs, str], training: bool) -> None:
     model, config, arguments, inputs, output = case
-    transformers.logging.set_verbosity_error()
-    net = getattr(transformers, model)(getattr(transformers, config)(**arguments)).double().train(training)
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
+    net = built(model, config, arguments, training)
     with autograd_hacks.add_hooks(net):
         for samples in (4, 3):
-            batch = {key: x.double() if x.is_floating_point() else x for key, x in inputs(samples).items()}
+            batch = batch_of(inputs, samples)
 
             def losses(batch: dict[str, Tensor] = batch) -> Tensor:
                 torch.manual_seed(1)

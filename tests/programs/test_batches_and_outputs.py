@@ -17,24 +17,22 @@ from twin import Bare
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 
+
+def scaled(given: Callable[[Any], Tensor] = lambda x: x, then: Callable[..., Any] = lambda h: h) -> nn.Module:
+    """A layer and a bare parameter.  given: makes a tensor of the batch    then: makes the output"""
+    return Bare(
+        lambda m, x, *more: then(m.first(given(x)).tanh() * m.scale, *more), first=nn.Linear(3, 4), scale=torch.ones(4)
+    ).double()
+
+
 # Batches of other things than tensors
 
 
-class Stored(nn.Module):
-    """Is told which samples of stored data to take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
-        self.stored = {f"{n}.png": data(3) for n in range(9)}
-
-    def forward(self, names: Any) -> Tensor:
-        return self.first(torch.stack([self.stored[name] for name in names])).tanh() * self.scale
-
-
 def test_a_batch_of_file_names() -> None:
+    """The model is told which samples of stored data to take."""
+    stored = {f"{n}.png": data(3) for n in range(9)}
     names = iter([["1.png", "4.png", "2.png"], ["7.png", "8.png", "3.png"], ["1.png", "2.png", "5.png", "6.png"]])
-    model = Stored().double()
+    model = scaled(lambda own: torch.stack([stored[name] for name in own]))
     check(model, lambda: squares(model(next(names))))
 
 
@@ -49,43 +47,20 @@ def test_a_tensor_and_strings() -> None:
 
 @pytest.mark.parametrize("batch_dim", [None, (None,)])
 def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
-    class Indexed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.data, self.first, self.scale = data(9, 3), nn.Linear(3, 4), nn.Parameter(torch.ones(4))
-
-        def forward(self, rows: range) -> Tensor:
-            return self.first(self.data[rows.start : rows.stop]).tanh() * self.scale
-
-    model, rows = Indexed().double(), iter([range(3), range(3, 7), range(2, 6)])
+    stored, rows = data(9, 3), iter([range(3), range(3, 7), range(2, 6)])
+    model = scaled(lambda own: stored[own.start : own.stop])
     check(model, lambda: squares(model(next(rows))), batch_dim=batch_dim)
-
-
-@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [2, 5]])
-def test_a_list_of_tensors_a_sample_each(lengths: list[int]) -> None:
-    model = Bare(
-        lambda m, xs: torch.stack([(m.first(x).tanh() * m.scale).mean(0) for x in xs]),
-        first=nn.Linear(3, 4),
-        scale=torch.ones(4),
-    ).double()
-    xs = [data(n, 3) for n in lengths]
-    check(model, lambda: squares(model(xs)))
 
 
 # What is returned
 
 
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.log_std = nn.Linear(3, 2), nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mean(x), self.log_std
+def policy(returns: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    return Bare(lambda m, x: returns(m.mean(x), m.log_std), mean=nn.Linear(3, 2), log_std=torch.randn(2)).double()
 
 
 def test_a_parameter_that_is_returned() -> None:
-    model, x, a = Policy().double(), data(4, 3), data(4, 2)
+    model, x, a = policy(lambda mean, log_std: (mean, log_std)), data(4, 3), data(4, 2)
 
     def losses() -> Tensor:
         mean, log_std = model(x)
@@ -100,11 +75,8 @@ def test_a_parameter_that_is_returned() -> None:
 
 
 def test_a_distribution_of_a_parameter() -> None:
-    class Stochastic(Policy):
-        def forward(self, x: Tensor) -> Any:
-            return torch.distributions.Normal(self.mean(x), self.log_std.exp())
-
-    model, x, a = Stochastic().double(), data(4, 3), data(4, 2)
+    model = policy(lambda mean, log_std: torch.distributions.Normal(mean, log_std.exp()))
+    x, a = data(4, 3), data(4, 2)
     check(model, lambda: -model(x).log_prob(a).sum(1), by_losses=True)
 
 
@@ -126,11 +98,7 @@ def test_a_scale_of_logits_that_is_returned() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_outputs_of_chosen_positions(whole: bool) -> None:
-    def masked(m: nn.Module, x: Tensor, mask: Tensor) -> Any:
-        h = m.first(x).tanh() * m.scale
-        return (h[mask], h) if whole else h[mask]
-
-    model, x = Bare(masked, first=nn.Linear(3, 4), scale=torch.ones(4)).double(), data(4, 5, 3)
+    model, x = scaled(then=lambda h, mask: (h[mask], h) if whole else h[mask]), data(4, 5, 3)
     masks = iter([torch.rand(4, 5) < 0.5 for _ in range(3)])
 
     def losses() -> Tensor:
@@ -158,10 +126,7 @@ PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", PICKS)
 def test_outputs_that_an_index_picked(name: str) -> None:
-    model = Bare(
-        lambda m, x, rows, at: PICKS[name](m.first(x).tanh() * m.scale, rows, at), first=nn.Linear(3, 4), scale=torch.ones(4)
-    ).double()
-    x = data(4, 5, 3)
+    model, x = scaled(then=PICKS[name]), data(4, 5, 3)
     draws = iter([(torch.randint(4, (n,)), torch.randint(5, (n,))) for n in (11, 9, 13)])
 
     def losses() -> Tensor:
@@ -197,17 +162,10 @@ def test_outputs_that_are_computed_lazily() -> None:
 # Batches of one sample, in which a value of parameters has the same size as one for each sample
 
 
-class Learnt(nn.Module):
+def learnt(how: Callable[[Any, Tensor, Tensor], Any], **layers: nn.Module) -> nn.Module:
     """Has a learnt query, or first state, for every sample."""
-
-    def __init__(self, how: Callable[["Learnt", Tensor, Tensor], Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.how, self.query, self.u = how, nn.Parameter(torch.randn(1, 2, 4)), nn.Parameter(torch.randn(4, 4))
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self, x, self.query.expand(len(x), -1, -1))
+    own = {"query": torch.randn(1, 2, 4), "u": torch.randn(4, 4), **layers}
+    return Bare(lambda m, x: how(m, x, m.query.expand(len(x), -1, -1)), **own).double()
 
 
 def attention(m: Any, x: Tensor, query: Tensor) -> Tensor:
@@ -258,24 +216,24 @@ def by_steps(m: Any, x: Tensor, query: Tensor) -> Tensor:
     return state
 
 
-LEARNT: dict[str, Callable[[], Learnt]] = {
-    "attention": lambda: Learnt(attention, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
-    "weights too": lambda: Learnt(weights_too, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
-    "called before": lambda: Learnt(called_before, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
-    "decoder": lambda: Learnt(decoder, decode=nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)),
-    "RNN": lambda: Learnt(first_state, run=nn.RNN(4, 4, bidirectional=True, batch_first=True)),
-    "LSTM": lambda: Learnt(first_state, run=nn.LSTM(4, 4, 2, batch_first=True)),
-    "GRU": lambda: Learnt(first_state, run=nn.GRU(4, 4, 2, batch_first=True)),
-    "of its own weight": lambda: Learnt(of_its_own_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
-    "of query and weight": lambda: Learnt(of_query_and_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
-    "tied": lambda: Learnt(tied, run=nn.GRU(4, 4, 2, batch_first=True)),
-    "by steps": lambda: Learnt(by_steps),
+LEARNT: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: learnt(attention, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "weights too": lambda: learnt(weights_too, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "called before": lambda: learnt(called_before, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "decoder": lambda: learnt(decoder, decode=nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)),
+    "RNN": lambda: learnt(first_state, run=nn.RNN(4, 4, bidirectional=True, batch_first=True)),
+    "LSTM": lambda: learnt(first_state, run=nn.LSTM(4, 4, 2, batch_first=True)),
+    "GRU": lambda: learnt(first_state, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "of its own weight": lambda: learnt(of_its_own_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "of query and weight": lambda: learnt(of_query_and_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "tied": lambda: learnt(tied, run=nn.GRU(4, 4, 2, batch_first=True)),
+    "by steps": lambda: learnt(by_steps),
 }
 
 
 @crossed(what=LEARNT, param_grad=[True, False], sizes=[(1, 1, 1), (3, 1, 3, 1)])
 def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple[int, ...]) -> None:
-    model = LEARNT[what]().double()
+    model = LEARNT[what]()
     plain = copy.deepcopy(model)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for samples in sizes:
@@ -289,7 +247,7 @@ def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple
 @pytest.mark.parametrize("what", LEARNT)
 def test_one_sample_at_a_time(what: str) -> None:
     """In micro-batches, during the backward pass, and as derivatives of outputs."""
-    model = LEARNT[what]().double()
+    model = LEARNT[what]()
     plain, x = copy.deepcopy(model), data(3, 5, 4)
     rows = one_backward_per_sample(plain, squares, x)
     norms = sum(own.flatten(1).square().sum(1) for own in rows.values() if own is not None).sqrt()
@@ -309,12 +267,8 @@ def test_one_sample_at_a_time(what: str) -> None:
 def test_a_weight_used_alike_in_a_penalty(samples: int) -> None:
     """A product with parameters only, which is returned too, doesn't count as the same product with the batch."""
 
-    class Penalised(Learnt):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), (self.query[:, 0] @ self.u).square().sum()
-
-    model, x = Penalised(by_steps).double(), data(samples, 5, 4)
-    plain = Learnt(by_steps).double()
+    model = learnt(lambda m, x, query: (by_steps(m, x, query), (m.query[:, 0] @ m.u).square().sum()))
+    plain, x = learnt(by_steps), data(samples, 5, 4)
     plain.load_state_dict(model.state_dict())
     with autograd_hacks.add_hooks(model):
         for _ in range(3):

@@ -1,7 +1,7 @@
 """The benchmark's architectures in a small size, over three steps of an optimizer: rows and every verb against one backward
 pass per sample, each alone unless random numbers are drawn."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,6 +18,7 @@ from systems import each_loss, loop, trainable
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
+from twin import Bare
 from workloads import Batch, Workload
 
 import autograd_hacks
@@ -135,61 +136,61 @@ def test_a_penalty(name: str) -> None:
 # Whole networks, rows against one backward pass for each sample
 
 
-class Reused(nn.Module):
+def reused(m: nn.Module, x: Tensor) -> Tensor:
     """An MLP that goes through its middle layer twice, once with positions and once without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(784, 12), nn.Linear(12, 12), nn.Linear(12, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.middle(self.first(x.flatten(1))))
-        positions = self.middle(torch.stack([h, h.flip(1), -h], 1))
-        return F.log_softmax(self.last(self.middle(positions.mean(1))), 1)
+    h = torch.tanh(m.middle(m.first(x.flatten(1))))
+    positions = m.middle(torch.stack([h, h.flip(1), -h], 1))
+    return m.last(m.middle(positions.mean(1)))
 
 
-class Tied(nn.Module):
+def tied(m: nn.Module, x: Tensor) -> Tensor:
     """An autoencoder whose decoder is the encoder's weight, and a convolution that shares its kernel too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.again = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1, dilation=1, bias=False)
-        self.again.weight = self.conv.weight
-        self.embed, self.unembed, self.out = nn.Linear(784, 5), nn.Linear(784, 5, bias=False), nn.Linear(5, 10)
-        self.unembed.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.again(torch.tanh(self.conv(x))).flatten(1)
-        return F.log_softmax(self.out(self.embed(x) + torch.tanh(self.unembed(x.flip(1)))), 1)
+    x = m.again(torch.tanh(m.conv(x))).flatten(1)
+    return m.out(m.embed(x) + torch.tanh(m.unembed(x.flip(1))))
 
 
-class Strange(nn.Module):
+def strange(m: nn.Module, x: Tensor) -> Tensor:
     """Every kind of convolution there is, and one that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(4, 8, 3, groups=4, padding="same", padding_mode="reflect")
-        self.strided = nn.Conv2d(8, 4, (3, 2), stride=(2, 3), dilation=(1, 2), padding=(1, 0), groups=2)
-        self.lines, self.volume = nn.Conv1d(4, 3, 4, padding="same"), nn.Conv3d(1, 2, 2, padding_mode="circular")
-        self.out, self.unused = nn.LazyLinear(10), nn.Conv2d(1, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.strided(torch.tanh(self.depthwise(x.unflatten(3, (4, 7)).transpose(1, 3).flatten(3))))
-        x = self.volume(self.lines(x.flatten(2)).unsqueeze(1).unsqueeze(1).expand(-1, -1, 2, -1, -1))
-        return F.log_softmax(self.out(x.flatten(1)), 1)
+    x = m.strided(torch.tanh(m.depthwise(x.unflatten(3, (4, 7)).transpose(1, 3).flatten(3))))
+    x = m.volume(m.lines(x.flatten(2)).unsqueeze(1).unsqueeze(1).expand(-1, -1, 2, -1, -1))
+    return m.out(x.flatten(1))
 
 
-@crossed(build=[Reused, Tied, Strange], loss_type=["mean", "sum"])
-def test_network(build: type[nn.Module], loss_type: str) -> None:
-    model, x, y = build(), torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "reused": lambda: Bare(reused, first=nn.Linear(784, 12), middle=nn.Linear(12, 12), last=nn.Linear(12, 10)),
+    "tied": lambda: Bare(
+        tied,
+        conv=nn.Conv2d(1, 1, 3, padding=1),
+        again=nn.Conv2d(1, 1, 3, padding=1, dilation=1, bias=False),
+        embed=nn.Linear(784, 5),
+        unembed=nn.Linear(784, 5, bias=False),
+        out=nn.Linear(5, 10),
+    ),
+    "strange": lambda: Bare(
+        strange,
+        depthwise=nn.Conv2d(4, 8, 3, groups=4, padding="same", padding_mode="reflect"),
+        strided=nn.Conv2d(8, 4, (3, 2), stride=(2, 3), dilation=(1, 2), padding=(1, 0), groups=2),
+        lines=nn.Conv1d(4, 3, 4, padding="same"),
+        volume=nn.Conv3d(1, 2, 2, padding_mode="circular"),
+        out=nn.LazyLinear(10),
+        unused=nn.Conv2d(1, 1, 1),
+    ),
+}
+
+
+@crossed(name=NETWORKS, loss_type=["mean", "sum"])
+def test_network(name: str, loss_type: str) -> None:
+    model, x, y = NETWORKS[name](), torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
     model(x)
     model, x = model.double(), x.double()
+    if name == "tied":
+        model.again.weight, model.unembed.weight = model.conv.weight, model.embed.weight
 
     def losses(out: Tensor, y: Tensor) -> Tensor:
-        return F.nll_loss(out, y, reduction="none")
+        return F.cross_entropy(out, y, reduction="none")
 
     with autograd_hacks.add_hooks(model):
-        F.nll_loss(model(x), y, reduction=loss_type).backward()
+        F.cross_entropy(model(x), y, reduction=loss_type).backward()
         autograd_hacks.compute_grad1(model, loss_type)
         with autograd_hacks.pause_hooks():
             rows = one_backward_per_sample(model, losses, x, y)

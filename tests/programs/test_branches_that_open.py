@@ -14,12 +14,12 @@ from twin import Bare, check_right
 
 import autograd_hacks
 
-Branch = Callable[["Gated", Tensor], Tensor]
+Branch = Callable[[Any, Tensor], Tensor]
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def by_token(m: "Gated", x: Tensor) -> Tensor:
+def by_token(m: Any, x: Tensor) -> Tensor:
     """Rows of the tokens that are chosen, so many for each sample."""
     chosen = x > -0.3
     chosen[:, 0] = True
@@ -27,28 +27,18 @@ def by_token(m: "Gated", x: Tensor) -> Tensor:
     return torch.zeros(len(x), 4).index_add(0, torch.where(chosen)[0], h)
 
 
-def time_first(m: "Gated", x: Tensor) -> Tensor:
+def time_first(m: Any, x: Tensor) -> Tensor:
     return m.inner(m.token(x.t().reshape(-1, 1)).tanh()).view(6, len(x), 4).sum(0)
 
 
-def sorted_samples(m: "Gated", x: Tensor) -> Tensor:
+def sorted_samples(m: Any, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
     h = m.inner(m.token(x[order].reshape(-1, 1)).tanh()).view(len(x), 6, 4).sum(1)
     return h[order.argsort()]
 
 
-def at_a_node(m: "Gated", x: Tensor) -> Tensor:
+def at_a_node(m: Any, x: Tensor) -> Tensor:
     return (x.t().reshape(-1, 1) * m.scale).tanh().view(6, len(x), 4).sum(0)
-
-
-class Gated(nn.Module):
-    def __init__(self, branch: Branch) -> None:
-        super().__init__()
-        self.token, self.inner, self.base = nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(6, 4)
-        self.scale, self.gate, self.branch = nn.Parameter(torch.randn(4)), 0.0, branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.gate * self.branch(self, x)
 
 
 @crossed(branch=[by_token, time_first, sorted_samples, at_a_node], opens=[2, 3, 5])
@@ -57,7 +47,11 @@ def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) ->
         model.gate = gate
         return squares(model(x))
 
-    check_right(Gated(branch), *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
+    model = Bare(
+        lambda m, x: m.base(x) + m.gate * branch(m, x),
+        token=nn.Linear(1, 4), inner=nn.Linear(4, 4), base=nn.Linear(6, 4), scale=torch.randn(4),
+    )  # fmt: skip
+    check_right(model, *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
 
 
 def weighted(m: Any, x: Tensor) -> Tensor:
@@ -82,73 +76,50 @@ def test_what_rounding_leaves_of_a_zero_opens_no_branch() -> None:
     check_right(model, *[(x,) for x in xs])
 
 
-class Outlier(nn.Module):
-    """The same layer with and without a gate, which opens for all samples but the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gate = nn.Linear(6, 4), torch.zeros(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.gate * self.inner(x.tanh())
-
-
 def test_an_outlier_hides_no_branch_that_opens_for_others() -> None:
+    """The same layer with and without a gate, which opens for all samples but the first."""
     weights, gate = torch.tensor([1e17, 1, 1, 1, 1]), torch.tensor([[0.0], [1], [1], [1], [1]])
 
     def run(model: Any, x: Tensor, opens: bool) -> Tensor:
         model.gate = gate * opens
         return squares(model(x)) * weights
 
-    check_right(Outlier(), *[(torch.randn(5, 6), step > 2) for step in range(5)], run=run, total="sum")
+    model = Bare(lambda m, x: m.inner(x) + m.gate * m.inner(x.tanh()), inner=nn.Linear(6, 4))
+    check_right(model, *[(torch.randn(5, 6), step > 2) for step in range(5)], run=run, total="sum")
 
 
-class Exits(nn.Module):
-    """Samples leave at the first exit that is sure of them.  left: how many stay, exit by exit"""
+@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
+def test_exits_at_which_nobody_leaves(sure: float) -> None:
+    """Samples leave at the first exit that is sure of them."""
 
-    def __init__(self, sure: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
-        self.exits = nn.ModuleList([nn.Linear(6, 3) for _ in range(4)])
-        self.sure = sure
-
-    def forward(self, x: Tensor) -> Tensor:
+    def leaving(m: Any, x: Tensor) -> Tensor:
         out, left = torch.zeros(len(x), 3), torch.arange(len(x))
-        for n, (layer, leave) in enumerate(zip(self.layers, self.exits)):
+        for n, (layer, leave) in enumerate(zip(m.layers, m.exits)):
             x = layer(x).tanh()
             y = leave(x)
-            done = (y.detach().amax(1) > self.sure) | (n == 3)
+            done = (y.detach().amax(1) > sure) | (n == 3)
             out = out.index_copy(0, left[done], y[done])
             x, left = x[~done], left[~done]
             if not len(left):
                 break
         return out
 
-
-@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
-def test_exits_at_which_nobody_leaves(sure: float) -> None:
-    check_right(Exits(sure), *[(torch.randn(5, 6),) for _ in range(6)])
+    layers, exits = (nn.ModuleList([nn.Linear(6, size) for _ in range(4)]) for size in (6, 3))
+    check_right(Bare(leaving, layers=layers, exits=exits), *[(torch.randn(5, 6),) for _ in range(6)])
 
 
-class Attends(nn.Module):
+@pytest.mark.parametrize("picked", [([0, 3], [], [2], [0, 1, 2, 3, 4], []), ([],)])
+def test_attention_for_which_no_sample_is_picked(picked: tuple[list[int], ...]) -> None:
     """Attention for the samples that a router picks.  Without rows torch adds up its parts to a number."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 12), nn.Linear(4, 2)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor, picked: Tensor) -> Tensor:
-        x = self.first(x).unflatten(1, (3, 4))
+    def attends(m: Any, x: Tensor, picked: Tensor) -> Tensor:
+        x = m.first(x).unflatten(1, (3, 4))
         own = x[picked]
-        x = x.index_put((picked,), self.attention(own, own, own, need_weights=False)[0])
-        return self.last(x.mean(1))
+        return m.last(x.index_put((picked,), m.attention(own, own, own, need_weights=False)[0]).mean(1))
 
-
-def test_attention_for_which_no_sample_is_picked() -> None:
-    picked = [torch.tensor(rows, dtype=torch.long) for rows in ([0, 3], [], [2], [0, 1, 2, 3, 4], [])]
-    check_right(Attends(), *[(torch.randn(5, 6), own) for own in picked], run=lambda m, x, own: squares(m(x, own)))
-    check_right(Attends(), (torch.randn(5, 6), picked[1]), run=lambda m, x, own: squares(m(x, own)))
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Bare(attends, first=nn.Linear(6, 12), last=nn.Linear(4, 2), attention=attention)
+    check_right(model, *[(torch.randn(5, 6), torch.tensor(rows, dtype=torch.long)) for rows in picked])
 
 
 def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> None:

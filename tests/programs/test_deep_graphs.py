@@ -11,50 +11,41 @@ from derivatives import gradient_penalty, rows_of
 from oracle import assert_rows
 from steps import check
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 
 CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell}
 
 
-class Unrolled(nn.Module):
-    """A cell, or a Linear, in a loop.  N T 2 -> N 2"""
+def unrolled(kind: str, chosen: bool = False) -> nn.Module:
+    """A cell, or a Linear, in a loop.  N T 2 -> N 2    chosen: takes the samples in an order that values decide"""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.cell, self.out = kind, CELLS.get(kind, nn.Linear)(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        x = x[order] if chosen else x
         h = c = torch.zeros_like(x[:, 0])
         for xt in x.unbind(1):
-            if self.kind == "lstm":
-                h, c = self.cell(xt, (h, c))
+            if kind == "lstm":
+                h, c = m.cell(xt, (h, c))
             else:
-                h = self.cell(xt, h) if self.kind in CELLS else torch.tanh(self.cell(h) + xt)
-        return self.out(h)
+                h = m.cell(xt, h) if kind in CELLS else torch.tanh(m.cell(h) + xt)
+        return m.out(h)[order.argsort()] if chosen else m.out(h)
+
+    return Bare(run, cell=CELLS.get(kind, nn.Linear)(2, 2), out=nn.Linear(2, 2))
 
 
-class Residual(nn.Module):
+def residual(depth: int) -> nn.Module:
     """A Linear and a bare scale in each block.  N T 2 -> N 2, of the first position"""
 
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(depth)])
-        self.scales = nn.ParameterList([torch.full((2,), 0.1) for _ in range(depth)])
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
         x = x[:, 0]
-        for layer, scale in zip(self.layers, self.scales):
+        for layer, scale in zip(m.layers, m.scales):
             x = x + scale * torch.tanh(layer(x))
         return x
 
-
-class Chosen(Unrolled):
-    """Takes the samples in an order that values decide, before many steps."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = x[:, 0, 0].argsort()
-        return super().forward(x[order])[order.argsort()]
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(depth)])
+    return Bare(run, layers=layers, scales=nn.ParameterList([torch.full((2,), 0.1) for _ in range(depth)]))
 
 
 def _check(model: nn.Module, steps: int) -> None:
@@ -65,12 +56,12 @@ def _check(model: nn.Module, steps: int) -> None:
 
 @pytest.mark.parametrize(("kind", "steps"), [("gru", 130), ("linear", 420)])
 def test_unrolled_cells(kind: str, steps: int) -> None:
-    _check(Unrolled(kind), steps)
+    _check(unrolled(kind), steps)
 
 
 @pytest.mark.slow
 def test_samples_in_another_order_before_many_steps() -> None:
-    _check(Chosen("linear"), 420)
+    _check(unrolled("linear", chosen=True), 420)
 
 
 @pytest.mark.slow
@@ -89,4 +80,4 @@ def test_a_penalty_on_a_deep_layer() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CELLS, "linear", "residual"])
 def test_two_thousand_steps(kind: str) -> None:
-    _check(Residual(2000) if kind == "residual" else Unrolled(kind), 2000)
+    _check(residual(2000) if kind == "residual" else unrolled(kind), 2000)

@@ -15,6 +15,64 @@ def table(out: str, *rows: str) -> dict[str, list[float]]:
     return {row: [float(number) for number in match[1].split()] for row, match in found.items() if match}
 
 
+Bounds = dict[str, tuple[float, float]]
+NONE = float("inf")
+SAYS: dict[str, tuple[str, tuple[str, ...], dict[str, str], Bounds, tuple[str, ...]]] = {
+    # name: (page, modules that it needs, options, numbers with their bounds, words)
+    "low ranks": ("logra", (), {}, {
+        r"rank 64: the furthest (\S+) of": (0, 1e-4), r"rank +8: correlation (\S+),": (0.5, NONE),
+    }, ()),
+    "LESS": ("less", (), {}, {
+        r"formula, not projected: (\S+)": (0.8, NONE), r"LESS .* images, +(\d+)% on": (71, NONE),  # of all 14 %
+    }, ()),
+    "duplicates": ("dedup", (), {}, {r"pairs (\d+) are among": (35, NONE), r"off by (\S+) on": (0, 0.01)}, ()),
+    "TRAK's scores are traker's": ("trak_scores", ("trak",), {}, {r"furthest from traker's: (\S+) of": (0, 1e-4)}, ()),
+    "TrackStar finds facts and is its formula": ("trackstar", ("transformers",), {}, {
+        r"from the definition (\S+), of": (0, 1e-3), r"TrackStar .*first 10: +(\d+)%": (90, NONE),
+    }, ()),
+    "the replay predicts trainings": ("magic_replay", (), {}, {r"LDS, .*: (\S+)": (0.97, NONE)}, ()),
+    "without BackPACK a line says so": ("batch_size", (), {"--epochs": "1", "--draws": "20", "without": "backpack"}, {}, (
+        r"^not compared with BackPACK.*pip install backpack-for-pytorch", "nan",
+    )),
+    "the file that explains the library agrees with it": ("how_it_works", (), {}, {}, (
+        r"table\.weight meets the batch at EmbeddingBackward0",
+        r"gain         meets the batch at MulBackward0, behind AddBackward0",
+        r"samples mix at first\.bias, first\.weight, gain, place, table\.weight\n",
+        r"This file, the library and one backward pass for each sample agree\.",
+        r"at SubBackward0, before gain",
+    )),
+    "self influence finds wrong labels without peers too": ("find_wrong_labels", (), {
+        "--images": "400", "--epochs": "9", "without": "captum.influence kronfluence.analyzer",
+    }, {rf"(?m)^{name} +(0\.\d+)": (0.8, NONE) for name in ("gradient's length²", "TracIn", "EK-FAC")}, (
+        "not compared with captum", "not compared with kronfluence",
+    )),
+    "TracIn is captum's and EK-FAC kronfluence's": ("find_wrong_labels", ("captum", "kronfluence"), {
+        "--images": "400", "--epochs": "9",
+    }, {r"TracIn is captum's to (\S+) of": (0, 1e-4), r"rank correlation with kronfluence's (\S+)": (0.95, NONE)}, ()),
+    "both backends are equally sure": ("uncertainty", ("laplace", "curvlinops"), {
+        "--epochs": "20", "--train": "40", "--test": "30", "--angles": "2",
+    }, {r"furthest that a probability is from the other backend's: (\S+)": (0, 1e-4)}, ()),
+    "a language model is trained privately and its lengths are Opacus'": (
+        "private_language_model", ("peft", "accelerate", "opacus"),
+        {"--epochs": "1", "--sequences": "600", "--public": "5"},
+        {r"gradients are Opacus' to (\S+)": (0, 1e-4), r"(?m)^epsilon (\S+) for delta": (7.5, 8)}, (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_a_page_prints(name: str, tmp_path: Path) -> None:
+    page, needs, options, numbers, words = SAYS[name]
+    for module in needs:
+        pytest.importorskip(module)
+    given = (part for pair in options.items() if pair[0] != "without" for part in pair)
+    out = printed(page, tmp_path, *given, without=options.get("without", ""))
+    for pattern, (least, most) in numbers.items():
+        assert least <= number(pattern, out) <= most, pattern
+    for pattern in words:
+        assert re.search(pattern, out, re.M), pattern
+
+
 def test_private_weights_and_epsilon_are_opacus_by_image_and_by_user(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     out = printed("private_digits", tmp_path, "--epochs", "2")
@@ -60,12 +118,6 @@ def test_noise_is_backpacks_variance(tmp_path: Path) -> None:
         assert 0.8 < batches < 1.25  # of 200 draws
 
 
-def test_without_backpack_a_line_says_so(tmp_path: Path) -> None:
-    out = printed("batch_size", tmp_path, "--epochs", "1", "--draws", "20", without="backpack")
-    assert re.search(r"^not compared with BackPACK.*pip install backpack-for-pytorch", out, re.M)
-    assert "nan" in out
-
-
 # The gallery's examples on digits agree with the systems that they are held to, at a small size
 
 
@@ -76,48 +128,6 @@ def test_learned_weights_are_autograds_and_less_for_wrong_labels(tmp_path: Path)
     assert number(r"reweighted (\S+);", out) > 0.6
     assert "at its best epoch" in out
     assert "chosen on these images" in out
-
-
-def test_the_file_that_explains_the_library_agrees_with_it(tmp_path: Path) -> None:
-    out = printed("how_it_works", tmp_path)
-    assert "table.weight meets the batch at EmbeddingBackward0" in out
-    assert "gain         meets the batch at MulBackward0, behind AddBackward0" in out
-    assert "samples mix at first.bias, first.weight, gain, place, table.weight\n" in out
-    assert "This file, the library and one backward pass for each sample agree." in out
-    assert "at SubBackward0, before gain" in out
-
-
-def test_self_influence_finds_wrong_labels_without_peers_too(tmp_path: Path) -> None:
-    out = printed(
-        "find_wrong_labels", tmp_path, "--images", "400", "--epochs", "9", without="captum.influence kronfluence.analyzer"
-    )
-    for name in ("gradient's length²", "TracIn", "EK-FAC"):
-        assert number(rf"(?m)^{name} +(0\.\d+)", out) > 0.8
-    assert "not compared with captum" in out
-    assert "not compared with kronfluence" in out
-
-
-def test_tracin_is_captums_and_ekfac_kronfluences(tmp_path: Path) -> None:
-    pytest.importorskip("captum")
-    pytest.importorskip("kronfluence")
-    out = printed("find_wrong_labels", tmp_path, "--images", "400", "--epochs", "9")
-    assert number(r"TracIn is captum's to (\S+) of", out) < 1e-4
-    assert number(r"rank correlation with kronfluence's (\S+)", out) > 0.95
-
-
-def test_both_backends_are_equally_sure(tmp_path: Path) -> None:
-    pytest.importorskip("laplace")
-    pytest.importorskip("curvlinops")
-    out = printed("uncertainty", tmp_path, "--epochs", "20", "--train", "40", "--test", "30", "--angles", "2")
-    assert number(r"furthest that a probability is from the other backend's: (\S+)", out) < 1e-4
-
-
-def test_a_language_model_is_trained_privately_and_its_lengths_are_opacus(tmp_path: Path) -> None:
-    for name in ("peft", "accelerate", "opacus"):
-        pytest.importorskip(name)
-    out = printed("private_language_model", tmp_path, "--epochs", "1", "--sequences", "600", "--public", "5")
-    assert number(r"gradients are Opacus' to (\S+)", out) < 1e-4
-    assert 7.5 < number(r"(?m)^epsilon (\S+) for delta", out) <= 8
 
 
 def test_values_of_a_step_are_those_of_all_its_subsets(tmp_path: Path) -> None:

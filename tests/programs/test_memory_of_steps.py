@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.graph.memo import WITH_TENSORS
@@ -50,54 +51,33 @@ def _storages(tree: Any) -> dict[int, Any]:
     return {storage.data_ptr(): storage for storage in storages}
 
 
-class Tokens(nn.Module):
+def tokens(m: nn.Module, x: Tensor) -> Tensor:
     """A class token, positions and a scale beside layers, as in a ViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.token = nn.Linear(D, D), nn.Parameter(torch.randn(1, 1, D))
-        self.positions, self.scale = nn.Parameter(torch.randn(1, 4, D)), nn.Parameter(torch.ones(D))
-        self.block = nn.TransformerEncoderLayer(D, 2, 2 * D, batch_first=True, dropout=0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.positions
-        return (self.scale * self.block(x))[:, 0]
+    x = torch.cat([m.token.expand(len(x), -1, -1), m.embed(x)], 1) + m.positions
+    return (m.scale * m.block(x))[:, 0]
 
 
-class LowRank(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-        self.layer.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(D, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x) + F.linear(x, self.up @ self.down))
+def of_tokens() -> nn.Module:
+    bare = {"token": torch.randn(1, 1, D), "positions": torch.randn(1, 4, D), "scale": torch.ones(D)}
+    block = nn.TransformerEncoderLayer(D, 2, 2 * D, batch_first=True, dropout=0.0)
+    return Bare(tokens, embed=nn.Linear(D, D), block=block, **bare)
 
 
-class Experts(nn.Module):
+def low_rank() -> nn.Module:
+    return Bare(
+        lambda m, x: torch.tanh(m.layer(x) + F.linear(x, m.up @ m.down)),
+        layer=nn.Linear(D, D).requires_grad_(False), down=torch.randn(2, D), up=torch.randn(D, 2),
+    )  # fmt: skip
+
+
+def experts(m: nn.Module, x: Tensor) -> Tensor:
     """Routed by values: each row goes through one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.route, self.experts = nn.Linear(D, 2), nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
-        weights = self.route(rows).softmax(1)
-        for n, expert in enumerate(self.experts):
-            (own,) = torch.where(weights.argmax(1) == n)
-            out = out.index_add(0, own, expert(rows[own]) * weights[own, n, None])
-        return out.view_as(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.scale = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.scale * self.body(x), x, use_reentrant=False)
+    rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+    weights = m.route(rows).softmax(1)
+    for n, expert in enumerate(m.experts):
+        (own,) = torch.where(weights.argmax(1) == n)
+        out = out.index_add(0, own, expert(rows[own]) * weights[own, n, None])
+    return out.view_as(x)
 
 
 def _losses(model: nn.Module, x: Tensor) -> Tensor:
@@ -111,45 +91,50 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
-    "class tokens": (Tokens, _losses),
+    "class tokens": (of_tokens, _losses),
     "layers": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)), _losses),
-    "low rank": (LowRank, _losses),
-    "experts": (Experts, _losses),
-    "checkpoints": (Checkpointed, _losses),
-    "penalties": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), LowRank()), _penalised),
+    "low rank": (low_rank, _losses),
+    "experts": (
+        lambda: Bare(experts, route=nn.Linear(D, 2), experts=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])),
+        _losses,
+    ),
+    "checkpoints": (
+        lambda: Bare(
+            lambda m, x: checkpoint(lambda x: m.scale * m.body(x), x, use_reentrant=False),
+            body=nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)),
+            scale=torch.ones(D),
+        ),
+        _losses,
+    ),
+    "penalties": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), low_rank()), _penalised),
 }
 OFTEN = ["class tokens", "experts", "checkpoints", *rarely("layers", "low rank", "penalties")]
 
 
-def _read(verb: Callable[[autograd_hacks.PerSampleGrads], object]) -> Callable[[nn.Module, Callable[[], Tensor]], None]:
-    def run(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+Losses = Callable[[], Tensor]
+
+
+def _read(verb: Callable[[autograd_hacks.PerSampleGrads], object]) -> Callable[[nn.Module, Losses], None]:
+    def run(model: nn.Module, losses: Losses) -> None:
         autograd_hacks.backward(losses())
         verb(autograd_hacks.per_sample_grads(model))
 
     return run
 
 
-def _during(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+def _during(model: nn.Module, losses: Losses) -> None:
     with autograd_hacks.during_backward(model, "norms"):
         autograd_hacks.backward(losses())
 
 
-def _accumulated(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+def _accumulated(model: nn.Module, losses: Losses) -> None:
     with autograd_hacks.accumulate(model):
         for _ in range(2):
             autograd_hacks.backward(losses())
         autograd_hacks.compute_grad1(model)
 
 
-def _unread(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    losses().mean().backward()
-
-
-def _forward_alone(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    losses()
-
-
-def _of_rows(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+def _of_rows(model: nn.Module, losses: Losses) -> None:
     autograd_hacks.backward(losses())
     autograd_hacks.compute_grad1(model)
     for p in model.parameters():
@@ -157,20 +142,12 @@ def _of_rows(model: nn.Module, losses: Callable[[], Tensor]) -> None:
             del p.grad1
 
 
-def _clipped(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+def _clipped(model: nn.Module, losses: Losses) -> None:
     autograd_hacks.backward(losses())
     autograd_hacks.clip_grad1_norm_(model, 1.0)
 
 
-def _jacobian(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    autograd_hacks.per_sample_jacobian(model, losses()[:, None]).norms()
-
-
-def _along(grads: autograd_hacks.PerSampleGrads) -> None:
-    grads.dot({name: torch.ones(rows.shape[1:]) for name, rows in grads.dense().items()})
-
-
-VERBS: list[Callable[[nn.Module, Callable[[], Tensor]], None]] = [
+VERBS: list[Callable[[nn.Module, Losses], object]] = [
     _of_rows,
     _clipped,
     _during,
@@ -181,10 +158,10 @@ VERBS: list[Callable[[nn.Module, Callable[[], Tensor]], None]] = [
     _read(lambda grads: grads.weighted_sum(torch.ones(3))),
     _read(lambda grads: grads.second_moment()),
     _read(lambda grads: grads.gram()),
-    _read(_along),
-    _jacobian,
-    _unread,
-    _forward_alone,
+    _read(lambda grads: grads.dot({name: torch.ones(rows.shape[1:]) for name, rows in grads.dense().items()})),
+    lambda model, losses: autograd_hacks.per_sample_jacobian(model, losses()[:, None]).norms(),
+    lambda model, losses: losses().mean().backward(),  # not read
+    lambda model, losses: losses(),  # not even a backward pass
 ]
 
 
@@ -234,19 +211,21 @@ def _stop(*_: object) -> None:
     raise Stopped
 
 
-def _in_forward(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-    with last.register_forward_hook(_stop):
+def _last(model: nn.Module) -> nn.Module:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+
+
+def _in_forward(model: nn.Module, losses: Losses) -> None:
+    with _last(model).register_forward_hook(_stop):
         losses()
 
 
-def _in_backward(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-    with last.register_forward_hook(lambda layer, args, out: out.register_hook(_stop) and None):
+def _in_backward(model: nn.Module, losses: Losses) -> None:
+    with _last(model).register_forward_hook(lambda layer, args, out: out.register_hook(_stop) and None):
         losses().mean().backward()
 
 
-def _in_reading(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+def _in_reading(model: nn.Module, losses: Losses) -> None:
     autograd_hacks.backward(losses())
     with autograd_hacks.accumulate(model):
         raise Stopped
@@ -294,7 +273,7 @@ def test_a_refused_step_is_freed(name: str, no_collection: None) -> None:
 
 def test_a_model_that_mixes_samples_is_freed(no_collection: None) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Flatten(0, 1), nn.BatchNorm1d(D), LowRank())
+    model = nn.Sequential(nn.Linear(D, D), nn.Flatten(0, 1), nn.BatchNorm1d(D), low_rank())
     autograd_hacks.add_hooks(model)
 
     def step(number: int) -> None:

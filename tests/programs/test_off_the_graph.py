@@ -1,18 +1,17 @@
 """Programs whose parameters are read off autograd's graph, against one backward pass from each loss of the same forward."""
 
-import contextlib
 import itertools
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from one_graph import check, data
-from oracle import squares
+from oracle import one_loss_at_a_time, squares
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -135,45 +134,35 @@ def test_a_checkpointed_function_with_a_bare_parameter(layers: bool) -> None:
 
 
 def _parametrised() -> nn.Module:
-    class Symmetric(nn.Module):
-        def forward(self, w: Tensor) -> Tensor:
-            return w.triu() + w.triu(1).mT
-
     layer = nn.Linear(3, 3)
-    parametrize.register_parametrization(layer, "weight", Symmetric())
+    parametrize.register_parametrization(layer, "weight", Bare(lambda m, w: w.triu() + w.triu(1).mT))
     return nn.Sequential(
         layer, nn.Tanh(), parametrizations.weight_norm(nn.Linear(3, 3)), parametrizations.orthogonal(nn.Linear(3, 3))
     )
 
 
-class Merged(nn.Module):
+def _merged() -> nn.Module:
     """Products of two low ranks, added to a weight; the same weight backwards; a slice of it; several in one stack."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.a, self.b = (
-            nn.Parameter(torch.randn(3, 3)),
-            nn.Parameter(torch.randn(3, 1)),
-            nn.Parameter(torch.randn(1, 3)),
-        )
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        merged = self.w + self.a @ self.b
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        merged = m.w + m.a @ m.b
         h = F.linear(x, merged).tanh()
-        h = F.linear(h, merged.T) + F.linear(h[:, :2], self.w[:, :2])
-        both = torch.stack([self.one.weight, self.two.weight]).mean(0)
-        return F.linear(self.one(h), both, torch.cat([self.one.bias[:1], self.two.bias[1:]]))
+        h = F.linear(h, merged.T) + F.linear(h[:, :2], m.w[:, :2])
+        both = torch.stack([m.one.weight, m.two.weight]).mean(0)
+        return F.linear(m.one(h), both, torch.cat([m.one.bias[:1], m.two.bias[1:]]))
+
+    bare = {"w": torch.randn(3, 3), "a": torch.randn(3, 1), "b": torch.randn(1, 3)}
+    return Bare(run, **bare, one=nn.Linear(3, 3), two=nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("build", [_parametrised, Merged])
+@pytest.mark.parametrize("build", [_parametrised, _merged])
 def test_parameters_that_are_made_of_others(build: Callable[[], nn.Module]) -> None:
     model, x = build().double(), data(4, 3)
     check(model, lambda: squares(model(x)))
 
 
 def test_another_networks_weights_between_steps() -> None:
-    online, target, x = Merged().double(), Merged().double(), data(4, 3)
+    online, target, x = _merged().double(), _merged().double(), data(4, 3)
 
     def losses() -> Tensor:
         for p, q in zip(target.parameters(), online.parameters()):
@@ -187,18 +176,14 @@ def test_another_networks_weights_between_steps() -> None:
 
 def test_gradients_in_the_range_of_denormals() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net(), nn.Linear(4, 2)), torch.randn(4, 3)
+    expected = one_loss_at_a_time(model, lambda: squares(model(x)) * 1e-38)
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             model.zero_grad()
             (squares(model(x)) * 1e-38).sum().backward()
             autograd_hacks.compute_grad1(model, loss_type="sum")
-            found = {name: p.grad1 for name, p in model.named_parameters()}
-            model.zero_grad()
-            with autograd_hacks.pause_hooks():
-                for n in range(4):
-                    rows = torch.autograd.grad(squares(model(x))[n] * 1e-38, list(model.parameters()))
-                    for (name, _), row in zip(model.named_parameters(), rows):
-                        torch.testing.assert_close(found[name][n], row, rtol=1e-5, atol=1e-43)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad1, expected[name], rtol=1e-5, atol=1e-43)
 
 
 def scale_net() -> nn.Module:
@@ -209,24 +194,12 @@ def scale_net() -> nn.Module:
 
 
 def test_branches_in_threads() -> None:
-    class Threads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
+    def threads(m: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(lambda branch: branch(x), m.branches))
 
-        def forward(self, x: Tensor) -> Tensor:
-            done: queue.Queue[tuple[int, Tensor]] = queue.Queue()
-            threads = [
-                threading.Thread(target=lambda n=n, b=b: done.put((n, b(x))))
-                for n, b in enumerate(self.branches)  # type: ignore[misc]
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return sum(y for _, y in sorted((done.get() for _ in threads), key=lambda pair: pair[0]))  # type: ignore[return-value]
-
-    model, x = Threads().double(), data(4, 3)
+    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
+    model, x = Bare(threads, branches=branches).double(), data(4, 3)
     check(model, lambda: squares(model(x)))
 
 
@@ -234,29 +207,15 @@ def test_branches_in_threads() -> None:
 def test_things_that_a_model_holds_go_on_as_they_would(kind: str) -> None:
     hidden = [nn.Linear(3, 3).double()]
 
-    def numbers() -> Iterator[float]:
-        yield from itertools.count(1)
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        if kind == "hidden module":
+            return hidden[0](m.first(x)) * m.scale
+        m.seen.append(float(np.random.default_rng(len(m.seen)).random()) if kind == "numpy" else next(m.numbers))
+        return m.first(x) * m.scale * m.seen[-1]
 
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-            self.numbers: Any = numbers() if kind == "generator" else itertools.cycle([1.0, 2.0, 5.0])
-            self.seen: list[float] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            if kind == "hidden module":
-                return hidden[0](self.first(x)) * self.scale
-            if kind == "numpy":
-                import numpy as np
-
-                factor = float(np.random.default_rng(len(self.seen)).random())
-            else:
-                factor = next(self.numbers)
-            self.seen.append(factor)
-            return self.first(x) * self.scale * factor
-
-    model, x = Holds().double(), data(4, 3)
+    numbers = (n for n in itertools.count(1)) if kind == "generator" else itertools.cycle([1.0, 2.0, 5.0])
+    model = Bare(run, first=nn.Linear(3, 3), scale=torch.ones(3), numbers=numbers, seen=[]).double()
+    x = data(4, 3)
     check(model, lambda: squares(model(x)))
     if kind in ("generator", "iterator"):
         assert model.seen == ([1, 2, 3] if kind == "generator" else [1, 2, 5])
@@ -265,35 +224,9 @@ def test_things_that_a_model_holds_go_on_as_they_would(kind: str) -> None:
 # Models of transformers
 
 
-def check_shares(
-    model: nn.Module, loss: Callable[[slice], Tensor], shares: Tensor, context: Any = contextlib.nullcontext, near: float = 0
-) -> None:
-    """Rows of a loss inside: each is that sample's own mean times its share of all that counts."""
-    close = {"rtol": near} if near else {}
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            model.zero_grad()
-            with context():
-                whole = loss(slice(None))
-            whole.backward()
-            autograd_hacks.compute_grad1(model, loss_type="sum")
-            found = {name: p.grad1 for name, p in model.named_parameters()}
-            for name, p in model.named_parameters():
-                atol = {"atol": 0.4 * near * float(p.grad.abs().max())} if near else {}
-                torch.testing.assert_close(found[name].sum(0), p.grad, **close, **atol)
-            with autograd_hacks.pause_hooks():
-                for n, share in enumerate(shares):
-                    with context():
-                        own = loss(slice(n, n + 1))
-                    for (name, _), row in zip(
-                        model.named_parameters(), torch.autograd.grad(own * share, list(model.parameters()))
-                    ):
-                        atol = {"atol": near * float(row.abs().max())} if near else {}
-                        torch.testing.assert_close(found[name][n], row, **close, **atol)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_inside_under_autocast_with_ignored_labels(dtype: torch.dtype) -> None:
+    """Each row is that sample's own mean times its share of all that counts."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -302,6 +235,21 @@ def test_a_loss_inside_under_autocast_with_ignored_labels(dtype: torch.dtype) ->
     labels = x.clone()
     labels[0, 3:], labels[2, :4] = -100, -100
     count = (labels[:, 1:] != -100).sum(1)
-    check_shares(
-        model, lambda n: model(x[n], labels=labels[n]).loss, count / count.sum(), lambda: torch.autocast("cpu", dtype), 0.05
-    )
+
+    def near(own: Tensor, right: Tensor, of: float) -> None:
+        torch.testing.assert_close(own, right, rtol=0.05, atol=of * float(right.abs().max()))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype):
+                whole = model(x, labels=labels).loss
+            whole.backward()
+            autograd_hacks.compute_grad1(model, loss_type="sum")
+            for p in model.parameters():
+                near(p.grad1.sum(0), p.grad, 0.02)
+            for n, share in enumerate(count / count.sum()):
+                with autograd_hacks.pause_hooks(), torch.autocast("cpu", dtype):
+                    own = model(x[n : n + 1], labels=labels[n : n + 1]).loss * share
+                for p, row in zip(model.parameters(), torch.autograd.grad(own, list(model.parameters()))):
+                    near(p.grad1[n], row, 0.05)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_demos import EXAMPLES, number, printed
+from test_demos import EXAMPLES, printed
 from test_gallery import table
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
@@ -366,38 +366,6 @@ def test_a_language_model_has_losses_of_its_own(recipes: SimpleNamespace) -> Non
         ):
             assert scores.shape == (60, 3)
             assert scores.isfinite().all()
-
-
-@pytest.mark.slow
-def test_pages_are_held_to_their_definitions(tmp_path: Path) -> None:
-    out = printed("logra", tmp_path)
-    assert number(r"rank 64: the furthest (\S+) of", out) < 1e-4
-    assert number(r"rank +8: correlation (\S+),", out) > 0.5
-    out = printed("less", tmp_path)
-    assert number(r"formula, not projected: (\S+)", out) > 0.8
-    assert number(r"LESS .* images, +(\d+)% on", out) > 70  # of all 14 %
-    out = printed("dedup", tmp_path)
-    assert number(r"pairs (\d+) are among", out) >= 35
-    assert number(r"off by (\S+) on", out) < 0.01
-
-
-@pytest.mark.slow
-def test_scores_of_the_page_are_trakers(tmp_path: Path) -> None:
-    pytest.importorskip("trak")
-    assert number(r"furthest from traker's: (\S+) of", printed("trak_scores", tmp_path)) < 1e-4
-
-
-@pytest.mark.slow
-def test_trackstar_finds_facts_and_is_its_formula(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    out = printed("trackstar", tmp_path)
-    assert number(r"from the definition (\S+), of", out) < 1e-3
-    assert number(r"TrackStar .*first 10: +(\d+)%", out) >= 90
-
-
-@pytest.mark.slow
-def test_the_replay_predicts_trainings(tmp_path: Path) -> None:
-    assert number(r"LDS, .*: (\S+)", printed("magic_replay", tmp_path)) > 0.97
 
 
 TABLE = EXAMPLES.parent / "integrations" / "attribution.csv"

@@ -5,25 +5,20 @@ import torch
 import torch.nn as nn
 from steps import check_losses
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
 
 
-class Graphs(nn.Module):
-    """Adds up nodes by graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
-        h = self.nodes(x).tanh()
-        return self.out(h.new_zeros(int(graph.max()) + 1, 4).index_add(0, graph, h))
-
-
 def test_packed_samples() -> None:
-    model, x, graph = Graphs().double(), torch.randn(7, 3).double(), torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    def graphs(m: nn.Module, x: Tensor, graph: Tensor) -> Tensor:
+        """Adds up nodes by graph."""
+        h = m.nodes(x).tanh()
+        return m.out(h.new_zeros(int(graph.max()) + 1, 4).index_add(0, graph, h))
+
+    model, x = Bare(graphs, nodes=nn.Linear(3, 4), out=nn.Linear(4, 2)).double(), torch.randn(7, 3).double()
+    graph = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError, match=r"pack samples.*batch_dim=None"):
         autograd_hacks.backward(model(x, graph).square().sum(1))
     with autograd_hacks.add_hooks(model, batch_dim=None):

@@ -9,6 +9,7 @@ from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import check_batches
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
+from twin import Bare
 
 import autograd_hacks
 
@@ -29,20 +30,10 @@ def patched() -> nn.Module:
     return layer
 
 
-class Lora(nn.Module):
-    """W + B A, as a parametrisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(2, 1))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.b @ self.a
-
-
 def adapted() -> nn.Module:
-    layer = nn.Linear(3, 2)
-    parametrize.register_parametrization(layer, "weight", Lora())
+    """W + B A, as a parametrisation."""
+    layer, lora = nn.Linear(3, 2), Bare(lambda m, w: w + m.b @ m.a, a=torch.randn(1, 3), b=torch.randn(2, 1))
+    parametrize.register_parametrization(layer, "weight", lora)
     return layer
 
 
@@ -71,35 +62,21 @@ def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], al
     assert not autograd_hacks.is_supported(layer)
     model = layer if alone else nn.Sequential(layer, nn.ReLU(inplace=True), nn.Linear(2, 2).double())
     x = torch.randn(4, 3).double()
-
-    def losses() -> Tensor:
-        return squares(model(x))
-
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            losses().mean().backward()
+            squares(model(x)).mean().backward()
             after = {name: buffer.clone() for name, buffer in model.named_buffers()}
             autograd_hacks.compute_grad1(model)
             assert all(torch.equal(buffer, after[name]) for name, buffer in model.named_buffers())
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])  # power iterations from where the step began
+
+            def again(before: dict[str, Tensor] = before) -> Tensor:
+                for name, buffer in model.named_buffers():  # power iterations from where the step began
+                    buffer.copy_(before[name])
+                return squares(model(x))
+
             with autograd_hacks.pause_hooks():
-                expected = one_loss_at_a_time_from(model, losses, before)
-            assert_rows(model, expected)
-
-
-def one_loss_at_a_time_from(
-    model: nn.Module, losses: Callable[[], Tensor], buffers: dict[str, Tensor]
-) -> dict[str, Tensor | None]:
-    """The oracle, with the same buffers at the start of each forward."""
-
-    def again() -> Tensor:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        return losses()
-
-    return one_loss_at_a_time(model, again)
+                assert_rows(model, one_loss_at_a_time(model, again))
 
 
 def test_weight_standardisation() -> None:

@@ -5,36 +5,30 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from mixing import steps_of
 from nets import Choosy, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, step
-from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
 
-class Scaled(nn.Module):
-    """A rule, a replay and a lookup."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale, self.positions = nn.Linear(3, 4), nn.Parameter(torch.randn(4)), nn.Embedding(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.positions(torch.arange(x.shape[1]))) * self.scale
+def scaled() -> nn.Module:
+    """A layer, a bare parameter and a lookup."""
+    return Bare(
+        lambda m, x: m.layer(x + m.positions(torch.arange(x.shape[1]))) * m.scale,
+        layer=nn.Linear(3, 4), scale=torch.randn(4), positions=nn.Embedding(5, 3),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_precisions(dtype: torch.dtype) -> None:
-    model, x = Scaled().to(dtype), torch.randn(4, 5, 3).to(dtype)
-    exact = Scaled().double()
-    exact.load_state_dict(model.state_dict())
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
+    model, x = scaled().to(dtype), torch.randn(4, 5, 3).to(dtype)
+    exact = copy.deepcopy(model).double()
+    for _ in steps_of(model, [(x,)] * 2, losses=squares):
+        autograd_hacks.compute_grad1(model)
         for (name, p), rows in zip(model.named_parameters(), one_backward_per_sample(exact, squares, x.double()).values()):
             assert p.grad1.dtype == dtype, name
             tolerance = 30 * torch.finfo(dtype).eps
@@ -43,29 +37,22 @@ def test_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_around_rules_and_replays(dtype: torch.dtype) -> None:
-    model, x = Scaled(), torch.randn(4, 5, 3)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            model.zero_grad()
-            with torch.autocast("cpu", dtype):
-                out = model(x)
-            squares(out.float()).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            for p in model.parameters():
-                assert p.grad1.dtype == torch.float32
-                assert_close(p.grad1.mean(0), p.grad, rtol=0.05, atol=0.05 * float(p.grad.abs().max()))
+    model = scaled()
+    for _ in steps_of(model, [(torch.randn(4, 5, 3),)] * 2, context=torch.autocast("cpu", dtype)):
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert p.grad1.dtype == torch.float32
+            assert_close(p.grad1.mean(0), p.grad, rtol=0.05, atol=0.05 * float(p.grad.abs().max()))
     with torch.autocast("cpu", dtype):  # the probe must not leave weights without gradients in autocast's memory
-        with autograd_hacks.add_hooks(Scaled()) as _:
-            pass
-        fresh = Scaled()
+        fresh = scaled()
         with autograd_hacks.add_hooks(fresh):
-            squares(fresh(x).float()).mean().backward()
+            squares(fresh(torch.randn(4, 5, 3)).float()).mean().backward()
             assert all(p.grad is not None for p in fresh.parameters())
 
 
 def test_the_scale_of_a_grad_scaler_is_divided_out() -> None:
-    for model in (Scaled().double(), nn.Sequential(nn.Linear(3, 3), Choosy()).double()):
-        x = torch.randn(4, 5, 3).double() if isinstance(model, Scaled) else torch.randn(4, 3).double()
+    for model, shape in ((scaled().double(), (4, 5, 3)), (nn.Sequential(nn.Linear(3, 3), Choosy()).double(), (4, 3))):
+        x = torch.randn(shape).double()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         with autograd_hacks.add_hooks(model):
             for kind in (float, torch.tensor):
@@ -132,11 +119,8 @@ def test_norms_of_what_hardly_varies_around_a_large_mean(layer: nn.Module, shape
         model = copy.deepcopy(layer).to(dtype)
         x = 1000 * torch.randn(shape[0], *[1] * (len(shape) - 1), dtype=dtype) + torch.randn(shape, dtype=dtype)
         net = nn.Sequential(model, nn.Flatten())
-        with autograd_hacks.add_hooks(net):
-            for _ in range(3):
-                net.zero_grad()
-                squares(net(x)).mean().backward()
-                autograd_hacks.compute_grad1(net)
+        for _ in steps_of(net, [(x,)] * 3):
+            autograd_hacks.compute_grad1(net)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from steps import batch, mlp
 from strategies import pull_along
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError, UnseenGradient
@@ -40,17 +42,11 @@ def norms(model: nn.Module, losses: Callable[[], Tensor]) -> Tensor:
 def test_a_rule_that_is_off_by_little_is_refused(
     kind: type[nn.Module], dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.conv, self.norms = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4)
-            self.layer_norm, self.out = nn.LayerNorm(4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.layer_norm(self.norms(self.conv(self.embed(x).mT)).mT))
-
     wrong_by(factor, kind, monkeypatch)
-    model, x = Words().to(dtype), torch.randint(7, (8, 5))
+    across = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4))
+    turned = Bare(lambda m, x: m.across(x.mT).mT, across=across)
+    model = nn.Sequential(nn.Embedding(7, 4), turned, nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
+    x = torch.randint(7, (8, 5))
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             model.zero_grad()
@@ -89,20 +85,15 @@ def test_a_converged_model_on_raw_features_is_read(size: float, bias: bool) -> N
 # What begins after the first step
 
 
-class Grows(nn.Module):
+def grows() -> nn.Module:
     """Does more from some forward on, of the ``.now`` that is set from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inside, self.out = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1), nn.Linear(4, 4)
-        self.now = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        return self.out(self.inside(h.mT).mT if self.now else h)
+    return Bare(
+        lambda m, x: m.out(m.inside(m.embed(x).mT).mT if m.now else m.embed(x)),
+        embed=nn.Embedding(7, 4), inside=nn.Conv1d(4, 4, 1), out=nn.Linear(4, 4), now=False,
+    ).double()  # fmt: skip
 
 
-LATER: dict[str, Callable[[Grows, Tensor], Tensor]] = {
+LATER: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a penalty": lambda model, out: squares(out).mean() + 0.1 * model.out.weight.square().sum(),
     "a tied decoder": lambda model, out: F.cross_entropy((out @ model.embed.weight.T)[:, 0], torch.arange(len(out))),
     "a norm of weights": lambda model, out: squares(out).mean() + model.embed.weight.norm(),
@@ -112,7 +103,7 @@ LATER: dict[str, Callable[[Grows, Tensor], Tensor]] = {
 @pytest.mark.parametrize("begins", [0, 1, 2, 5, 15])
 @pytest.mark.parametrize("what", LATER)
 def test_what_begins_later_is_noticed(what: str, begins: int) -> None:
-    model, x = Grows().double(), torch.randint(7, (5, 3))
+    model, x = grows(), torch.randint(7, (5, 3))
     noticed = []
     with autograd_hacks.add_hooks(model):
         for n in range(17):
@@ -135,19 +126,15 @@ def test_a_wrong_rule_that_is_reached_later_is_compared_then(
     begins: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong_by(1.0009, nn.Conv1d, monkeypatch)
-    model, x = Grows().double(), torch.randint(7, (5, 3))
+    model, x = grows(), torch.randint(7, (5, 3))
     with autograd_hacks.add_hooks(model):
         for n in range(begins + 2):
             model.now = n >= begins
             model.zero_grad()
-            losses = lambda: squares(model(x))  # noqa: E731
             if not streamed:
-                autograd_hacks.backward(losses())
-            if model.now:
-                with pytest.raises(PerSampleGradientError):
-                    norms(model, losses) if streamed else autograd_hacks.compute_grad1(model)
-            else:
-                norms(model, losses) if streamed else autograd_hacks.compute_grad1(model)
+                autograd_hacks.backward(squares(model(x)))
+            with pytest.raises(PerSampleGradientError) if model.now else nullcontext():
+                norms(model, lambda: squares(model(x))) if streamed else autograd_hacks.compute_grad1(model)
 
 
 # Streamed
@@ -157,21 +144,16 @@ def test_a_wrong_rule_that_is_reached_later_is_compared_then(
 def test_streaming_of_a_layer_that_reentrant_checkpoints_share() -> None:
     """Its rows are complete when the second checkpoint has been run again: cross terms are not lost."""
 
-    class Shared(nn.Module):
-        def __init__(self, reentrant: bool) -> None:
-            super().__init__()
-            self.first, self.shared, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-            self.reentrant = reentrant
+    def twice(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x)
+        for _ in range(2):
+            h = checkpoint(lambda z: m.shared(z).tanh(), h, use_reentrant=m.reentrant)
+        return m.last(h)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            for _ in range(2):
-                h = checkpoint(lambda z: self.shared(z).tanh(), h, use_reentrant=self.reentrant)
-            return self.last(h)
-
-    x = torch.randn(5, 3).double()
+    x, layers = torch.randn(5, 3).double(), {"first": (3, 4), "shared": (4, 4), "last": (4, 2)}
     for reentrant in (False, True):
-        model = Shared(reentrant).double()
+        own = {name: nn.Linear(*sizes) for name, sizes in layers.items()}
+        model = Bare(twice, **own, reentrant=reentrant).double()
         with autograd_hacks.add_hooks(model, probe=not reentrant):
             for _ in range(1 if reentrant else 3):
                 model.zero_grad()

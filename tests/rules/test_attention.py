@@ -112,14 +112,6 @@ def test_a_dropout_that_is_set_after_add_hooks() -> None:
         check_losses(layer, lambda: squares(layer(x, x, x)[0]))
 
 
-def test_attention_whose_parameters_are_parts_of_one_vector() -> None:
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
-    vector = nn.utils.parameters_to_vector(layer.parameters()).detach()
-    nn.utils.vector_to_parameters(vector, layer.parameters())
-    with autograd_hacks.add_hooks(layer):
-        check_losses(layer, lambda: squares(layer(x, x, x)[0]))
-
-
 def test_an_appended_key_without_ordinary_gradients() -> None:
     model = Bare(
         lambda m, x: m.out(m.inner(x, x, x, need_weights=False)[0]),

@@ -1,18 +1,19 @@
 """Tables and bags that the strategies don't draw: offsets, weights, padding, tied and sparse ones, and refusals."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from mixing import check_refused
 from oracle import assert_same, one_backward_per_sample, squares
 from steps import check, check_batches
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture.off_graph import Transposed
-from autograd_hacks.errors import SamplesMixed, StaleRecord
+from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Chained, Lookup
 
 
@@ -51,10 +52,8 @@ def test_weighted_bags_in_two_dimensions() -> None:
     "layer", [nn.Embedding(4, 2, scale_grad_by_freq=True), nn.EmbeddingBag(4, 2, scale_grad_by_freq=True)]
 )
 def test_gradients_scaled_by_the_batchs_frequencies_are_refused(layer: nn.Module) -> None:
-    with autograd_hacks.add_hooks(layer):
-        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
-        with pytest.raises(SamplesMixed, match=r"the model itself \(Embedding.*scale_grad_by_freq=False"):
-            autograd_hacks.compute_grad1(layer)
+    says = r"the model itself \(Embedding.*scale_grad_by_freq=False"
+    check_refused(layer, (torch.tensor([[0, 1], [1, 1]]),), error=SamplesMixed, match=says)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -68,27 +67,14 @@ def test_a_sparse_embedding_has_dense_rows() -> None:
 
 
 def test_tied_embedding_and_decoder() -> None:
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.positions = nn.Embedding(6, 4), nn.Embedding(5, 4)
-            self.norm, self.decode = nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
-            self.decode.weight = self.embed.weight
+    def language(m: nn.Module, tokens: Tensor) -> Tensor:
+        at = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return m.decode(m.norm(torch.tanh(m.embed(tokens) + m.embed(tokens.flip(1)) + m.positions(at))))
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            at = torch.arange(tokens.shape[1]).expand_as(tokens)
-            return self.decode(self.norm(torch.tanh(self.embed(tokens) + self.embed(tokens.flip(1)) + self.positions(at))))
-
-    check_batches(Language().double(), torch.randint(6, (3, 5)))
-
-
-def test_a_weight_that_the_optimizer_has_moved_since() -> None:
-    layer = nn.EmbeddingBag(4, 2, mode="max")
-    with autograd_hacks.add_hooks(layer):
-        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
-        torch.optim.SGD(layer.parameters(), 1.0).step()
-        with pytest.raises(StaleRecord, match=r"'weight' .* before optimizer.step\(\)"):
-            autograd_hacks.compute_grad1(layer)
+    embed, decode = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    decode.weight = embed.weight
+    model = Bare(language, embed=embed, positions=nn.Embedding(5, 4), norm=nn.LayerNorm(4), decode=decode)
+    check_batches(model.double(), torch.randint(6, (3, 5)))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -96,15 +82,6 @@ def test_tables_read_by_32_bit_integers(mode: str) -> None:
     bag, table = nn.EmbeddingBag(5, 2, mode=mode, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)
     for layer in (bag, table):
         check_batches(layer, torch.randint(5, (3, 4), dtype=torch.int32))
-
-
-def test_a_bag_whose_weight_was_changed_behind_autograds_back() -> None:
-    layer = nn.EmbeddingBag(4, 2, mode="max")
-    with autograd_hacks.add_hooks(layer):
-        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
-        layer.weight.data.neg_()
-        with pytest.raises(StaleRecord, match="could not be recomputed"):
-            autograd_hacks.compute_grad1(layer)
 
 
 def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
@@ -120,69 +97,51 @@ def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
             assert not layer.weight.grad1[:, 1].any()
 
 
-class Positions(nn.Module):
+def positions(m: nn.Module, x: Tensor) -> Tensor:
     """A table that is read by one index for all samples, which may repeat."""
+    at = checkpoint(m.positions, m.at, use_reentrant=False) if m.checkpointed else m.positions(m.at)
+    return m.out(torch.tanh(m.embed(x) + at))
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.embed, self.positions, self.out = nn.Embedding(7, 4), nn.Embedding(6, 4, **options), nn.Linear(4, 2)
-        self.register_buffer("at", torch.tensor([[0, 1, 1, 5, 3]]))
-        self.checkpointed = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        at = checkpoint(self.positions, self.at, use_reentrant=False) if self.checkpointed else self.positions(self.at)
-        return self.out(torch.tanh(self.embed(x) + at))
+def relative(m: nn.Module, x: Tensor) -> Tensor:
+    """A table that is read by distances, from both ends, as a bias of attention."""
+
+    def bias() -> Tensor:
+        return m.positions.weight[m.at.flatten()].view(3, 3, 2).permute(2, 0, -2).contiguous().unsqueeze(0)
+
+    own = checkpoint(bias, use_reentrant=False) if m.checkpointed else bias()
+    h = m.embed(x).unflatten(2, (2, 2)).transpose(1, 2)
+    return m.out((h @ h.mT + own).softmax(-1).matmul(h).transpose(1, 2).flatten(2))
+
+
+AT, DISTANCES = torch.tensor([[0, 1, 1, 5, 3]]), torch.arange(3)[:, None] - torch.arange(3)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"padding_idx": -1}], ids=str)
-def test_positions_are_looked_up(options: dict[str, int], checkpointed: bool) -> None:
-    model, x = Positions(**options).double(), torch.randint(7, (3, 5))
+@pytest.mark.parametrize(
+    ("how", "table", "at", "sizes"),
+    [
+        (positions, nn.Embedding(6, 4), AT, (3, 5)),
+        (positions, nn.Embedding(6, 4, padding_idx=1), AT, (3, 5)),
+        (positions, nn.Embedding(6, 4, padding_idx=-1), AT, (3, 5)),
+        (relative, nn.Embedding(5, 2), DISTANCES, (4, 3)),
+    ],
+    ids=["positions", "padded", "padded at the end", "relative"],
+)
+def test_positions_are_looked_up(
+    how: Callable[..., Tensor], table: nn.Module, at: Tensor, sizes: tuple[int, int], checkpointed: bool
+) -> None:
+    own = {"embed": nn.Embedding(7, 4), "positions": table, "out": nn.Linear(4, 2)}
+    model, x = Bare(how, **own, checkpointed=False).double(), torch.randint(7, sizes)
+    model.register_buffer("at", at.clone())
     expected = one_backward_per_sample(model, squares, x)
     model.checkpointed = checkpointed
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             squares(model(x)).sum().backward()
-            at = model.at.clone()
             if not checkpointed:  # else a derivative is taken, which needs the index
                 model.at.zero_()
             grads = autograd_hacks.per_sample_grads(model, "sum")
-            assert isinstance(grads["positions.weight"], Chained if checkpointed else Lookup)
-            assert_same(grads.dense(), expected)
-            model.at.copy_(at)
-
-
-class RelativePositions(nn.Module):
-    """A table that is read by distances, from both ends, as a bias of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.table, self.out = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 2)), nn.Linear(4, 3)
-        self.register_buffer("at", torch.arange(3)[:, None] - torch.arange(3))
-        self.checkpointed = False
-
-    def bias(self) -> Tensor:
-        return self.table[self.at.flatten()].view(3, 3, 2).permute(2, 0, -2).contiguous().unsqueeze(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = checkpoint(self.bias, use_reentrant=False) if self.checkpointed else self.bias()
-        h = self.embed(x).unflatten(2, (2, 2)).transpose(1, 2)
-        return self.out((h @ h.mT + bias).softmax(-1).matmul(h).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_relative_positions_are_added_up(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
-    if not checkpointed:  # else a derivative is taken, which needs the index
-        monkeypatch.setattr(Transposed, "make", None)
-    model, x = RelativePositions().double(), torch.randint(7, (4, 3))
-    expected = one_backward_per_sample(model, squares, x)
-    model.checkpointed = checkpointed
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            squares(model(x)).sum().backward()
-            at = model.at.clone()
-            if not checkpointed:
-                model.at.zero_()
-            grads = autograd_hacks.per_sample_grads(model, "sum")
+            assert isinstance(grads["positions.weight"], Chained if checkpointed or how is relative else Lookup)
             assert_same(grads.dense(), expected)
             model.at.copy_(at)

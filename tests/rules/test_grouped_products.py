@@ -8,6 +8,7 @@ from oracle import assert_rows, one_loss_at_a_time, squares
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 
@@ -17,30 +18,24 @@ if not hasattr(F, "grouped_mm"):
 EXPERTS, WIDTH, OUT = 4, 8, 12
 
 
-class Routed(nn.Module):
+def routed(m: nn.Module, x: Tensor) -> Tensor:
     """Each token goes to one expert, and expert 3 gets none."""
-
-    def __init__(self, transposed: bool) -> None:
-        super().__init__()
-        shape = (OUT, WIDTH) if transposed else (WIDTH, OUT)
-        self.before, self.gate = nn.Linear(5, WIDTH), nn.Linear(5, EXPERTS - 1)
-        self.stack, self.transposed = nn.Parameter(torch.randn(EXPERTS, *shape)), transposed
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        score, expert = self.gate(tokens).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)
-        ends = torch.bincount(expert, minlength=EXPERTS).cumsum(0).int()
-        weight = self.stack.transpose(-2, -1) if self.transposed else self.stack
-        y = F.grouped_mm(self.before(tokens)[order], weight, offs=ends)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return (y[back] * score[:, None]).unflatten(0, x.shape[:2])
+    tokens = x.flatten(0, 1)
+    score, expert = m.gate(tokens).softmax(-1).max(-1)
+    order = expert.argsort(stable=True)
+    ends = torch.bincount(expert, minlength=EXPERTS).cumsum(0).int()
+    weight = m.stack.transpose(-2, -1) if m.transposed else m.stack
+    y = F.grouped_mm(m.before(tokens)[order], weight, offs=ends)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return (y[back] * score[:, None]).unflatten(0, x.shape[:2])
 
 
 @crossed(transposed=[False, True], param_grad=[True, False])
 @pytest.mark.parametrize(("samples", "tokens"), [(5, 3), (4, 4), (1, 6), (6, 1)])
 def test_rows_of_a_stack(samples: int, tokens: int, transposed: bool, param_grad: bool) -> None:
-    model = Routed(transposed)
+    stack = torch.randn(EXPERTS, *((OUT, WIDTH) if transposed else (WIDTH, OUT)))
+    layers = {"before": nn.Linear(5, WIDTH), "gate": nn.Linear(5, EXPERTS - 1)}
+    model = Bare(routed, **layers, stack=stack, transposed=transposed)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(4):
             x = torch.randn(samples, tokens, 5)

@@ -1,8 +1,11 @@
 """What the strategies don't draw: several inputs, refusals, and what a layer's own state has to do with it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn as nn
+from mixing import check_refused
 from nets import Inside
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from steps import check, check_batches
@@ -33,11 +36,8 @@ def test_a_transposed_convolution_with_an_output_size() -> None:
     "layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval(), nn.SyncBatchNorm(3)]
 )
 def test_normalising_over_the_batch_is_refused(layer: nn.Module) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), layer)
-    with autograd_hacks.add_hooks(model):
-        model(torch.randn(4, 2)).sum().backward()
-        with pytest.raises(SamplesMixed, match=r"layer '1' \(.*BatchNorm.*\) normalises .* GroupNorm"):
-            autograd_hacks.compute_grad1(model)
+    says = r"layer '1' \(.*BatchNorm.*\) normalises .* GroupNorm"
+    check_refused(nn.Sequential(nn.Linear(2, 3), layer), (torch.randn(4, 2),), error=SamplesMixed, match=says)
 
 
 def test_what_counts_is_the_mode_that_the_forward_ran_in() -> None:
@@ -66,10 +66,8 @@ def test_running_statistics_that_are_gone_in_a_later_step(affine: bool) -> None:
             without_statistics(model[1])
         x = torch.randn(4, 2, dtype=torch.float64)
         model(x).square().sum().backward()
-        if step < 3:
-            autograd_hacks.compute_grad1(model, "sum")
-            continue
-        with pytest.raises(SamplesMixed, match="BatchNorm1d" if affine else "samples mix"):
+        says = "BatchNorm1d" if affine else "samples mix"
+        with pytest.raises(SamplesMixed, match=says) if step >= 3 else nullcontext():
             autograd_hacks.compute_grad1(model, "sum")
     model[1].running_mean, model[1].running_var = torch.zeros(3).double(), torch.ones(3).double()
     check_batches(model, x)
@@ -104,20 +102,22 @@ def test_running_statistics_that_have_moved_since() -> None:
         (nn.LayerNorm(3), torch.randn(3)),
         (nn.RMSNorm((2, 3)), torch.randn(2, 3)),
         (nn.InstanceNorm1d(2, affine=True), torch.randn(2, 4)),
-        (nn.PReLU(3), torch.randn(3)),
         (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4)),
+        (nn.LSTM(2, 3), torch.randn(4, 2)),
+        (nn.GRUCell(2, 3), torch.randn(2)),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_unbatched_inputs(layer: nn.Module, x: Tensor) -> None:
-    with autograd_hacks.add_hooks(layer):
-        try:
-            layer(x).sum().backward()
-        except RuntimeError:
-            assert isinstance(layer, nn.PReLU)  # which takes none with several weights
-            return
-        with pytest.raises(BatchSizeError, match=r"the model itself \(.*without a batch axis.*unsqueeze"):
-            autograd_hacks.compute_grad1(layer)
+    says = r"the model itself \(.*without a batch axis.*unsqueeze"
+    losses = lambda out: (out[0] if isinstance(out, tuple) else out).sum()  # noqa: E731
+    check_refused(layer, (x,), losses=losses, error=BatchSizeError, match=says)
+
+
+def test_unbatched_attention() -> None:
+    """No rule knows its inputs: its positions are taken for samples, and attend to each other."""
+    layer, x = nn.MultiheadAttention(2, 1), torch.randn(4, 2)
+    check_refused(layer, (x, x, x), losses=lambda out: out[0].sum(), error=SamplesMixed, match=r"unsqueeze\(0\)")
 
 
 def test_prelu_ignores_the_gradient_where_its_slope_was_not_used() -> None:

@@ -19,6 +19,7 @@ from nets import Between
 from oracle import one_backward_per_sample, squares
 from steps import at_most
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, VerificationFailed
@@ -39,11 +40,13 @@ def count_globally(h: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006  # 
 class Net(nn.Module):
     """Its forward reads a value, so no analysis shows that samples are independent, and a check has to run it."""
 
-    def __init__(self, act: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.tanh, before: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self.first, self.last, self.act = nn.Linear(3, 3), nn.Linear(3, 2), act
+        self.first, self.last, self.act, self.before = nn.Linear(3, 3), nn.Linear(3, 2), act, before
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        if self.before is not None:
+            self.before(self, x, *more)
         h = self.act(self.first(x))
         return self.last(h if h.detach().abs().sum() < 1e9 else h.relu())
 
@@ -123,20 +126,14 @@ def methods_and_weak_references() -> Program:
 def random_numbers() -> Program:
     own = torch.Generator().manual_seed(1), numpy.random.default_rng(1), random.Random(1), iter([*range(99)])
 
-    class Drawing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generators = own
-
-        def forward(self, h: Tensor) -> Tensor:
-            a, b, c, d = self.generators
-            shared = float(torch.rand(())) + random.random() + float(numpy.random.rand())
-            return F.dropout(h) * (float(torch.rand((), generator=a)) + b.random() + c.random() + next(d) + shared)
+    def drawing(m: nn.Module, h: Tensor) -> Tensor:
+        a, b, c, d = m.generators
+        shared = float(torch.rand(())) + random.random() + float(numpy.random.rand())
+        return F.dropout(h) * (float(torch.rand((), generator=a)) + b.random() + c.random() + next(d) + shared)
 
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
-
-    return Net(Drawing()), lambda: (
+    return Net(Bare(drawing, generators=own)), lambda: (
         *(own[0].get_state().tolist(), own[1].bit_generator.state, own[2].getstate(), own[3].__length_hint__()),
         *(torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
     )
@@ -154,13 +151,6 @@ def files_and_locks() -> Program:
 
 def buffers_and_objects() -> Program:
     class Keeping(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept, self.queue, self.norm = torch.zeros(3, requires_grad=True) * 1, Queue(), nn.BatchNorm1d(3)
-            self.register_buffer("mean", torch.zeros(3))
-            self.norm.register_buffer("mean", self.mean)  # two modules share it
-            self.lazy: Tensor | None = None
-
         def forward(self, x: Tensor) -> Tensor:
             self.lazy = torch.ones(3) if self.lazy is None else self.lazy
             self.kept = self.kept + self.lazy
@@ -171,6 +161,10 @@ def buffers_and_objects() -> Program:
             return super().forward(x) + self.kept.sum().detach() + self.norm.mean.sum()
 
     model = Keeping()
+    model.kept, model.queue, model.norm = torch.zeros(3, requires_grad=True) * 1, Queue(), nn.BatchNorm1d(3)
+    model.lazy = None
+    model.register_buffer("mean", torch.zeros(3))
+    model.norm.register_buffer("mean", model.mean)  # two modules share it
     return model, lambda: (
         *(model.kept.tolist(), model.lazy, vars(model.queue)),
         *(model.norm.mean is model.mean, model.norm.num_batches_tracked.item()),
@@ -178,16 +172,14 @@ def buffers_and_objects() -> Program:
 
 
 def parameters_that_are_written() -> Program:
-    class Clamped(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.first.weight.mul_(0.9)
-            self.first.bias.data[:2].add_(1)
-            torch.mul(self.last.bias.data, 0.5, out=self.last.bias.data)
-            self.last.weight.data = self.last.weight.data + 1
-            return super().forward(x)
+    def clamp(m: Net, x: Tensor) -> None:
+        with torch.no_grad():
+            m.first.weight.mul_(0.9)
+        m.first.bias.data[:2].add_(1)
+        torch.mul(m.last.bias.data, 0.5, out=m.last.bias.data)
+        m.last.weight.data = m.last.weight.data + 1
 
-    model = Clamped()
+    model = Net(before=clamp)
     return model, lambda: [(p.tolist(), p._version) for p in model.parameters()]
 
 
@@ -278,11 +270,8 @@ def test_what_can_not_be_copied_is_refused_by_name(what: Callable[[], Any], chec
 
 
 def test_a_model_that_fails_with_other_samples() -> None:
-    class Fussy(Net):
-        def forward(self, given: Tensor) -> Tensor:
-            return super().forward({True: given}[torch.equal(given, x)])
-
-    model, x = Fussy(), torch.randn(4, 3)
+    x = torch.randn(4, 3)
+    model = Net(before=lambda m, given: {True: given}[torch.equal(given, x)])
     asked = autograd_hacks.add_hooks(model, independent=True)
     with asked, pytest.raises(ProbeFailed, match=r"KeyError: False.*independent=False"):
         model(x)
@@ -350,12 +339,7 @@ def test_what_has_two_names_is_copied_once() -> None:
 
 
 def test_an_object_among_the_arguments_is_copied() -> None:
-    class Queued(Net):
-        def forward(self, x: Tensor, queue: Queue) -> Tensor:
-            queue.put(self, (), x)
-            return super().forward(x)
-
-    model, x, queue = Queued(), torch.randn(4, 3), Queue()
+    model, x, queue = Net(before=lambda m, x, queue: queue.put(m, (), x)), torch.randn(4, 3), Queue()
     with autograd_hacks.add_hooks(model):
         autograd_hacks.verify(model, args=(x, queue))
     assert (queue.at, queue.log, float(queue.keys.sum())) == (0, {"lengths": [0]}, 0.0)
@@ -374,12 +358,7 @@ def test_a_forward_may_write_into_wrappers_of_tensors() -> None:
     """They have no memory of their own, as tensors that are traced have none."""
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
 
-    class Counted(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            two_tensor.TwoTensor(x.detach().clone(), x.detach().clone()).add_(1)
-            return super().forward(x)
-
-    model = Counted()
+    model = Net(before=lambda m, x: two_tensor.TwoTensor(x.detach().clone(), x.detach().clone()).add_(1))
     with autograd_hacks.add_hooks(model):
         autograd_hacks.verify(model, args=(torch.randn(4, 3),))
 

@@ -1,14 +1,20 @@
-"""`backward(losses)`, and what the scale of a row is."""
+"""`backward(losses)`, what the scale of a row is, and losses that begin to mix."""
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch
+from rarely import crossed
+from steps import assert_means, assert_right, batch, check_losses
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare, check_right
 
 import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
 
 
 def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
@@ -47,9 +53,7 @@ def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
         model.zero_grad()
         autograd_hacks.backward(squares(model(x), y), loss_type)
         assert_right(model, x, y)
-        for p in model.parameters():
-            total = p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0)
-            assert_close(total, p.grad)
+        assert_close([getattr(p.grad1, loss_type)(0) for p in model.parameters()], [p.grad for p in model.parameters()])
 
 
 def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -> None:
@@ -66,8 +70,8 @@ def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -
 
 def test_losses_of_two_models_and_of_their_own_samples() -> None:
     """GANs, say: each is proven for what it returned."""
-    first, second = nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    first = nn.Sequential(first, nn.Tanh())
+    first = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    second = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(second):
         for _ in range(3):
             x = torch.randn(5, 3)
@@ -76,5 +80,124 @@ def test_losses_of_two_models_and_of_their_own_samples() -> None:
             autograd_hacks.backward(second(first(x)).square().sum(1))
             for model in (first, second):
                 autograd_hacks.compute_grad1(model)
-                for p in model.parameters():
-                    torch.testing.assert_close(p.grad1.mean(0), p.grad)
+                assert_means(model)
+
+
+# Losses in which samples begin to mix, or to use parameters, after steps in which they didn't
+
+
+BEGINS, STEPS = 3, 5
+
+Losses = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def _slope(out: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+
+
+def _penalised(change: Callable[[Tensor], Tensor]) -> Losses:
+    """change: of the slopes' squares, N D, into a loss of each sample"""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x.requires_grad_())
+        return squares(out) + change(_slope(out, x).square())
+
+    return losses
+
+
+MIXING: dict[str, Losses] = {
+    "contrastive": lambda m, x: F.cross_entropy(
+        4 * (z := F.normalize(m(x), dim=1)) @ z.T, torch.arange(len(z)).roll(1), reduction="none"
+    ),
+    "centred": lambda m, x: ((out := m(x)) - out.mean(0)).square().sum(1),
+    "another order": lambda m, x: squares(m(x)).roll(1),
+    "some in another order": lambda m, x: squares(m(x))[[*range(min(len(x), 2))[::-1], *range(2, len(x))]],
+    "weighted by the batch": lambda m, x: (own := squares(m(x))).softmax(0) * own,
+    "a little of all": lambda m, x: (out := m(x)).square().sum(1) + 1e-4 * out.sum(),
+    "a penalty of the batch": _penalised(torch.sum),
+    "a penalty of a neighbour": _penalised(lambda slopes: slopes.sum(1).roll(1)),
+}
+OTHERS: dict[str, Losses] = {
+    "a penalty": _penalised(lambda slopes: slopes.sum(1)),
+    "in two orders": lambda m, x: (own := squares(m(x))) + own.flip(0).flip(0),
+    "among own positions": lambda m, x: ((out := m(x))[:, :, None] * out[:, None]).softmax(-1).square().sum((1, 2)),
+    "masked": lambda m, x: torch.zeros_like(own := squares(m(x))).masked_scatter(
+        (mask := torch.arange(len(x)) % 2 == 0), own[mask]
+    ),
+    "with a factor of the batch": lambda m, x: (
+        (own := squares(m(x))) / own.detach().sum() + F.cross_entropy(m(x), torch.arange(len(x)) % 4, reduction="none")
+    ),
+}
+
+
+def _batches(n: int = 5) -> Iterator[Tensor]:
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randn(n, 3, dtype=torch.float64)
+
+
+@crossed(name=MIXING, param_grad=[True, False])
+def test_losses_that_begin_to_mix_are_refused_in_that_step(name: str, param_grad: bool) -> None:
+    model = _net()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for number, x in enumerate(_batches()):
+            if number < BEGINS:
+                check_losses(model, lambda x=x: squares(model(x)))
+            else:
+                vector = MIXING[name](model, x)
+                with pytest.raises(SamplesMixed, match=r"losses given to backward.*Samples mix at \w+"):
+                    autograd_hacks.backward(vector)
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in MIXING), *((name, 5) for name in OTHERS)])
+def test_losses_of_one_sample_and_losses_that_do_not_mix_begin_without_a_complaint(name: str, size: int) -> None:
+    def run(model: nn.Module, x: Tensor, begins: bool) -> Tensor:
+        return (MIXING | OTHERS)[name](model, x) if begins else squares(model(x))
+
+    check_right(_net(), *[(x, number >= BEGINS) for number, x in enumerate(_batches(size))], run=run, total="each")
+
+
+def returning() -> nn.Module:
+    """Returns parameters beside the outputs."""
+    return Bare(
+        lambda m, x: (m.net(x), m.log_scale, m.weight),
+        net=_net(),
+        log_scale=torch.zeros(4).double(),
+        weight=torch.eye(4).double(),
+    )
+
+
+def test_uses_of_returned_parameters_that_begin() -> None:
+    def losses(model: nn.Module, x: Tensor, number: int) -> Tensor:
+        out, log_scale, weight = model(x)
+        found = squares(out)
+        if number > 0:
+            found = found + squares(out * log_scale.exp())
+        if number > 1:
+            found = found + squares(torch.tanh(out) @ weight)
+        if number > 2:
+            x = x.requires_grad_()
+            out, log_scale, weight = model(x)
+            found = found + _slope((out * log_scale.exp()) @ weight, x).square().sum(1)
+        return found
+
+    check_right(returning(), *[(x, number) for number, x in enumerate(_batches())], run=losses, total="each")
+
+
+def test_returned_parameters_in_two_passes_of_one_graph() -> None:
+    model = returning()
+    with autograd_hacks.add_hooks(model):
+        for x in _batches():
+            out, log_scale, _ = model(x)
+            vector = squares(out * log_scale.exp())
+            autograd_hacks.backward(vector, retain_graph=True)
+            first = autograd_hacks.per_sample_grads(model).dense()
+            model.zero_grad()
+            autograd_hacks.backward(vector)
+            both = autograd_hacks.per_sample_grads(model).dense()
+            assert_close(both, {name: 2 * rows for name, rows in first.items()})

@@ -15,6 +15,7 @@ from steps import at_most, stepped
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.forms import RandomMap, SparseMap
@@ -124,19 +125,16 @@ def test_bags_never_have_a_gradient_for_each_entry(mode: str) -> None:
 
 
 def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Attention(nn.Module):
-        def __init__(self, length: int) -> None:
-            super().__init__()
-            self.maps, self.table = nn.Linear(4, 12), nn.Parameter(torch.randn(2 * length, 2))
-            self.register_buffer("places", torch.arange(length)[:, None] - torch.arange(length) + length)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in self.maps(x).chunk(3, -1))
-            bias = self.table[self.places.view(-1)].view(*self.places.shape, 2).permute(2, 0, 1)
-            return ((q @ k.mT + bias).softmax(-1) @ v).flatten(1)
-
     samples, length, budget = 128, 96, 2**20
-    model, x, scores = Attention(length), torch.randn(samples, length, 4), 4 * samples * 2 * length**2
+    places = torch.arange(length)[:, None] - torch.arange(length) + length
+
+    def attention(m: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in m.maps(x).chunk(3, -1))
+        bias = m.table[places.view(-1)].view(*places.shape, 2).permute(2, 0, 1)
+        return ((q @ k.mT + bias).softmax(-1) @ v).flatten(1)
+
+    model, x = Bare(attention, maps=nn.Linear(4, 12), table=torch.randn(2 * length, 2)), torch.randn(samples, length, 4)
+    scores = 4 * samples * 2 * length**2
     with autograd_hacks.add_hooks(model):
         model(x[:4]).sum().backward()
         autograd_hacks.compute_grad1(model)
@@ -162,38 +160,30 @@ def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkey
 BLOCKS = 8
 
 
-class Deep(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(BLOCKS)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+def deep(reentrant: bool) -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for block in m.blocks:
+            x = x + checkpoint(block, x, use_reentrant=reentrant)
         return x
 
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(BLOCKS)]
+    return Bare(forward, blocks=nn.ModuleList(blocks))
 
-def losses(out: Tensor) -> Tensor:
-    return out.square().flatten(1).mean(1)
 
-
-def most(step: Callable[[], object]) -> tuple[float, float]:
-    """MiB at the most in a third step, and what is left of it but gradients and what is returned."""
+def most(step: Callable[[], object]) -> float:
+    """MiB at the most in a third step."""
     for _ in range(2):
         step()
     with Held() as held:
         kept = step()
     assert kept is not None
-    return held.most / 2**20, held.now / 2**20
+    return held.most / 2**20
 
 
-def ways(reentrant: bool) -> dict[str, tuple[float, float]]:
-    """{way: MiB at the most, MiB left}"""
+def ways(reentrant: bool) -> dict[str, float]:
+    """{way: MiB at the most}"""
     torch.manual_seed(0)
-    base, x = Deep(reentrant), torch.randn(16, 32, 64, requires_grad=True)
+    base, x = deep(reentrant), torch.randn(16, 32, 64, requires_grad=True)
     models = {way: copy.deepcopy(base) for way in ("plain", "hooks", "streaming")}
     for way in ("hooks", "streaming"):
         autograd_hacks.add_hooks(models[way], probe=not reentrant)
@@ -203,7 +193,7 @@ def ways(reentrant: bool) -> dict[str, tuple[float, float]]:
         model.zero_grad()
         around: Any = autograd_hacks.during_backward(model, "norms") if way == "streaming" else nullcontext()
         with around as streamed:
-            losses(model(x)).mean().backward()
+            model(x).square().flatten(1).mean(1).mean().backward()
         if way == "hooks":
             return autograd_hacks.per_sample_grads(model).norms()
         return streamed.norms if way == "streaming" else True
@@ -213,7 +203,7 @@ def ways(reentrant: bool) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_has_freed_stays_freed_where_norms_are_taken_on_the_way(reentrant: bool) -> None:
-    peaks = {way: peak for way, (peak, _) in ways(reentrant).items()}
+    peaks = ways(reentrant)
     assert peaks["hooks"] > 4 * peaks["plain"]
     # Without reentrance the first forward runs with gradients, and the hooks keep the layers' inputs from there on.
     assert peaks["streaming"] < (1.2 * peaks["plain"] if reentrant else 0.6 * peaks["hooks"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from oracle import joined
 from test_check_rows import N, Rows, losses_of, rows_of
 from torch import Tensor
 from twin import Bare
@@ -14,16 +15,9 @@ from autograd_hacks.errors import VerificationFailed
 from autograd_hacks.verbs.comparisons import WHOLE, percent
 
 
-class Scaled(nn.Module):
+def scaled(by: float, *sizes: int) -> nn.Module:
     """A linear layer whose gradient is small."""
-
-    def __init__(self, by: float, *sizes: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(*sizes)
-        self.by: float | Tensor = by
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.by * self.inner(x)
+    return Bare(lambda m, x: m.by * m.inner(x), inner=nn.Linear(*sizes), by=by)
 
 
 def case(dtype: torch.dtype, by: float) -> tuple[nn.Module, tuple[Tensor, Tensor], Rows]:
@@ -33,19 +27,19 @@ def case(dtype: torch.dtype, by: float) -> tuple[nn.Module, tuple[Tensor, Tensor
     model = Bare(
         lambda m, x: m.large(x) + m.small(x) + m.smaller(x),
         large=nn.Linear(5, 3),
-        small=Scaled(by, 5, 3),
-        smaller=Scaled(by / 2, 5, 3),
+        small=scaled(by, 5, 3),
+        smaller=scaled(by / 2, 5, 3),
     ).to(dtype)
     batch = torch.randn(N, 5, dtype=dtype), torch.arange(N) % 3
     return model, batch, rows_of(model, batch)
 
 
 def norms(rows: Rows) -> Tensor:
-    return torch.cat([x.double().flatten(1) for x in rows.values()], 1).norm(dim=1)
+    return joined(rows).double().norm(dim=1)
 
 
 def gram(rows: Rows) -> Tensor:
-    whole = torch.cat([x.double().flatten(1) for x in rows.values()], 1)
+    whole = joined(rows).double()
     return whole @ whole.T
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import one_loss_at_a_time
+from oracle import joined, one_loss_at_a_time
 from rarely import crossed
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import check_rows
@@ -41,10 +42,6 @@ def rows_of(model: nn.Module, batch: tuple[Any, ...], losses: Callable[..., Tens
     return {name: rows for name, rows in found.items() if rows is not None}
 
 
-def flat(rows: Rows) -> Tensor:
-    return torch.cat([x.flatten(1) for x in rows.values()], 1)
-
-
 def found(says: str, *args: Any, **kwargs: Any) -> str:
     """What is raised, which says something."""
     with pytest.raises(VerificationFailed, match=says) as raised:
@@ -61,7 +58,7 @@ def line_of(text: str, name: str) -> list[str]:
 def test_right_numbers_pass_in_every_form(dtype: torch.dtype) -> None:
     model, batch, rows = case(dtype)
     norms = {name: x.double().flatten(1).norm(dim=1).to(dtype) for name, x in rows.items()}
-    whole = flat(rows).double()
+    whole = joined(rows).double()
     for given in (rows, norms, whole.norm(dim=1), whole @ whole.T):
         if isinstance(given, Tensor) and dtype == torch.bfloat16:
             assert check_rows(model, batch, losses_of, given).share < 1  # of whole norms small parts are not told
@@ -86,7 +83,7 @@ def test_an_error_of_a_thousandth_in_one_sample_is_found(dtype: torch.dtype, nam
         assert (shape, sample, verdict) == (str(tuple(rows[name].shape[1:])), str(n), f"wrong: 1 of {N} samples")
         assert float(error) == pytest.approx(1e-3, rel=0.1)
         assert text.count("wrong: ") == 1
-        norms = flat(rows).double().norm(dim=1)
+        norms = joined(rows).double().norm(dim=1)
         norms[n] *= 0.999
         assert "1 of 6 samples" in found("wrong norms", model, batch, losses_of, norms)
 
@@ -115,20 +112,20 @@ def off(gram: Tensor) -> Tensor:
 MISTAKES: list[tuple[str, Callable[[Rows], Any], str]] = [
     # what is wrong, how it came, what is said
     ("rows", lambda rows: {k: x[SWAPPED] for k, x in rows.items()}, "(wrong: 2 of 6 samples.*){4}"),
-    ("norms", lambda rows: flat(rows)[SWAPPED].norm(dim=1), "2 of 6"),
-    ("products", lambda rows: flat(rows)[SWAPPED] @ flat(rows)[SWAPPED].T, ""),
-    ("products", lambda rows: off(flat(rows) @ flat(rows).T), rf"\n{comparisons.WHOLE} .*  4  "),
+    ("norms", lambda rows: joined(rows)[SWAPPED].norm(dim=1), "2 of 6"),
+    ("products", lambda rows: joined(rows)[SWAPPED] @ joined(rows)[SWAPPED].T, ""),
+    ("products", lambda rows: off(joined(rows) @ joined(rows).T), rf"\n{comparisons.WHOLE} .*  4  "),
     *[("rows", lambda rows, by=by: {k: by * x for k, x in rows.items()}, f"rows are {says}")
       for by, says in [(N, "N times"), (1 / N, "1/N times"), (-1, "-1 times"), (2, "2 times"), (0, "zero")]],
-    *[("norms", lambda rows, by=by: by * flat(rows).norm(dim=1), f"norms are {says}")
+    *[("norms", lambda rows, by=by: by * joined(rows).norm(dim=1), f"norms are {says}")
       for by, says in [(N, "N times"), (1 / N, "1/N times"), (2, "2 times")]],
-    *[("products", lambda rows, by=by: by**2 * flat(rows) @ flat(rows).T, f"products are {says}")
+    *[("products", lambda rows, by=by: by**2 * joined(rows) @ joined(rows).T, f"products are {says}")
       for by, says in [(N, "N² times"), (1 / N, "1/N² times")]],
     ("rows", lambda rows: {k: x * SLOPE.to(x).view(-1, *[1] * (x.ndim - 1)) for k, x in rows.items()},
      "the wrong length, 0.5 to 1 times"),
-    ("norms", lambda rows: flat(rows).square().sum(1), "squares"),
+    ("norms", lambda rows: joined(rows).square().sum(1), "squares"),
     ("norms", lambda rows: {k: x.flatten(1).square().sum(1) for k, x in rows.items()}, "squares"),
-    ("norms", lambda rows: flat(rows).norm(dim=1) * SLOPE.to(flat(rows)), "^(?!.*All norms)"),
+    ("norms", lambda rows: joined(rows).norm(dim=1) * SLOPE.to(joined(rows)), "^(?!.*All norms)"),
     ("rows", lambda rows: {**rows, "0.weight": rows["0.weight"] * N}, "^(?!.*All rows)"),  # of some parameters alone
 ]  # fmt: skip
 
@@ -181,23 +178,13 @@ def test_what_is_not_finite_is_found(bad: float) -> None:
     assert (error, sample, verdict) == ("inf", "3", "not finite: 1 of 6 samples")
     for given in (torch.full((N,), bad), torch.full((N, N), bad)):
         assert "not finite: 6 of 6" in found("wrong", model, batch, losses_of, given)
+    batch[0][2] = bad  # and so are losses
+    assert "autograd's own is not finite" in found("wrong rows", model, batch, losses_of, rows)
 
 
-def test_losses_that_are_not_finite_are_not_passed() -> None:
-    model, (x, y), rows = case()
-    x[2] = float("nan")
-    assert "autograd's own is not finite" in found("wrong rows", model, (x, y), losses_of, rows)
-
-
-class Attends(nn.Module):
+def attends(m: nn.Module, x: Tensor) -> Tensor:
     """The keys' bias is the same for all positions, so that its true gradient is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.head = (nn.Linear(8, size) for size in (8, 8, 8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)).mean(1))
+    return m.head(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)).mean(1))
 
 
 def mostly_sure(model: nn.Module, x: Tensor) -> Tensor:
@@ -210,7 +197,10 @@ def mostly_sure(model: nn.Module, x: Tensor) -> Tensor:
 def sure() -> tuple[nn.Module, Tensor, Rows]:
     """Of float32, with rows whose digits are all right."""
     torch.manual_seed(1)
-    model, x = Attends(), torch.randn(5, 7, 8)
+    model, x = (
+        Bare(attends, **{name: nn.Linear(8, 3 if name == "head" else 8) for name in ("q", "k", "v", "head")}),
+        torch.randn(5, 7, 8),
+    )
     rows = rows_of(model.double(), (x.double(),), mostly_sure)
     return model.float(), x, {name: own.float() for name, own in rows.items()}
 
@@ -221,38 +211,30 @@ def test_rounding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     table = str(check_rows(model, (x,), mostly_sure, rows))
     assert line_of(table, "k.bias")[-1] == "right; too few digits in float32: 5 of 5 samples"
     assert line_of(table, "head.weight")[3:] == ["2", "right; too few digits in float32: 1 of 5 samples"]
-    whole = flat(rows).double()
-    for given in (whole.norm(dim=1), whole @ whole.T, {name: r.flatten(1).norm(dim=1) for name, r in rows.items()}):
+    whole = joined(rows).double()
+    wholes = whole.norm(dim=1), whole @ whole.T
+    for given in (*wholes, {name: r.flatten(1).norm(dim=1) for name, r in rows.items()}):
         check_rows(model, (x,), mostly_sure, given)
     monkeypatch.setattr(comparisons.Comparison, "allowance", lambda *_: 0.0)
-    for given in (rows, whole.norm(dim=1), whole @ whole.T):
+    for given in (rows, *wholes):
         found("wrong", model, (x,), mostly_sure, given)
 
 
 def test_an_error_is_no_rounding() -> None:
     model, x, rows = sure()
-    for name in rows.keys() - {"k.bias"}:
-        for n in (0, 1, 3, 4):
-            wrong = {k: v.clone() for k, v in rows.items()}
-            wrong[name][n] *= 1.001
-            assert line_of(found("wrong rows", model, (x,), mostly_sure, wrong), name)[3] == str(n)
+    for name, n in zip(sorted(rows.keys() - {"k.bias"}), (0, 1, 3, 4, 0, 1, 3)):
+        wrong = {k: v.clone() for k, v in rows.items()}
+        wrong[name][n] *= 1.001
+        assert line_of(found("wrong rows", model, (x,), mostly_sure, wrong), name)[3] == str(n)
     rows["k.bias"][1] += 1e-4 * rows["q.weight"][1, 0]
     assert line_of(found("wrong rows", model, (x,), mostly_sure, rows), "k.bias")[3] == "1"
 
 
-class Keyed(nn.Module):
+def keyed(m: nn.Module, ids: Tensor, y: Tensor) -> Tensor:
     """The keys' bias has a gradient of zero, summed from numbers as large as the other gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.keys, self.values = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(4, 5)
-        self.attend, self.head = nn.MultiheadAttention(4, 2, batch_first=True, kdim=5, vdim=5), nn.Linear(4, 7)
-
-    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
-        h = self.words(ids)
-        h = h + h.sum(1, keepdim=True)
-        out = self.head(self.attend(h, self.keys(h), self.values(h))[0])
-        return F.cross_entropy(out.mT, y, reduction="none").mean(1)
+    h = m.words(ids)
+    h = h + h.sum(1, keepdim=True)
+    return F.cross_entropy(m.head(m.attend(h, m.keys(h), m.values(h))[0]).mT, y, reduction="none").mean(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -260,9 +242,13 @@ def test_a_gradient_that_cancels_may_have_other_rounding(dtype: torch.dtype) -> 
     """Each sample alone may sum in another order than the batch, and no digit of the keys' bias is common."""
     for seed in range(15, 30):
         torch.manual_seed(seed)
-        model, ids, y = Keyed().to(dtype), torch.randint(7, (2, 3)), torch.randint(7, (2, 3))
-        alone = [rows_of(model, (ids[n : n + 1], y[n : n + 1]), Keyed.forward) for n in range(2)]
-        check_rows(model, (ids, y), Keyed.forward, {name: torch.cat([own[name] for own in alone]) for name in alone[0]})
+        model = Bare(
+            keyed, words=nn.Embedding(7, 4), keys=nn.Linear(4, 5), values=nn.Linear(4, 5),
+            attend=nn.MultiheadAttention(4, 2, batch_first=True, kdim=5, vdim=5), head=nn.Linear(4, 7),
+        ).to(dtype)  # fmt: skip
+        ids, y = torch.randint(7, (2, 2, 3))
+        alone = [rows_of(model, (ids[n : n + 1], y[n : n + 1]), Bare.forward) for n in range(2)]
+        check_rows(model, (ids, y), Bare.forward, {name: torch.cat([own[name] for own in alone]) for name in alone[0]})
 
 
 @crossed(small=[1.0, 1e-2, 1e-4], dtype=[torch.float32, torch.float64])
@@ -304,20 +290,13 @@ def test_dropout_and_batch_norm_mean_what_they_do_in_a_step_and_nothing_is_left_
     found("wrong rows", model, (x, y), losses_of, rows)
 
 
-class Tied(nn.Module):
-    """A table that is also read past its module, which hooks on modules don't see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.table(ids).tanh(), self.head.weight).mean(1)
-
-
 def test_a_shared_parameter_has_any_of_its_names_and_is_one_gradient() -> None:
-    model = Tied().double()
+    """A table that is also read past its module, which hooks on modules don't see."""
+    model = Bare(
+        lambda m, ids: F.linear(m.table(ids).tanh(), m.head.weight).mean(1),
+        table=nn.Embedding(7, 4), head=nn.Linear(4, 7, bias=False),
+    ).double()  # fmt: skip
+    model.head.weight = model.table.weight
     batch = (torch.randint(7, (N, 3)), torch.arange(N) % 7)
     rows = rows_of(model, batch)["table.weight"]
     for given in ({"table.weight": rows}, {"head.weight": rows}, {"table.weight": rows, "head.weight": rows}):
@@ -340,15 +319,14 @@ def test_batches_and_losses_of_other_kinds() -> None:
     with pytest.raises(TypeError, match=r"a tuple, which is unpacked: tuple\(batch\)"):
         check_rows(model, [x, y], losses_of, rows)
     alone, batch, own = case(samples=1)
-    check_rows(alone, batch, losses_of, own)
-    check_rows(alone, batch, losses_of, flat(own).norm(dim=1))
-    check_rows(alone, batch, losses_of, flat(own) @ flat(own).T)
+    for given in (own, joined(own).norm(dim=1), joined(own) @ joined(own).T):
+        check_rows(alone, batch, losses_of, given)
 
 
 def test_gram_matrices_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, rows = case()
     monkeypatch.setattr(comparisons, "_GRAM_BYTES", 2 * 75 * 8)  # two rows
-    gram = flat(rows) @ flat(rows).T
+    gram = joined(rows) @ joined(rows).T
     check_rows(model, batch, losses_of, gram)
     gram[5, 1] += 1e-3 * gram[5, 5]
     assert line_of(found("wrong products", model, batch, losses_of, gram), comparisons.WHOLE)[3] == "5"
@@ -361,9 +339,8 @@ def test_rows_of_a_model_with_hooks() -> None:
         autograd_hacks.backward(losses_of(model, x, y))
         grads = autograd_hacks.per_sample_grads(model)
         check_rows(model, (x, y), losses_of, grads.dense(), coverage=1.0)
-        check_rows(model, (x, y), losses_of, grads.norms())
-        check_rows(model, (x, y), losses_of, grads.norms(per_parameter=True))
-        check_rows(model, (x, y), losses_of, grads.gram())
+        for given in (grads.norms(), grads.norms(per_parameter=True), grads.gram()):
+            check_rows(model, (x, y), losses_of, given)
         with pytest.raises(TypeError, match=r"give dense\(\)"):
             check_rows(model, (x, y), losses_of, grads)
         assert torch.equal(autograd_hacks.per_sample_grads(model).norms(), grads.norms())

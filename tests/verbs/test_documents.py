@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_rows, joined
 from packed import Packed, batch, hooked, losses
+from refused import check_each
+from steps import assert_means
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -42,7 +45,7 @@ def test_rows_are_those_of_documents_alone(samples: int, lengths: list[int], set
         grads = autograd_hacks.per_sample_grads(model, "sum")
         rows = one_by_one(model, samples, lengths, given)
         assert_close(grads.dense(), rows)
-        flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
+        flat = joined(rows)
         assert_close(grads.norms(), flat.norm(dim=1))
         assert_close(grads.gram(), flat @ flat.mT)
         autograd_hacks.clear_backprops(model)
@@ -59,9 +62,8 @@ def test_documents_of_other_lengths_in_each_step_and_a_mean_over_their_losses() 
         autograd_hacks.backward(of_documents)
         autograd_hacks.compute_grad1(model)
         rows = one_by_one(model, 2, lengths, given)
-        for name, p in model.named_parameters():
-            assert_close(p.grad1, rows[name])
-            assert_close(p.grad1.mean(0), p.grad)
+        assert_rows(model, rows)
+        assert_means(model)
         autograd_hacks.clip_grad1_norm_(model, 0.5)
         with torch.no_grad():
             for p in model.parameters():
@@ -94,45 +96,27 @@ def test_every_way_to_tell_documents_says_the_same() -> None:
         more |= {"cu_seqlens": ends} if segments == "cu_seqlens" else {}
         losses(model, *given, **more).sum().backward()
         found.append(autograd_hacks.per_sample_grads(model, "sum").dense())
-    for other in found[1:]:
-        assert_close(other, found[0])
+    assert_close(found, found[:1] * len(found))
 
 
-def test_padding_belongs_to_no_document() -> None:
-    model, given = hooked(lambda ids, position_ids: (position_ids == 0).cumsum(1).where(ids != 0, -1)), batch(2, [3, 4])
-    given[0][:] = given[0].clamp(min=1)
-    given[0][:, 5:] = 0
-    (losses(model, *given) * (given[0] != 0)).sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
-    rows = one_by_one(model, 2, [3, 2], [x[:, :5] for x in given])
-    assert_close(grads.dense(), rows)
-
-
-@pytest.mark.parametrize("only_padding", [[True, False, True], [False, True, False]])
-def test_a_batch_of_padding_has_rows_of_no_documents(only_padding: list[bool]) -> None:
+@pytest.mark.parametrize("lengths", [[0, 7, 0], [7, 0, 7], [5, 0, 5]])
+def test_padding_belongs_to_no_document(lengths: list[int]) -> None:
+    """Of some positions, of none, and of all, so that there are no documents."""
     model = hooked(lambda ids, position_ids: (position_ids == 0).cumsum(1).where(ids != 0, -1))
-    for is_padding in only_padding:
+    for length in lengths:
         given = batch(2, [3, 4])
-        given[0].fill_(0) if is_padding else given[0].clamp_(min=1)
+        given[0].clamp_(min=1)[:, length:] = 0
         model.zero_grad()
         (losses(model, *given) * (given[0] != 0)).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
-        rows = {} if is_padding else one_by_one(model, 2, [3, 4], given)
+        rows = one_by_one(model, 2, [3, length - 3], [x[:, :length] for x in given]) if length else {}
         expected = {name: rows.get(name, p.new_zeros(0, *p.shape)) for name, p in model.named_parameters()}
         assert_close(grads.dense(), expected)
-        assert grads.norms().shape == (0 if is_padding else 4,)
+        assert grads.norms().shape == (4 if length else 0,)
     given[0].fill_(0)
     losses(model, *given).sum().backward()
     with pytest.raises(UnseenGradient, match="gradient at padding"):
         autograd_hacks.compute_grad1(model, "sum")
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_documents_that_see_each_other_are_refused(samples: int) -> None:
-    model = hooked("position_ids", "mask")
-    losses(model, *batch(samples, [3, 2, 4])).sum().backward()
-    with pytest.raises(SamplesMixed, match="documents mix"):
-        autograd_hacks.per_sample_grads(model)
 
 
 def test_verify_finds_values_that_leak_without_a_gradient() -> None:
@@ -143,9 +127,6 @@ def test_verify_finds_values_that_leak_without_a_gradient() -> None:
     right = hooked("position_ids")
     losses(right, *given).sum().backward()
     autograd_hacks.verify(right, samples=4)
-    for p in right.parameters():
-        p.grad = None
-    autograd_hacks.clear_backprops(right)
 
 
 def test_over_a_loader_of_packed_batches() -> None:
@@ -158,7 +139,7 @@ def test_over_a_loader_of_packed_batches() -> None:
 
     norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
     rows = [one_by_one(model, 2, [3, 2], batches[0]), one_by_one(model, 1, [1, 4, 2], batches[1])]
-    by_hand = [torch.cat([x.flatten(1) for x in own.values()], 1).norm(dim=1) for own in rows]
+    by_hand = [joined(own).norm(dim=1) for own in rows]
     assert_close(norms, torch.cat(by_hand))
     losses(model, *batches[0]).sum().backward()
     assert autograd_hacks.per_sample_grads(model).samples == 2  # of samples again
@@ -173,27 +154,23 @@ def test_numbers_of_positions_for_batches_that_are_packed_alike() -> None:
     told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
     norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
     rows = [one_by_one(model, 2, [3, 2], given) for given in batches]
-    by_hand = torch.cat([torch.cat([x.flatten(1) for x in own.values()], 1).norm(dim=1) for own in rows])
+    by_hand = torch.cat([joined(own).norm(dim=1) for own in rows])
     assert_close(norms[::2], by_hand[::2])
     assert not norms[1::2].any()
-    for other, match in [
-        ([*batches, batch(2, [3, 3])], r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
-        ([*batches, batch(3, [3, 2])], r"expected .* of shape \(3, 5\)"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            autograd_hacks.over(model, other, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
+    check_each(
+        *[(ValueError, words, lambda other=other: autograd_hacks.over(
+            model, [*batches, other], of_documents, autograd_hacks.PerSampleGrads.norms, segments=told))
+          for other, words in [
+             (batch(2, [3, 3]), r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
+             (batch(3, [3, 2]), r"expected .* of shape \(3, 5\)")]],
+    )  # fmt: skip
     autograd_hacks.add_hooks(model, segments=told)
-    with pytest.raises(ValueError, match=r"the tensor that .* as segments is .* \(2, 5\)"):
-        losses(model, *batch(2, [3, 3]))
+    check_each((ValueError, r"the tensor that .* as segments is .* \(2, 5\)", lambda: losses(model, *batch(2, [3, 3]))))
 
 
 def test_a_loss_of_what_has_no_positions_is_refused() -> None:
-    class Pooled(Packed):
-        def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Any:
-            logits = super().forward(ids, position_ids)
-            return logits, logits.mean(1)
-
-    model, given = Pooled().double(), batch(2, [3, 2, 4])
+    given = batch(2, [3, 2, 4])
+    model = Bare(lambda m, *args, **named: ((y := m.net(*args, **named)), y.mean(1)), net=Packed()).double()
     autograd_hacks.add_hooks(model, segments="position_ids")
     model(given[0], position_ids=given[1])[0].sum().backward()
     autograd_hacks.per_sample_grads(model)
@@ -203,36 +180,34 @@ def test_a_loss_of_what_has_no_positions_is_refused() -> None:
 
 
 def test_what_does_not_cover_the_batch_is_refused() -> None:
-    given = batch(2, [3, 2])
-    for segments, match in [
-        ("documents", "no argument of this name"),
-        (lambda ids, position_ids: position_ids[:, :3], r"expected whole numbers of shape \(2, 5\)"),
-        (lambda ids, position_ids: position_ids.double(), "float64"),
-        (lambda ids, position_ids: None, "NoneType"),
-    ]:
-        model = hooked(segments)
-        with pytest.raises(ValueError, match=match):
-            losses(model, *given)
-    model = hooked("position_ids")
-    with pytest.raises(ValueError, match="has 2 at the start of a document"):
-        losses(model, given[0], given[1] + 2, given[2])
-    model = Packed()
-    model.forward = lambda ids, cu_seqlens: model.head(model.words(ids))  # type: ignore[method-assign]
-    autograd_hacks.add_hooks(model, segments="cu_seqlens")
-    with pytest.raises(ValueError, match="ascending from 0 to 10"):
-        model(given[0], cu_seqlens=torch.tensor([0, 3, 9]))
-    for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long)):
-        with pytest.raises(TypeError, match=r"^add_hooks was given segments"):
-            autograd_hacks.add_hooks(model, segments=wrong)
-        with pytest.raises(TypeError, match=r"^over was given segments"):
-            autograd_hacks.over(model, [], losses, autograd_hacks.PerSampleGrads.norms, segments=wrong)
-    with pytest.raises(ValueError, match="segments"):
-        autograd_hacks.add_hooks(model, segments="position_ids", independent=True)
-    for settings in ({"independent": True}, {"probe": False}):
-        model = Packed()
-        autograd_hacks.add_hooks(model, **settings)
-        with pytest.raises(ValueError, match=r"^over was given segments, and add_hooks"):
-            autograd_hacks.over(model, [given], losses, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
+    given, norms = batch(2, [3, 2]), autograd_hacks.PerSampleGrads.norms
+    other, bare, told = Packed(), Packed(), r"^over was given segments"
+    other.forward = lambda ids, cu_seqlens: other.head(other.words(ids))  # type: ignore[method-assign]
+    autograd_hacks.add_hooks(other, segments="cu_seqlens")
+
+    def over_packed(**settings: bool) -> None:
+        autograd_hacks.add_hooks(model := Packed(), **settings)
+        autograd_hacks.over(model, [given], losses, norms, segments="position_ids")
+
+    check_each(
+        *[(ValueError, words, lambda segments=segments: losses(hooked(segments), *given))
+          for segments, words in [
+             ("documents", "no argument of this name"),
+             (lambda ids, position_ids: position_ids[:, :3], r"expected whole numbers of shape \(2, 5\)"),
+             (lambda ids, position_ids: position_ids.double(), "float64"),
+             (lambda ids, position_ids: None, "NoneType")]],
+        (ValueError, "has 2 at the start of a document",
+         lambda: losses(hooked("position_ids"), given[0], given[1] + 2, given[2])),
+        (ValueError, "ascending from 0 to 10", lambda: other(given[0], cu_seqlens=torch.tensor([0, 3, 9]))),
+        *[(TypeError, words, call)
+          for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))
+          for words, call in [
+             ("^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong)),
+             (told, lambda wrong=wrong: autograd_hacks.over(other, [], losses, norms, segments=wrong))]],
+        (ValueError, "segments", lambda: autograd_hacks.add_hooks(other, segments="position_ids", independent=True)),
+        *[(ValueError, f"{told}, and add_hooks", lambda settings=settings: over_packed(**settings))
+          for settings in ({"independent": True}, {"probe": False})],
+    )  # fmt: skip
 
 
 # Tokens.

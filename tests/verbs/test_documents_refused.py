@@ -21,14 +21,16 @@ def leaks() -> Any:
     return pytest.raises(SamplesMixed, match="documents mix")
 
 
-@pytest.mark.parametrize("alone", [1, 2, 5])
-def test_documents_that_come_to_be_packed_are_proven_anew(alone: int) -> None:
+@pytest.mark.parametrize(("samples", "alone"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 5)])
+def test_documents_that_see_each_other_are_refused_also_after_forwards_in_which_each_was_alone(
+    samples: int, alone: int
+) -> None:
     """Of rows with one document each nothing is shown about leaks."""
     model = hooked("position_ids", "mask")
     for _ in range(alone):
-        losses(model, *batch(2, [9])).sum().backward()
-        assert autograd_hacks.per_sample_grads(model, "sum").samples == 2
-    losses(model, *batch(2, [3, 2, 4])).sum().backward()
+        losses(model, *batch(samples, [9])).sum().backward()
+        assert autograd_hacks.per_sample_grads(model, "sum").samples == samples
+    losses(model, *batch(samples, [3, 2, 4])).sum().backward()
     with leaks():
         autograd_hacks.per_sample_grads(model)
 

@@ -1,15 +1,20 @@
 """Rows written while a backward pass runs."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from nets import MODELS, with_spare
+from oracle import assert_rows, joined, one_loss_at_a_time, squares
 from rarely import crossed
-from steps import alive, at_most
+from refused import check_each
+from steps import alive, assert_means, at_most, rows_joined, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.uses import LayerCall
@@ -27,14 +32,12 @@ def test_rows_are_those_of_each_loss(name: str, loss_type: str, param_grad: bool
             model.zero_grad()
             with autograd_hacks.pause_hooks():
                 expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
-                length = torch.stack([rows.flatten(1).norm(dim=1) for rows in expected.values() if rows is not None]).norm(
-                    dim=0
-                )
+
             model.zero_grad()
             with autograd_hacks.during_backward(model, "grad1", "norms", loss_type=loss_type) as found:
                 getattr(squares(model(x)), loss_type)().backward()
             assert_rows(model, expected)
-            assert_close(found.norms, length)
+            assert_close(found.norms, joined(expected).norm(dim=1))
             for p in model.parameters():
                 if param_grad and p.grad is not None:
                     assert_close(p.grad, getattr(p.grad1, loss_type)(0))
@@ -85,29 +88,27 @@ def test_memory_of_rows_is_used_again() -> None:
 
 
 def test_parameters_that_no_loss_reaches_have_none_and_frozen_ones_nothing() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
-    model["used"].bias.requires_grad_(False)
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    model = with_spare(nn.Linear(4, 3), nn.Linear(3, 3))
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.during_backward(model, "grad1"):
             squares(model(torch.randn(5, 4))).mean().backward()
-        assert model["used"].weight.grad1.shape == (5, 3, 4)
-        assert not hasattr(model["used"].bias, "grad1")
-        assert model["unused"].weight.grad1 is None
+        assert model.used.weight.grad1.shape == (5, 3, 4)
+        assert not hasattr(model.frozen.weight, "grad1")
+        assert model.spare.weight.grad1 is None
 
 
-class Mixes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.mixes = nn.Linear(4, 4), nn.Linear(4, 3), False
+def mixing() -> nn.Module:
+    """Two layers, and the mean of the batch taken away between them if ``mixes`` is set."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        return self.last(h - h.mean(0) if self.mixes else h)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.last(h - h.mean(0) if m.mixes else h)
+
+    return Bare(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 3), mixes=False)
 
 
 def test_a_pass_that_fails_leaves_no_rows() -> None:
-    model, x = Mixes(), torch.randn(5, 4)
+    model, x = mixing(), torch.randn(5, 4)
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.during_backward(model, "grad1"):
             squares(model(x)).mean().backward()
@@ -129,8 +130,7 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
     def loss(x: Tensor) -> Tensor:
-        each = squares(model(x))
-        return each.mean() if loss_type == "mean" else each.sum()
+        return getattr(squares(model(x)), loss_type)()
 
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(3):
@@ -144,12 +144,9 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
                 model, "norms", "gram", dot=v, project=5, seed=2, loss_type=loss_type
             ) as streamed:
                 loss(x).backward()
-            assert_close(streamed.norms, norms)
-            assert_close(streamed.dot, along)
-            assert_close(streamed.gram, gram)
-            assert_close(streamed.projection, projection)
-            for p, g in zip(model.parameters(), kept):
-                assert_close(p.grad, g)
+            found = streamed.norms, streamed.dot, streamed.gram, streamed.projection
+            assert_close(found, (norms, along, gram, projection))
+            assert_close([p.grad for p in model.parameters()], kept)
             with pytest.raises(NothingRecorded, match="read during the backward pass"):
                 autograd_hacks.compute_grad1(model)
             model.zero_grad()
@@ -168,8 +165,7 @@ def test_clipping_by_a_second_backward_pass() -> None:
         model.zero_grad()
         squares(model(x)).mean().backward()
         autograd_hacks.clip_grad1_norm_(model, 0.5)
-        for p, g in zip(model.parameters(), clipped):
-            assert_close(p.grad, g)
+        assert_close([p.grad for p in model.parameters()], clipped)
 
 
 def test_records_are_freed_as_the_pass_goes_on() -> None:
@@ -190,41 +186,35 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
 
 def test_what_it_refuses() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
-    with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms"):
-        pass
+
+    def during(passes: int, *what: str, create_graph: bool = False, **options: Any) -> Any:
+        with autograd_hacks.during_backward(model, "norms", **options) as streamed:
+            for _ in range(passes):
+                squares(model(x)).sum().backward(create_graph=create_graph)
+        return [getattr(streamed, name) for name in what]
+
+    def within_accumulate() -> None:
+        with autograd_hacks.accumulate(model):
+            during(0)
+
+    check_each((NothingRecorded, "", lambda: during(0)))
     with autograd_hacks.add_hooks(model):
-        with (
-            pytest.raises(ValueError, match=r"no entry for '0\.weight'"),
-            autograd_hacks.during_backward(model, "norms", dot={}),
-        ):
-            pass
-        with pytest.raises(ValueError, match="project=0"), autograd_hacks.during_backward(model, "norms", project=0):
-            pass
-        inside = autograd_hacks.accumulate(model), autograd_hacks.during_backward(model, "norms")
-        with pytest.raises(RuntimeError, match=r"leave accumulate\(model\) first"), inside[0], inside[1]:
-            pass
+        check_each(
+            (ValueError, r"no entry for '0\.weight'", lambda: during(0, dot={})),
+            (ValueError, "project=0", lambda: during(0, project=0)),
+            (RuntimeError, r"leave accumulate\(model\) first", within_accumulate),
+            (NothingRecorded, "", lambda: during(0)),
+            (NothingRecorded, "no .gram", lambda: during(1, "gram")),
+            (RuntimeError, "second backward", lambda: during(2)),
+            (HigherOrderError, "", lambda: during(1, create_graph=True)),
+        )
         with pytest.raises(NothingRecorded), autograd_hacks.during_backward(model, "norms") as streamed:
             pass
-        with pytest.raises(NothingRecorded, match=r"no .norms"):
-            _ = streamed.norms
-        with autograd_hacks.during_backward(model, "norms") as streamed:
-            squares(model(x)).sum().backward()
-        with pytest.raises(NothingRecorded, match=r"no .gram"):
-            _ = streamed.gram
-
-        def twice() -> None:
-            with autograd_hacks.during_backward(model, "norms"):
-                for _ in range(2):
-                    squares(model(x)).sum().backward()
-
-        with pytest.raises(RuntimeError, match="second backward"):
-            twice()
-        with pytest.raises(HigherOrderError), autograd_hacks.during_backward(model, "norms"):
-            squares(model(x)).sum().backward(create_graph=True)
+        check_each((NothingRecorded, "no .norms", lambda: streamed.norms))
         model.zero_grad()
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
-        assert_close(model[0].weight.grad1.mean(0), model[0].weight.grad)
+        assert_means(model)
 
 
 def test_a_penalty_in_the_loss() -> None:
@@ -234,7 +224,7 @@ def test_a_penalty_in_the_loss() -> None:
 
 
 def test_samples_that_mix_or_disagree() -> None:
-    model = Mixes()
+    model = mixing()
     model.mixes = True
     with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.during_backward(model, "norms"):
         squares(model(torch.randn(5, 4))).sum().backward()
@@ -275,45 +265,31 @@ def test_reading_inside() -> None:
 # Directions that are made of the pass's own samples, and sums of rows in ``.grad``, while a backward pass runs
 
 
-def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    with autograd_hacks.pause_hooks():
-        found = one_backward_per_sample(model, squares, x)
-    return {name: own for name, own in found.items() if own is not None}
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @crossed(name=MODELS, param_grad=[True, False])
-def test_held_out_samples_of_the_same_pass(name: str, param_grad: bool) -> None:
+def test_sums_and_inner_products_with_a_direction_that_is_given_or_made_of_held_out_samples(
+    name: str, param_grad: bool
+) -> None:
+    """Of the same pass.  Sums and inner products come from one call of each form."""
     build, batch = MODELS[name]
     model, x = build().double(), batch()
-    flat = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
-    is_held = torch.arange(len(x)) >= len(x) - 2
-    h, w = is_held.double() / 2, (~is_held).double() * torch.rand(len(x)).double()
+    is_held, v = torch.arange(len(x)) >= len(x) - 2, {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    h, w, flat = is_held.double() / 2, (~is_held).double() * torch.rand(len(x)).double(), rows_joined(model, x)
+    along = {
+        "of samples": flat @ (h @ flat),
+        "given": sum(own.flatten(1) @ v[n].flatten() for n, own in rows_of(model, x).items()),
+    }
+    expected = {n: torch.tensordot(w, own, 1) for n, own in rows_of(model, x).items()}
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for loss_type in ("mean", "sum"):
+        for loss_type, direction in product(("mean", "sum"), along):
+            given = {"dot": h if direction == "of samples" else v, "weights": w, "loss_type": loss_type}
             model.zero_grad()
-            with autograd_hacks.during_backward(model, "norms", dot=h, weights=w, loss_type=loss_type) as found:
+            with autograd_hacks.during_backward(model, *["norms"] * (direction == "of samples"), **given) as found:
                 getattr(squares(model(x)), loss_type)().backward()
-            assert_close(found.dot, flat @ (h @ flat))
-            assert_close(found.norms, flat.norm(dim=1))
-            for name, own in rows_of(model, x).items():
-                assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_direction_that_is_given_and_weights(name: str) -> None:
-    """Sums and inner products come from one call of each form."""
-    build, batch = MODELS[name]
-    model, x = build().double(), batch()
-    rows = rows_of(model, x)
-    v, w = {n: torch.randn_like(p) for n, p in model.named_parameters()}, torch.rand(len(x)).double()
-    with autograd_hacks.add_hooks(model):
-        with autograd_hacks.during_backward(model, dot=v, weights=w, loss_type="sum") as found:
-            squares(model(x)).sum().backward()
-        assert_close(found.dot, sum(own.flatten(1) @ v[n].flatten() for n, own in rows.items()))
-        for name, own in rows.items():
-            assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
+            assert_close(found.dot, along[direction])
+            assert_close({n: model.get_parameter(n).grad for n in expected}, expected)
+            if direction == "of samples":
+                assert_close(found.norms, flat.norm(dim=1))
 
 
 @pytest.mark.parametrize(("positions", "width"), [(1, 40), (1, 2), (3, 60), (3, 2)])
@@ -321,7 +297,7 @@ def test_both_ways_to_a_direction_are_the_same(positions: int, width: int) -> No
     """By products with the samples, and by the direction, whichever is cheaper."""
     torch.manual_seed(0)
     model, x = nn.Linear(width, width).double(), torch.randn(6, positions, width).double()
-    flat = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
+    flat = rows_joined(model, x)
     h = torch.tensor([0, 0, 0.5, 0, 0, -2]).double()
     with autograd_hacks.add_hooks(model), autograd_hacks.during_backward(model, dot=h, loss_type="sum") as found:
         squares(model(x)).sum().backward()

@@ -1,5 +1,6 @@
-"""Memory of ``grad1``: used again from step to step, and never what someone else holds."""
+"""Memory of ``grad1``: used again from step to step, and never what someone else holds; and rows of some parameters."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from steps import assert_right, batch, step
+import torch.nn.functional as F
+from nets import MODELS
+from oracle import one_loss_at_a_time, squares
+from rarely import crossed
+from steps import assert_right, batch, check, step
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.capture.hooks import Hook
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.support import memory
 from autograd_hacks.verbs import per_sample
@@ -31,11 +38,9 @@ def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> No
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     before = address(model)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert address(model) == before
-    step(model, *batch(6))
-    assert_right(model, *batch(6))
+    check(model, batch(6)[0])
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -57,8 +62,7 @@ def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hol
     autograd_hacks.compute_grad1(model)
     expected, before = model[0].weight.grad1.clone(), address(model)
     held = hold(model[0].weight.grad1)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert address(model) != before
     if isinstance(held, Tensor) and held.grad_fn is not None:
         (saved,) = torch.autograd.grad(held.sum(), [held.grad_fn.next_functions[1][0].variable])
@@ -91,8 +95,7 @@ def test_grad1_of_another_dtype_or_that_needs_grad_is_not_written_into(model: nn
     autograd_hacks.compute_grad1(model)
     model[0].weight.grad1 = model[0].weight.grad1.float()
     model[2].weight.grad1.requires_grad_()
-    step(model, *batch())
-    assert_right(model, *batch())
+    check(model, batch()[0])
     assert not model[2].weight.grad1.requires_grad
 
 
@@ -101,8 +104,7 @@ def test_rows_with_the_users_own_attributes_are_not_written_into(model: nn.Seque
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     model[0].weight.grad1.cached = model[0].weight.grad1.norm()
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
+    check(model, batch(seed=1)[0])
     assert not hasattr(model[0].weight.grad1, "cached")
 
 
@@ -152,8 +154,7 @@ def test_memory_of_the_users_is_never_written_into(model: nn.Sequential) -> None
 def test_grad1_that_has_gone_comes_back(model: nn.Sequential, drop: str) -> None:
     x, y = batch()
     for _ in range(3):
-        step(model, x, y)
-        assert_right(model, x, y)
+        check(model, x)
         if drop == "refuse":
             autograd_hacks.clear_backprops(model)
             with pytest.raises(NothingRecorded):
@@ -168,3 +169,116 @@ def test_grad1_that_has_gone_comes_back(model: nn.Sequential, drop: str) -> None
                 del p.grad1
             if drop == "set None":
                 p.grad1 = None
+
+
+# Per-sample gradients of some parameters alone; the others train as ever
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.Unflatten(1, (2, 3)), nn.GroupNorm(2, 2), nn.Flatten(), nn.Linear(6, 3)
+    ).double()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@crossed(name=MODELS, every=[1, 2, 3])
+def test_rows_of_some_are_those_of_each_loss(name: str, every: int) -> None:
+    build, batch = MODELS[name]
+    model = build().double()
+    twin = copy.deepcopy(model)
+    asked = [name for n, (name, p) in enumerate(model.named_parameters()) if p.requires_grad and n % every == 0]
+    if not asked:
+        pytest.skip("none of these train")
+    with autograd_hacks.add_hooks(model, only=asked):
+        for _ in range(4):
+            x = batch()
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
+            for own in (model, twin):
+                own.zero_grad()
+                torch.manual_seed(3)
+                squares(own(x)).mean().backward()
+            assert autograd_hacks.per_sample_grads(model).keys() == set(asked)
+            autograd_hacks.compute_grad1(model)
+            for (n, p), other in zip(model.named_parameters(), twin.parameters()):
+                assert hasattr(p, "grad1") == (n in asked)
+                if n in asked:
+                    assert_close(p.grad1, expected[n])
+                assert_close(p.grad, other.grad)
+
+
+def test_norm_layers_and_biases() -> None:
+    model = tower()
+    with autograd_hacks.add_hooks(model, only="norms") as hooks:
+        assert "left out" in str(hooks)
+        assert not any(isinstance(hook, Hook) for m in model for hook in m._forward_hooks.values())  # read at nodes
+        squares(model(torch.randn(5, 4).double())).mean().backward()
+        names = ["0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "5.bias"]
+        assert list(autograd_hacks.per_sample_grads(model)) == names
+        assert "left out by only=" in str(autograd_hacks.describe(model))
+    autograd_hacks.add_hooks(model)
+    squares(model(torch.randn(5, 4).double())).mean().backward()
+    assert list(autograd_hacks.per_sample_grads(model, only="norms")) == names
+    assert len(autograd_hacks.per_sample_grads(model)) == 8
+
+
+def stem(m: Any, x: Tensor) -> Tensor:
+    """Norm layers behind a convolution of what has no graph, and in front of one."""
+    x = m.norm(m.stem(F.pad(x, (1, 1, 1, 1))))
+    return m.last(m.gain(F.relu6(x).transpose(1, -1)).transpose(1, -1)).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "only", ["norms", "norm.*", ["norm.weight", "gain.*"], "gain.weight", "last.bias", ["stem.bias", "last.*"]]
+)
+def test_what_lies_before_is_of_the_batch(only: str | list[str]) -> None:
+    model = Bare(
+        stem, stem=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4).eval(), last=nn.Conv2d(4, 3, 3), gain=nn.RMSNorm(4)
+    ).double()
+    model.norm.running_mean.normal_()
+    with autograd_hacks.add_hooks(model, only=only):
+        for size in (3, 6, 1, 3):
+            x = torch.randn(size, 2, 6, 6).double()
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            asked = list(autograd_hacks.per_sample_grads(model))
+            assert asked
+            for name in asked:
+                assert_close(model.get_parameter(name).grad1, expected[name])
+
+
+def test_settings_come_back() -> None:
+    model, x = tower(), torch.randn(5, 4).double()
+    autograd_hacks.add_hooks(model)
+    squares(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    with autograd_hacks.add_hooks(model, only="0.*"):
+        assert not hasattr(model[5].weight, "grad1")  # of another step
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert not hasattr(model[5].weight, "grad1")
+    squares(model(x)).mean().backward()
+    assert len(autograd_hacks.per_sample_grads(model)) == 8
+    autograd_hacks.remove_hooks(model)
+    with autograd_hacks.add_hooks(model, only="0.*"):
+        assert not any(isinstance(hook, Hook) for hook in model[5]._forward_hooks.values())
+        autograd_hacks.add_hooks(model)
+        assert any(isinstance(hook, Hook) for hook in model[5]._forward_hooks.values())
+        squares(model(x)).mean().backward()
+        assert len(autograd_hacks.per_sample_grads(model)) == 8
+
+
+def test_quantities_of_a_pass() -> None:
+    model, x = tower(), torch.randn(5, 4).double()
+    with autograd_hacks.add_hooks(model, only="norms"):
+        squares(model(x)).mean().backward()
+        norms = autograd_hacks.per_sample_grads(model).norms()
+        model.zero_grad()
+        with autograd_hacks.during_backward(model, "norms", "grad1") as found:
+            squares(model(x)).mean().backward()
+        assert_close(found.norms, norms)
+        assert not hasattr(model[0].weight, "grad1")
+        assert model[0].bias.grad1.shape == (5, 6)
+        autograd_hacks.verify(model, args=(x,))

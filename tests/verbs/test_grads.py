@@ -1,13 +1,17 @@
 """Every verb of `PerSampleGrads` and `clip_grad1_norm_` against algebra on the rows."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import BareMatrix, Language, perceptron
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import BareMatrix, Language, perceptron, with_spare
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
+from refused import check_each
 from steps import stepped
 from torch import Tensor
 from torch.testing import assert_close
@@ -35,10 +39,7 @@ def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
 
 
 def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
-    model = nn.ModuleDict({"used": perceptron(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
-    model["frozen"].requires_grad_(False)
-    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
-    x = torch.randn(5, 4).double()
+    model, x = with_spare(perceptron(), nn.Linear(3, 3)).double(), torch.randn(5, 4).double()
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.accumulate(model):
             for part in (x[:2], x[2:]):
@@ -53,8 +54,7 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
     model, x = perceptron().double(), torch.randn(6, 4).double()
     grads = stepped(model, x)
     norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
-    for name, p in model.named_parameters():
-        assert_close(sums[name], p.grad)
+    assert_close(sums, {name: p.grad for name, p in model.named_parameters()})
     squares(model(x * 2)).mean().backward()
     assert_close(grads.norms(), norms)
     autograd_hacks.clear_backprops(model)
@@ -62,12 +62,19 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
     assert "6 samples" in repr(grads)
 
 
-def test_weights_and_directions_can_be_differentiated() -> None:
-    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
-    w = torch.rand(6).double().requires_grad_()
-    v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
-    sum((grads.weighted_sum(w)[name] * v[name]).sum() for name in v).backward()
-    assert_close(w.grad, grads.dot(v))
+def test_sums_can_be_differentiated() -> None:
+    for model, x in [
+        (perceptron().double(), torch.randn(6, 4).double()),
+        (Language(7, 3).double(), torch.randint(7, (6, 2))),
+        (BareMatrix(4).double(), torch.randn(6, 4).double()),
+    ]:
+        grads = stepped(model, x)
+        v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
+        for sums in (1, 3):
+            w = torch.rand(sums, 6).double().requires_grad_()
+            found = grads.weighted_sum(w[0] if sums == 1 else w)
+            sum(((own if sums == 1 else own[1]) * v[name]).sum() for name, own in found.items()).backward()
+            assert_close(w.grad, torch.zeros(sums, 6).double().index_add(0, torch.tensor([sums // 2]), grads.dot(v)[None]))
 
 
 def test_selecting() -> None:
@@ -79,35 +86,11 @@ def test_selecting() -> None:
     assert_close(grads.group(torch.tensor([7, 3, 7, 3, 9, 9])).samples, 3)
 
 
-def test_several_sums_can_be_differentiated() -> None:
-    for model, x in [
-        (perceptron(), torch.randn(6, 4)),
-        (Language(7, 3), torch.randint(7, (6, 2))),
-        (BareMatrix(4), torch.randn(6, 4)),
-    ]:
-        grads = stepped(model, x)
-        w = torch.rand(3, 6, requires_grad=True)
-        sum(total[1].sum() for total in grads.weighted_sum(w).values()).backward()
-        ones = {name: torch.ones(form.shape) for name, form in grads.items()}
-        assert_close(w.grad, torch.stack([torch.zeros(6), grads.dot(ones), torch.zeros(6)]))
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_layers_without_entries() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)), torch.randn(6, 4)
-    grads = stepped(model, x)
-    assert grads.norms().shape == (6,)
-    assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
-
-
-def lengths_net(m: nn.Module, x: Tensor) -> Tensor:
-    """Complex layers, after a real one."""
-    lengths: Tensor = m.first(m.before(x).to(torch.complex128)).abs()
-    return lengths
-
-
 def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
-    model = Bare(lengths_net, before=nn.Linear(4, 4, dtype=torch.float64), first=nn.Linear(4, 3, dtype=torch.complex128))
+    model = Bare(  # complex layers, after a real one
+        lambda m, x: m.first(m.before(x).to(torch.complex128)).abs(),
+        before=nn.Linear(4, 4, dtype=torch.float64), first=nn.Linear(4, 3, dtype=torch.complex128),
+    )  # fmt: skip
     x = torch.randn(5, 4).double()
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = []
@@ -174,8 +157,7 @@ def test_a_flat_buffer_of_gradients_is_written_in_place(build: Callable[[], nn.M
 
 
 def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
+    model = with_spare(nn.Linear(4, 3))
     buffer = in_one_buffer(model)
     buffer += 1
     autograd_hacks.add_hooks(model, param_grad=False)
@@ -187,62 +169,49 @@ def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
 
 
 def test_weights_by_parameter() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
-    autograd_hacks.add_hooks(model)
-    model(x).square().sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
+    grads = stepped(perceptron(), torch.randn(6, 4))
     rows, first, other = grads.dense(), torch.randn(6), torch.randn(3, 6)
     found = grads.weighted_sum({"0.*": first, "2.bias": other})
     assert set(found) == {"0.weight", "0.bias", "2.bias"}
     for name, w in {"0.weight": first, "0.bias": first, "2.bias": other}.items():
         assert_close(found[name], torch.tensordot(w, rows[name], 1))
-    with pytest.raises(ValueError, match=r"'1\.\*' matches no trainable parameter"):
-        grads.weighted_sum({"1.*": first})
-    with pytest.raises(ValueError, match=r"several patterns match '0\.bias'"):
-        grads.weighted_sum({"0.*": first, "*.bias": first})
+    check_each(
+        (ValueError, r"'1\.\*' matches no trainable parameter", lambda: grads.weighted_sum({"1.*": first})),
+        (ValueError, r"several patterns match '0\.bias'", lambda: grads.weighted_sum({"0.*": first, "*.bias": first})),
+    )
 
 
-class Written(nn.Module):
-    """Its scale is written into another tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x)
-        h[:, :2] = self.scale
-        return self.layer(x) * h
+def written(m: nn.Module, x: Tensor) -> Tensor:
+    """The scale is written into another tensor."""
+    h = torch.zeros_like(x)
+    h[:, :2] = m.scale
+    return m.layer(x) * h
 
 
-class Normalised(Written):
-    """Its scale meets the batch by way of another value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[:, :2] * (self.scale / self.scale.norm())
+def normalised(m: nn.Module, x: Tensor) -> Tensor:
+    """The scale meets the batch by way of another value."""
+    return m.layer(x)[:, :2] * (m.scale / m.scale.norm())
 
 
-@pytest.mark.parametrize("build", [Written, Normalised])
-def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(build: Callable[[], nn.Module]) -> None:
-    model = build()
+@pytest.mark.parametrize("how", [written, normalised])
+def test_rows_that_need_their_parameter_no_more_are_read_after_it_has_changed(how: Callable[..., Tensor]) -> None:
+    model = Bare(how, layer=nn.Linear(4, 4), scale=torch.ones(2))
     norms = stepped(model, torch.randn(6, 4)).norms()
-    with torch.no_grad():
-        model.scale.copy_(torch.tensor([3.0, -1.0]))
+    model.scale.data = torch.tensor([3.0, -1.0])
     assert_close(autograd_hacks.per_sample_grads(model).norms(), norms)
 
 
 def test_forms_by_name_and_by_parameter() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
-    model["other"].weight = model["one"].weight
-    model["one"].bias.requires_grad_(False)
-    model.forward = lambda x: model["other"](model["one"](x))  # type: ignore[method-assign]  # the model of this test
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
     grads = stepped(model, torch.randn(6, 4))
     for name, p in model.named_parameters():
         assert (p in grads) == (name in grads) == p.requires_grad
         if p.requires_grad:
             assert grads[p] is grads[name]
             assert grads.get(p) is grads[name]
-    assert grads["other.weight"] is grads["one.weight"] is grads[model["other"].weight]
+    assert grads["1.weight"] is grads["0.weight"] is grads[model[1].weight]
 
 
 # How numbers behave in `PerSampleGrads` and `clip_grad1_norm_`: zeros, overflow, half precision, autocast
@@ -320,12 +289,10 @@ def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Mo
     with torch.inference_mode():
         grads = autograd_hacks.per_sample_grads(model)
         sums = grads.weighted_sum(torch.full((6,), 1 / 6))
-        for name, got in grads.variance().items():
-            assert_close(got, variance[name])
+        assert_close(grads.variance(), variance)
         autograd_hacks.clip_grad1_norm_(model, 1e9)
-    for p, total, g in zip(model.parameters(), sums.values(), expected):
-        assert_close(total, g)
-        assert_close(p.grad, g)
+    assert_close(list(sums.values()), expected)
+    assert_close([p.grad for p in model.parameters()], expected)
 
 
 def test_autocast_around_the_first_reading() -> None:
@@ -347,3 +314,62 @@ def test_weights_of_another_precision() -> None:
         assert_close(grads.weighted_sum(w.to(dtype))["weight"], expected, rtol=1e-5, atol=digits)
     with pytest.raises(TypeError, match="floating-point"):
         grads.weighted_sum(torch.ones(100, dtype=torch.complex64))
+
+
+# Laws 1 and 3 for whole models: rows and quantities are those of each sample alone, and of double precision
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A model of several layers, in double precision, and a batch."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    samples, steps, width = draw(st.integers(1, 6)), draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3))
+    bias = draw(st.booleans())
+    kind = draw(st.sampled_from(["mlp", "cnn", "tied", "token", "lstm", "attention"]))
+    if kind == "tied":
+        return Language(7, width).double(), torch.randint(7, (samples, steps))
+    if kind == "cnn":
+        groups = draw(st.sampled_from([1, 2]))
+        layers = [nn.Conv2d(2, width, 2, groups=groups, bias=bias), nn.GroupNorm(1, width), nn.Tanh(), nn.Flatten(2)]
+        return nn.Sequential(*layers, nn.Linear(4, 3)).double(), torch.randn(samples, 2, 3, 3).double()
+    model = {
+        "mlp": lambda: nn.Sequential(nn.Linear(width, 5, bias=bias), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
+        "token": lambda: nn.Sequential(BareMatrix(width), nn.Linear(width, 3)),
+        "lstm": lambda: pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
+        "attention": lambda: nn.TransformerEncoderLayer(width, 2, 6, dropout=0.0, batch_first=True),
+    }[kind]()
+    return model.double(), torch.randn(samples, steps, width).double()
+
+
+def pooled(layer: nn.Module) -> nn.Module:
+    return Bare(lambda m, x: m.layer(x)[0].sum(1), layer=layer)
+
+
+def taken(model: nn.Module, x: Tensor, param_grad: bool = True) -> autograd_hacks.PerSampleGrads:
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    squares(model(x)).sum().backward()
+    return autograd_hacks.per_sample_grads(model, "sum")
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(models(), st.booleans())
+def test_quantities_are_those_of_each_sample_alone(case: tuple[nn.Module, Tensor], param_grad: bool) -> None:
+    model, x = case
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for batch in (x, x.flip(0)):
+            with autograd_hacks.pause_hooks():
+                rows = one_backward_per_sample(model, squares, batch)
+            model.zero_grad()
+            squares(model(batch)).sum().backward()
+            assert_quantities(model, rows, "sum")
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(models())
+def test_single_precision_is_that_of_double(case: tuple[nn.Module, Tensor]) -> None:
+    model, x = case
+    single = copy.deepcopy(model).float()
+    exact, grads = taken(model, x), taken(single, x.float() if x.is_floating_point() else x)
+    assert_close(grads.norms(), exact.norms().float(), rtol=1e-3, atol=1e-4)
+    scale = float(exact.norms().max()) ** 2
+    assert_close(grads.gram(), exact.gram().float(), rtol=1e-3, atol=1e-4 * max(1.0, scale))

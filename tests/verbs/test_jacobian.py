@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, TimeFirst, perceptron
-from oracle import Rows, one_backward_per_sample
+from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, perceptron
+from oracle import Rows, assert_rows, one_backward_per_sample
 from rarely import crossed, rarely
 from torch import Tensor
 from torch.testing import assert_close
@@ -116,7 +116,8 @@ def test_written_out_where_that_is_smaller() -> None:
 
 @pytest.mark.parametrize("positions", [2, 3])  # as many as samples
 def test_samples_on_another_axis(positions: int) -> None:
-    model, x = TimeFirst(), torch.randn(3, positions, 4)
+    model = Bare(lambda m, x: m.out(m.rnn(x)[0]), rnn=nn.LSTM(4, 3), out=nn.Linear(3, 2))
+    x = torch.randn(3, positions, 4)
 
     def run(batch_first: Tensor) -> Tensor:
         return model(batch_first.transpose(0, 1)).transpose(0, 1)
@@ -156,12 +157,7 @@ def test_losses_of_tokens_made_outside() -> None:
 
 def test_the_tangent_kernel_of_two_batches() -> None:
     model, x, y = perceptron(), torch.randn(4, 4), torch.randn(2, 4)
-    dense = [
-        torch.func.jacrev(lambda p, x=x: torch.func.functional_call(model, p, (x,)))(
-            {name: p.detach() for name, p in model.named_parameters()}
-        )
-        for x in (x, y)
-    ]
+    dense = [jacobian_of(model, batch, lambda out: out) for batch in (x, y)]
     j, k = (torch.cat([own.flatten(2) for own in each.values()], 2) for each in dense)
     with autograd_hacks.add_hooks(model):
         first, second = (per_sample_jacobian(model, model(batch)) for batch in (x, y))
@@ -231,13 +227,12 @@ def test_gradients_and_the_record_stay_as_they_are(param_grad: bool) -> None:
         rows = per_sample_jacobian(model, out, retain_graph=True)
         assert all(p.grad is before[name] for name, p in model.named_parameters())
         autograd_hacks.compute_grad1(model, "sum")  # of the pass before
-        for name, own in rows.dense().items():
-            assert_close(model.get_parameter(name).grad1, torch.einsum("nc,nc...->n...", 2 * out.detach(), own))
+        own = rows.dense()
+        assert_rows(model, {name: torch.einsum("nc,nc...->n...", 2 * out.detach(), x) for name, x in own.items()})
         autograd_hacks.clear_backprops(model)
         out.sum().backward()  # and of one after
         autograd_hacks.compute_grad1(model, "sum")
-        for name, own in rows.dense().items():
-            assert_close(model.get_parameter(name).grad1, own.sum(1))
+        assert_rows(model, {name: x.sum(1) for name, x in own.items()})
         with pytest.raises(NothingRecorded, match="freed"):
             per_sample_jacobian(model, out)
 

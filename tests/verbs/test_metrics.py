@@ -7,9 +7,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Language
-from oracle import one_backward_per_sample
+from oracle import joined
+from refused import check_each
+from steps import rows_of, stepped
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import Metric, PerSampleGrads
@@ -19,38 +22,35 @@ from autograd_hacks.forms import Elementwise, InTurn, Sides
 Rows = dict[str, Tensor]
 
 
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
-
-
 def batch(seed: int = 0, samples: int = 6) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     return torch.randn(samples, 1, 6, 6).double(), torch.randint(5, (samples,))
 
 
+def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
 def grads_and_rows(model: nn.Module, x: Tensor, y: Tensor) -> tuple[PerSampleGrads, Rows]:
     """By the library, and by one backward pass a sample."""
-    autograd_hacks.backward(F.cross_entropy(model(x), y, reduction="none"), "sum")
-    grads = autograd_hacks.per_sample_grads(model)
-    with autograd_hacks.pause_hooks():
-        rows = []
-        for n in range(len(x)):
-            loss = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
-            rows.append(torch.autograd.grad(loss, list(model.parameters())))
-    return grads, {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
+    autograd_hacks.backward(cross_entropy(model(x), y), "sum")
+    return autograd_hacks.per_sample_grads(model), rows_of(model, x, y, cross_entropy)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
 
 
 def hooked(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    model = Net().double()
+    model = net().double()
     autograd_hacks.add_hooks(model)
     return model
 
 
 def assert_verbs(found: PerSampleGrads, rows: Rows) -> None:
     """All verbs of preconditioned rows against rows that were preconditioned."""
-    flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
+    flat = joined(rows)
     w, v = torch.randn(len(flat)).double(), {name: torch.randn_like(x[0]) for name, x in rows.items()}
     for budget in (2**26, 1000):
         assert_close(found.norms(budget=budget), flat.norm(dim=1))
@@ -99,6 +99,12 @@ def step_of(optimizer: torch.optim.Optimizer, model: nn.Module, row: Rows) -> Ro
     return {name: (before[name] - p.detach()) / optimizer.param_groups[0]["lr"] for name, p in model.named_parameters()}
 
 
+def test_the_metric_of_adafactor_keeps_products() -> None:
+    model, optimizer = trained_by(lambda ps: torch.optim.Adafactor(ps, lr=0.01))
+    found = grads_and_rows(model, *batch(7))[0].preconditioned(Metric.from_optimizer(optimizer))
+    assert type(next(found["4.weight"].leaves())).__name__ == "Outer"
+
+
 def test_the_metric_of_rmsprop_and_adagrad_is_what_their_steps_divide_by() -> None:
     for make, small in [
         (lambda ps: torch.optim.RMSprop(ps, lr=0.01, alpha=1.0), 1.0),
@@ -112,17 +118,6 @@ def test_the_metric_of_rmsprop_and_adagrad_is_what_their_steps_divide_by() -> No
         found = grads.preconditioned(Metric.from_optimizer(optimizer)).select(slice(2, 3)).dense()
         stepped = step_of(optimizer, model, {name: x[2] * small for name, x in rows.items()})
         assert_close({n: x[0] for n, x in found.items()}, {n: x / small for n, x in stepped.items()}, rtol=1e-4, atol=1e-8)
-
-
-def test_the_metric_of_adafactor_has_rank_one_and_keeps_products() -> None:
-    model, optimizer = trained_by(lambda ps: torch.optim.Adafactor(ps, lr=0.01))
-    grads, rows = grads_and_rows(model, *batch(7))
-    found = grads.preconditioned(Metric.from_optimizer(optimizer))
-    assert type(found["4.weight"].leaves().__next__()).__name__ == "Outer"
-    state = optimizer.state[model[4].weight]
-    v = state["row_var"] @ state["col_var"] / state["row_var"].mean()
-    assert_close(found["4.weight"].dense(), rows["4.weight"] / v.sqrt())
-    assert_close(found["4.bias"].dense(), rows["4.bias"] / optimizer.state[model[4].bias]["variance"].sqrt())
 
 
 @pytest.mark.parametrize("rank", [0, 2, 4])
@@ -220,17 +215,8 @@ def test_the_metric_of_soap() -> None:
 
 
 def test_a_tied_embedding_in_a_metric() -> None:
-    model = Language(7, 3).double()
-    autograd_hacks.add_hooks(model)
-    x = torch.randint(7, (5, 4))
-
-    def losses(y: Tensor) -> Tensor:
-        return y.square().flatten(1).sum(1)
-
-    losses(model(x)).sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
-    with autograd_hacks.pause_hooks():
-        rows = one_backward_per_sample(model, losses, x)
+    model, x = Language(7, 3).double(), torch.randint(7, (5, 4))
+    grads, rows = stepped(model, x), rows_of(model, x)
     metric = Metric({name: torch.rand_like(p) for name, p in model.named_parameters()})
     assert_verbs(grads.preconditioned(metric), {name: x * metric[name].scale for name, x in rows.items()})
     sides = Metric({name: (torch.randn(2, len(p)).double(), None) for name, p in model.named_parameters()})
@@ -249,14 +235,6 @@ def test_kronecker_factors_as_a_metric() -> None:
     grads, rows = grads_and_rows(model, x, y)
     solved = autograd_hacks.ekfac_solve(model, rows, 0.3)
     assert_verbs(grads.preconditioned(Metric.from_ekfac(model, 0.3)), solved)
-    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
-    for name, p in model.named_parameters():
-        a, b = p.kfac
-        pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
-        damped_b, damped_a = b + 0.3**0.5 / pi * torch.eye(len(b)), a + 0.3**0.5 * pi * torch.eye(len(a))
-        own = rows[name][..., None] if p.ndim == 1 else rows[name]
-        by_hand = torch.linalg.solve(damped_b, own) @ torch.linalg.inv(damped_a)
-        assert_close(found[name].dense().flatten(), by_hand.flatten())
 
 
 def test_low_rank_projections() -> None:
@@ -271,8 +249,8 @@ def test_low_rank_projections() -> None:
     assert_close(projected["1.weight"], rows["1.weight"])
     # In expectation inner products stay.
     products = torch.stack([grads.preconditioned(Metric.low_rank(model, 4, seed=s)).gram() for s in range(300)]).mean(0)
-    flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
-    assert_close(products, flat @ flat.mT, rtol=0.2, atol=0.2 * float((flat @ flat.mT).abs().max()))
+    expected = joined(rows) @ joined(rows).mT
+    assert_close(products, expected, rtol=0.2, atol=0.2 * float(expected.abs().max()))
 
 
 def test_principal_directions_of_factors() -> None:
@@ -295,30 +273,44 @@ def test_projections_of_each_parameter_add_up() -> None:
     assert_close(sum(each.values()), grads.project(16, seed=2))
 
 
+def stepped_by_adam(p: nn.Parameter) -> torch.optim.Optimizer:
+    optimizer, p.grad = torch.optim.Adam([p]), torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def joint(model: nn.Module, x: Tensor) -> nn.Module:
+    """Weight and bias have one block."""
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="joint")
+    return model
+
+
 def test_what_does_not_fit_is_refused() -> None:
-    model, _ = trained_by(torch.optim.Adam)
+    (model, _), (_, theirs), x = trained_by(torch.optim.Adam), trained_by(torch.optim.Adam), torch.ones(3, 2)
     grads, _ = grads_and_rows(model, *batch())
-    _, theirs = trained_by(torch.optim.Adam)
-    with pytest.raises(ValueError, match="of parameters that are another model's"):
-        grads.preconditioned(Metric.from_optimizer(theirs))
-    with pytest.raises(NothingRecorded, match="has no state"):
-        Metric.from_optimizer(torch.optim.Adam(model.parameters()))
-    with pytest.raises(TypeError, match=r"expected one of Adam.*Shampoo's or SOAP's factors"):
-        Metric.from_optimizer(torch.optim.Rprop(model.parameters()))
-    with pytest.raises(ValueError, match=r"no map for '0\.weight'"):
-        grads.preconditioned(Metric({"*.bias": None}))
-    with pytest.raises(ValueError, match=r"'4.weight': the metric has L and R of shapes \(2, 3\)"):
-        grads.preconditioned(Metric({"4.weight": (torch.ones(2, 3), None), "[01].*": None, "4.bias": None}))
-    with pytest.raises(TypeError, match="expected a tensor, a pair"):
-        Metric({"4.weight": 3.0})
-    with pytest.raises(TypeError, match="expected a Metric"):
-        grads.preconditioned({"4.weight": torch.ones(1)})
-    with pytest.raises(NothingRecorded, match="no parameter of the model has kfac"):
-        Metric.from_kfac(model)
-    with pytest.raises(ValueError, match=r"as here: apply preconditioned\(metric\) to both"):
-        grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))
-    with pytest.raises(ValueError, match="low_rank was given rank=0; expected a whole number"):
-        Metric.low_rank(model, 0)
+    blocks, rest = joint(nn.Linear(6, 5), torch.randn(4, 6)), {"[01].*": None, "4.bias": None}
+    check_each(
+        (ValueError, "of parameters that are another model's", lambda: grads.preconditioned(Metric.from_optimizer(theirs))),
+        (NothingRecorded, "has no state", lambda: Metric.from_optimizer(torch.optim.Adam(model.parameters()))),
+        (TypeError, r"expected one of Adam.*Shampoo's or SOAP's factors",
+         lambda: Metric.from_optimizer(torch.optim.Rprop(model.parameters()))),
+        (TypeError, "complex parameter", lambda: Metric.from_optimizer(stepped_by_adam(nn.Parameter(1j * torch.ones(3))))),
+        (ValueError, r"no map for '0\.weight'", lambda: grads.preconditioned(Metric({"*.bias": None}))),
+        (ValueError, r"'4.weight': the metric has L and R of shapes \(2, 3\)",
+         lambda: grads.preconditioned(Metric({"4.weight": (torch.ones(2, 3), None), **rest}))),
+        (TypeError, "expected a tensor, a pair", lambda: Metric({"4.weight": 3.0})),
+        *[(TypeError, "expected a dense one: to_dense", lambda given=given: Metric({"*": given}))
+          for own in (x.to_sparse(), x.to("meta")) for given in (own, (own, None))],
+        (TypeError, "expected a Metric", lambda: grads.preconditioned({"4.weight": torch.ones(1)})),
+        (NothingRecorded, "no parameter of the model has kfac", lambda: Metric.from_kfac(model)),
+        (ValueError, r"as here: apply preconditioned\(metric\) to both",
+         lambda: grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))),
+        (ValueError, "low_rank was given rank=0; expected a whole number", lambda: Metric.low_rank(model, 0)),
+        (ValueError, "kfac_bias='joint'", lambda: Metric.from_kfac(blocks)),
+        (ValueError, "kfac_bias='joint'", lambda: Metric.low_rank(blocks, 2, pca=True)),
+    )  # fmt: skip
 
 
 def test_a_metric_that_was_overwritten_is_stale() -> None:
@@ -333,24 +325,13 @@ def test_a_metric_that_was_overwritten_is_stale() -> None:
 
 def test_a_gradient_of_rounding_stays_small_in_a_metric() -> None:
     """A number that is added to all classes has no gradient but for rounding."""
-
-    class Shifted(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(6, 5)
-            self.shift = nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.shift(x)
-
     found = []
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
-        model, x, y = Shifted().to(dtype), torch.randn(20, 6).to(dtype), torch.randint(5, (20,))
-        model = nn.Sequential(model)
+        model = Bare(lambda m, x: m.main(x) + m.shift(x), main=nn.Linear(6, 5), shift=nn.Linear(6, 1)).to(dtype)
+        x, y = torch.randn(20, 6).to(dtype), torch.randint(5, (20,))
         autograd_hacks.add_hooks(model)
-        output = model(x)
-        autograd_hacks.backprop_hess(output, "CrossEntropy")
-        autograd_hacks.compute_hess(model, kind="ekfac")
+        autograd_hacks.compute_hess_over(model, [x], "ekfac", "CrossEntropy")
         F.cross_entropy(model(x), y).backward()
         grads = autograd_hacks.per_sample_grads(model)
         solved = autograd_hacks.ekfac_solve(model, grads)
@@ -364,6 +345,7 @@ def test_a_gradient_of_rounding_stays_small_in_a_metric() -> None:
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_adafactor_of_small_gradients_divides_as_its_step_does(scale: float, eps: float | None) -> None:
     """Where bounds of the optimizer's own begin to count.  The oracle is what a step without a rate of change adds."""
+    least = torch.finfo(torch.float64).eps if eps is None else eps
     model = hooked()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-6, eps=(eps, 1.0), d=float("inf"))
     x, y = batch()
@@ -380,65 +362,34 @@ def test_adafactor_of_small_gradients_divides_as_its_step_does(scale: float, eps
         found = scalings[p](grad, grad.shape)
         assert_close(found / found.norm() * grad.norm(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
         v = optimizer.state[p].get("variance")
-        if v is not None:
-            least = torch.finfo(p.dtype).eps if eps is None else eps
-            assert_close(found, grad / v.clamp(min=least**2).sqrt())
+        if v is None:  # of rank one
+            rows, columns = (optimizer.state[p][f"{name}_var"] for name in ("row", "col"))
+            v = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=least)
+        assert_close(found, grad / v.clamp(min=least**2).sqrt())
 
 
 def test_parameters_that_no_step_has_changed() -> None:
-    class Some(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused, self.frozen = nn.Linear(2, 2), nn.Parameter(torch.ones(2), requires_grad=False)
-
-        def forward(self, x: Tensor, uses: bool = False) -> Tensor:
-            y = x
-            for layer in list(self)[:5]:
-                y = layer(y)
-            return y + self.unused(y[:, :2]).sum(1, keepdim=True) if uses else y
-
     torch.manual_seed(0)
-    model = Some().double()
-    autograd_hacks.add_hooks(model)
+    model = Bare(
+        lambda m, x, uses=False: (y := m.net(x)) + (m.unused(y[:, :2]).sum(1, keepdim=True) if uses else 0),
+        net=net(), unused=nn.Linear(2, 2), frozen=torch.ones(2),
+    ).double()  # fmt: skip
+    model.frozen.requires_grad_(False)
     optimizer, (x, y) = torch.optim.Adam(model.parameters()), batch()
-    F.cross_entropy(model(x), y, reduction="sum").backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y, reduction="sum").backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
-    found = grads.preconditioned(Metric.from_optimizer(optimizer)).dense()
-    assert_close(found["4.weight"], grads["4.weight"].dense() * adam_scaling(optimizer, model[4].weight))
-    assert not found["unused.weight"].any()
-    optimizer.zero_grad()
-    F.cross_entropy(model(x, uses=True), y, reduction="sum").backward()
-    with pytest.raises(NothingRecorded, match="has no state for a parameter whose rows are not zero"):
-        autograd_hacks.per_sample_grads(model, "sum").preconditioned(Metric.from_optimizer(optimizer))
-    with pytest.raises(NothingRecorded, match="has no state"):  # which has one from the beginning
-        Metric.from_optimizer(torch.optim.Adagrad(model.parameters()))
-
-
-def test_complex_parameters_have_no_scaling() -> None:
-    p = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-    optimizer = torch.optim.Adam([p])
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(TypeError, match="complex parameter"):
-        Metric.from_optimizer(optimizer)
-
-
-def test_tensors_without_all_their_numbers_are_no_metric() -> None:
-    for x in (torch.ones(3, 2).to_sparse(), torch.ones(3, 2, device="meta")):
-        for given in (x, (x, None)):
-            with pytest.raises(TypeError, match="expected a dense one: to_dense"):
-                Metric({"*": given})
-
-
-def test_a_weight_and_a_bias_with_one_block_are_refused() -> None:
-    torch.manual_seed(0)
-    model, (x, _) = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).double(), batch()
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="joint")
-    for make in (Metric.from_kfac, lambda model: Metric.low_rank(model, 2, pca=True)):
-        with pytest.raises(ValueError, match="kfac_bias='joint'"):
-            make(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        optimizer.step()
+    found = grads.preconditioned(metric := Metric.from_optimizer(optimizer)).dense()
+    weight = grads["net.4.weight"].dense()
+    assert_close(found["net.4.weight"], weight * adam_scaling(optimizer, model.net[4].weight))
+    assert not found["unused.weight"].any()
+    F.cross_entropy(model(x, True), y, reduction="sum").backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    check_each(
+        (NothingRecorded, "has no state for a parameter whose rows are not zero", lambda: grads.preconditioned(metric)),
+        # which has one from the beginning
+        (NothingRecorded, "has no state", lambda: Metric.from_optimizer(torch.optim.Adagrad(model.parameters()))),
+    )

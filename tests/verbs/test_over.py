@@ -1,30 +1,37 @@
 """A verb over a loader against plain backward passes, sample by sample; files, and going on with them."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import squares
+from oracle import joined, one_loss_at_a_time, squares
 from rarely import crossed
+from refused import check_each
 from steps import alive
 from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
+from autograd_hacks.errors import NothingRecorded
 
 pytestmark = pytest.mark.usefixtures("double")
 
-X, OTHERS = torch.randn(11, 4).double(), torch.randn(5, 4).double()
+X, OTHERS = torch.randn(11, 4).double(), torch.randn(6, 4).double()
+BUDGETS = pytest.mark.parametrize("budget", [0, 150, 2**28])
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return squares(model(x))
+def loss(model: nn.Module, x: Any) -> Tensor:
+    return squares(model(x if isinstance(x, Tensor) else x[0]))
 
 
 @pytest.fixture
@@ -63,30 +70,9 @@ def test_passes_for_some_parameters_go_no_further_than_these(net: nn.Module) -> 
         )
 
 
-def test_inner_products_of_two_sets(net: nn.Module) -> None:
-    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2))
-    assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
-
-
 def test_sums(net: nn.Module) -> None:
     found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True)
     assert_close(torch.cat([x.flatten() for x in found.values()]), rows(net, X).square().sum(0))
-
-
-def test_checkpoints_with_learning_rates(net: nn.Module, tmp_path: Path) -> None:
-    """TracIn: Σ over checkpoints of the learning rate times ⟨g, g′⟩."""
-    before = [p.detach().clone() for p in net.parameters()]
-    states = [perceptron().state_dict() for _ in range(2)]
-    torch.save(states[1], tmp_path / "second.pt")
-    twin, expected = perceptron(), torch.zeros(11, 5)
-    for state, rate in zip(states, (0.1, 0.03)):
-        twin.load_state_dict(state)
-        expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
-    given = [(states[0], 0.1), (tmp_path / "second.pt", 0.03)]
-    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=[OTHERS], checkpoints=given)
-    assert_close(found, expected)
-    for p, own in zip(net.parameters(), before):
-        assert_close(p.detach(), own, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["rows.npy", "rows.safetensors"])
@@ -132,63 +118,315 @@ def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
     assert set(held[3:]) == {2}
 
 
-class Read(nn.Module):
+def read(m: nn.Module, x: Tensor) -> Tensor:
+    own = m.head(x * m.scale.exp()) + m.conv(x[:, None]).flatten(1)[:, :2]
+    return own * m.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
+
+
+def reader() -> nn.Module:
     """A convolution, a table, and a parameter that is read by way of others' values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv1d(1, 2, 3), nn.Linear(4, 2)
-        self.scale, self.table = nn.Parameter(torch.randn(4)), nn.Embedding(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.head(x * self.scale.exp()) + self.conv(x[:, None]).flatten(1)[:, :2]
-        return own * self.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
+    return Bare(read, conv=nn.Conv1d(1, 2, 3), head=nn.Linear(4, 2), scale=torch.randn(4), table=nn.Embedding(2, 4))
 
 
-@crossed(make=[perceptron, Read], budget=[0, 500, 2**28])
-def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
+@crossed(make=[perceptron, reader], budget=[0, 500, 2**28])
+def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(
+    make: Callable[[], nn.Module], budget: int, tmp_path: Path
+) -> None:
+    """TracIn: Σ over checkpoints, one of them a file, of the learning rate times ⟨g, g′⟩."""
     model, twin, seen = make().double(), make().double(), list[int]()
     autograd_hacks.add_hooks(model)
-    states = [make().double().state_dict() for _ in range(2)]
+    before, states = copy.deepcopy(model.state_dict()), [make().double().state_dict() for _ in range(2)]
+    torch.save(states[1], tmp_path / "second.pt")
 
     class Others(list[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             seen.append(len(self))
             return super().__iter__()
 
-    given, expected = [(states[0], 0.1), (states[1], 0.03)], torch.zeros(11, 5)
-    for state, rate in given:
+    expected, others = torch.zeros(11, 6), Others(OTHERS.split(2))
+    for state, rate in zip(states, (0.1, 0.03)):
         twin.load_state_dict(state)
         expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
-    others = Others(OTHERS.split(2))
+    given = [(states[0], 0.1), (tmp_path / "second.pt", 0.03)]
     found = autograd_hacks.over(
         model, X.split(4), loss, PerSampleGrads.gram, against=others, checkpoints=given, budget=budget
     )
     assert_close(found, expected)
     assert len(seen) == (2 if budget == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
-    path = tmp_path / "rows.npy"
-    autograd_hacks.over(net, X[:8].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"(?s)must not shuffle.*explain a-whole-data-set"):
-        autograd_hacks.over(net, X.flip(0).split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="the loader has 1"):
-        autograd_hacks.over(net, X[:4].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"other rows of the last batch.*another verb"):
-        autograd_hacks.over(net, X.split(4), loss, lambda g: g.project(2), out=path)
-    for other in (lambda g: g.norms() + 1, lambda g: g.norms().float()):
-        with pytest.raises(ValueError, match="other rows of the last batch"):
-            autograd_hacks.over(net, X[:8].split(4), loss, other, out=path)
-    with pytest.raises(ValueError, match="from another verb"):
-        autograd_hacks.over(net, X.split(4), lambda net, x: 2 * loss(net, x), PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="of other weights"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path, only="0.*")
+    def go_on(
+        x: Tensor = X, verb: Any = PerSampleGrads.norms, by: float = 1.0, out: str = "rows.npy", **options: Any
+    ) -> Any:
+        own = loss if by == 1 else lambda net, x: by * loss(net, x)
+        return autograd_hacks.over(net, x.split(4), own, verb, out=tmp_path / out, **options)
+
+    go_on(X[:8])
+    check_each(
+        (ValueError, "must not shuffle.*explain a-whole-data-set", lambda: go_on(X.flip(0))),
+        (ValueError, "the loader has 1", lambda: go_on(X[:4])),
+        (
+            ValueError,
+            r"another verb; this verb returned float64 rows of shape \(2,\)",
+            lambda: go_on(verb=lambda g: g.project(2)),
+        ),
+        (ValueError, "other rows of the last batch.*another verb", lambda: go_on(X[:8], lambda g: g.norms() + 1)),
+        (ValueError, "another verb; this verb returned float32", lambda: go_on(X[:8], lambda g: g.norms().float())),
+        (ValueError, "from another verb", lambda: go_on(by=2)),
+        (ValueError, "of other weights", lambda: go_on(only="0.*")),
+        (ValueError, r"ends with \.npy or \.safetensors", lambda: go_on(out="rows.pt")),
+    )
     net[0].weight.data += 1
-    with pytest.raises(ValueError, match="of other weights"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
+    check_each((ValueError, "of other weights", go_on))
     (tmp_path / "rows.npy.progress").unlink()
-    with pytest.raises(ValueError, match="only one of the two files exists"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match=r"ends with \.npy or \.safetensors"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=tmp_path / "rows.pt")
+    check_each((ValueError, "only one of the two files exists", go_on))
+
+
+# What it is given: loaders, checkpoints and verbs of all kinds, some of which change while it runs
+
+
+def move(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p += by
+
+
+@pytest.mark.parametrize("live_first", [True, False])
+def test_a_checkpoint_that_is_the_model_itself(net: nn.Module, live_first: bool) -> None:
+    saved = copy.deepcopy(net.state_dict())
+    before = rows(net, X).norm(dim=1)
+    move(net, 0.3)
+    given = [(net.state_dict(), 0.1), (saved, 0.2)]
+    expected = 0.1 * rows(net, X).norm(dim=1) + 0.2 * before
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given[:: 1 if live_first else -1])
+    assert_close(found, expected)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=iter(given[1:])), 0.2 * before)
+
+
+def test_checkpoints_that_training_has_overwritten(net: nn.Module) -> None:
+    states = []
+    for _ in range(3):
+        states.append((net.state_dict(), 0.1))
+        move(net, 0.1)
+    with pytest.raises(ValueError, match=r"3 of the checkpoints.*expected copies.*deepcopy"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=states)
+
+
+def test_checkpoints_that_are_something_else(net: nn.Module, tmp_path: Path) -> None:
+    state, path = copy.deepcopy(net.state_dict()), tmp_path / "all.pt"
+    torch.save({"model": state, "epoch": 3}, path)
+
+    def over(given: Any, words: str = r"expected \[\(state, weight\)") -> Any:
+        run = autograd_hacks.over
+        return ValueError, words, lambda: run(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
+
+    check_each(
+        *map(over, ([path], {"a": state}, [state], [(3, state)], 7, [(state, 1, 2)])),
+        over([(path, 1.0)], r"all.pt with \['model', 'epoch'\]; expected the state dictionary of this Sequential"),
+    )
+    assert_close(net.state_dict(), state)
+
+
+@BUDGETS
+def test_weights_that_change_between_batches(net: nn.Module, budget: int) -> None:
+    expected = list[Tensor]()
+
+    def online() -> Iterator[Tensor]:
+        for x in X.split(4):
+            expected.append(rows(net, x) @ rows(net, OTHERS).mT)
+            yield x
+            move(net, 0.1)
+
+    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, torch.cat(expected))
+
+
+@BUDGETS
+@pytest.mark.parametrize("kind", ["NumPy", "torch"])
+def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind: str) -> None:
+    class Refilled:
+        def __iter__(self) -> Iterator[Tensor]:
+            memory = torch.empty(2, 4)
+            array = memory.numpy()
+            for x in OTHERS.split(2):
+                if kind == "NumPy":  # of which torch doesn't hear
+                    array[:] = x.numpy()
+                else:
+                    memory.copy_(x)
+                yield torch.from_numpy(array) if kind == "NumPy" else memory
+
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=Refilled(), budget=budget)
+    assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
+
+
+@pytest.mark.parametrize("budget", [0, 150])
+def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
+    shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
+    states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
+
+    def over(size: int, **options: Any) -> None:
+        autograd_hacks.over(net, X.split(size), loss, PerSampleGrads.gram, against=shuffled, **options)
+
+    check_each(
+        (ValueError, "or another order; it must not shuffle", lambda: over(2, budget=budget)),
+        (ValueError, "or another order", lambda: over(11, checkpoints=states)),
+    )
+
+
+def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
+    shuffled = DataLoader(TensorDataset(X), batch_size=2, shuffle=True)
+    with pytest.warns(UserWarning, match="row k is not sample k"):
+        autograd_hacks.over(net, shuffled, lambda net, batch: loss(net, batch[0]), PerSampleGrads.norms)
+    autograd_hacks.over(net, shuffled, lambda net, batch: loss(net, batch[0]), PerSampleGrads.second_moment, total=True)
+
+
+def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
+    def last(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.head(m.body(x[:, None].expand(-1, 100, -1))[:, 0])
+        return out
+
+    model, held = Bare(last, body=nn.Linear(4, 64).requires_grad_(False), head=nn.Linear(64, 2)), list[int]()
+    autograd_hacks.add_hooks(model)
+
+    def remember(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:
+        held.append(max(x.untyped_storage().nbytes() for f in others.values() for leaf in f.leaves() for x in leaf.held))
+        return grads.gram(others)
+
+    autograd_hacks.over(model, X.split(4), loss, remember, against=OTHERS.split(2))
+    assert max(held) == 2 * 64 * 8
+
+
+def test_loaders_without_a_length(net: nn.Module) -> None:
+    class Endless(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(X)
+
+    loader = DataLoader(Endless(), batch_size=4)
+    assert_close(autograd_hacks.over(net, loader, loss, PerSampleGrads.norms), rows(net, X).norm(dim=1))
+    autograd_hacks.compute_hess_over(net, loader, kind="diag", hess_type="LeastSquares")
+
+
+def test_parameters_by_a_generator(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=(name for name in ["0.weight"]))
+    assert_close(found, rows(net, X)[:, :20].norm(dim=1))
+
+
+def test_optimizers_in_the_backward_pass_do_not_step(net: nn.Module) -> None:
+    expected, seen = rows(net, X).norm(dim=1), list[Tensor]()
+
+    def step(p: Tensor) -> None:
+        seen.append(p)
+        p.data += 1
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms), expected)
+    assert not seen
+    loss(net, X).sum().backward()
+    assert len(seen) == 4, "they are there again"
+
+
+def test_a_loss_that_begins_to_read_a_weight(net: nn.Module) -> None:
+    def regularised(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) + model[0].weight.square().sum()  # type: ignore[operator, index, union-attr]
+
+    for _ in range(3):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
+    with autograd_hacks.pause_hooks():
+        expected = joined(one_loss_at_a_time(net, lambda: regularised(net, X)))
+    assert_close(autograd_hacks.over(net, X.split(4), regularised, PerSampleGrads.norms), expected.norm(dim=1))
+
+
+def test_after_it_there_is_nothing_to_clip(net: nn.Module) -> None:
+    autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
+    with pytest.raises(NothingRecorded, match="over has read its passes"):
+        autograd_hacks.clip_grad1_norm_(net, 1.0)
+
+
+class Plain:
+    """A batch of a class of the user's, without a repr of its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x
+
+
+def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+
+    def go_on(x: Tensor = X, verb: Any = PerSampleGrads.norms, out: str = path.name, **options: Any) -> Any:
+        batches = (Plain(own) for own in x.split(4))
+        return autograd_hacks.over(net, batches, loss, verb, out=tmp_path / out, **options)
+
+    go_on(X[:8])
+    assert_close(go_on(), rows(net, X).norm(dim=1))
+    check_each((ValueError, "must not shuffle", lambda: go_on(X.flip(0))))
+    path.write_bytes(path.read_bytes()[:-3])
+    check_each((ValueError, r" of the .* bytes written", go_on))
+    (tmp_path / "rows.npy.progress").write_text("{")
+    check_each((ValueError, "does not contain the notes of over", go_on))
+    given = [(copy.deepcopy(net.state_dict()), 0.5)]
+    first = go_on(out="by checkpoints.npy", checkpoints=given)
+    move(net, 1.0)  # which have no part in it
+    assert_close(go_on(out="by checkpoints.npy", checkpoints=given), first)
+    assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
+    check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
+
+
+@BUDGETS
+@pytest.mark.parametrize("factor", [1.001, -1.0])
+def test_weights_that_change_behind_torchs_back(net: nn.Module, budget: int, factor: float) -> None:
+    expected, (first, *_) = list[Tensor](), net.parameters()
+
+    def online() -> Iterator[Tensor]:
+        for x in X.split(4):
+            expected.append(rows(net, x) @ rows(net, OTHERS).mT)
+            yield x
+            first.data.mul_(factor)  # which counts as no change
+
+    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, torch.cat(expected))
+
+
+def test_checkpoints_that_share_their_buffers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double().eval()
+    given = []
+    for _ in range(2):
+        given.append(({n: p.detach().clone() for n, p in model.named_parameters()} | dict(model.named_buffers()), 0.5))
+        move(model, 0.1)
+    autograd_hacks.add_hooks(model)
+    found = autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
+    expected = torch.zeros(len(X))
+    for state, weight in given:
+        model.load_state_dict(state)
+        expected += weight * rows(model, X).norm(dim=1)
+    assert_close(found, expected)
+    with pytest.raises(TypeError, match=r"budget=None; expected a number of bytes"):
+        autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def buffered() -> nn.Module:
+    """With buffers of kinds that have no size."""
+    model = Bare(lambda m, x: m.layer(x) * m.a, layer=nn.Linear(4, 2))
+    kinds = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.cfloat), torch.eye(2).to_sparse()
+    for name, own in zip("abc", (*kinds, torch.zeros((), dtype=torch.uint8))):
+        model.register_buffer(name, own)
+    return model
+
+
+@BUDGETS
+def test_models_with_buffers_of_all_kinds(buffered: nn.Module, budget: int) -> None:
+    expected = rows(buffered, X) @ rows(buffered, OTHERS).mT
+    autograd_hacks.add_hooks(buffered)
+    found = autograd_hacks.over(buffered, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, expected)
+
+
+def test_products_of_each_sample_with_itself_are_rows(net: nn.Module) -> None:
+    diagonal = autograd_hacks.over(net, X[:8].split(4), loss, lambda grads: grads.gram().diagonal())
+    assert_close(diagonal, rows(net, X[:8]).square().sum(1))

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import one_backward_per_sample, squares
+from oracle import joined, one_backward_per_sample, squares
 from rarely import crossed
-from steps import stepped
+from steps import rows_of, stepped
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -35,8 +35,7 @@ def convolutions() -> nn.Module:
 def looped(model: nn.Module, x: Tensor, f: Function, ids: Tensor | None = None) -> dict[str, Tensor]:
     """f of each row, or of the sum of each group's, one after the other."""
     total = {}
-    for name, rows in one_backward_per_sample(model, squares, x).items():
-        assert rows is not None
+    for name, rows in rows_of(model, x).items():
         parts = rows if ids is None else [rows[ids == own].sum(0) for own in ids.unique()]
         total[name] = sum(f(part).double() for part in parts)
     return total
@@ -49,9 +48,7 @@ def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
     expected = looped(model, x, f)
     found = stepped(model, x).reduce(f, budget)
     assert list(found) == list(expected)
-    for name, total in found.items():
-        assert total.dtype == torch.float64
-        assert_close(total, expected[name], equal_nan=True)
+    assert_close(found, expected, equal_nan=True)  # double
 
 
 @pytest.mark.usefixtures("double")
@@ -61,6 +58,8 @@ def test_parameters_without_entries(budget: int) -> None:
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 0), nn.Linear(0, 2)), torch.randn(5, 3)
     grads, own = stepped(model, x), one_backward_per_sample(model, squares, x)
     moments = {name: rows.square().sum(0) for name, rows in own.items()}
+    assert_close(grads.norms(), joined(own).norm(dim=1))
+    assert grads.weighted_sum(torch.ones(0, 5))["1.bias"].shape == (0, 0)
     assert_close(grads.reduce(torch.square, budget), moments)
     assert_close(grads.second_moment(budget=budget), moments)
     groups = grads.group(torch.tensor([0, 0, 0, 1, 2]), 3)
@@ -68,7 +67,7 @@ def test_parameters_without_entries(budget: int) -> None:
     variances = {name: (rows - rows.mean(0)).square().sum(0) / 4 for name, rows in own.items()}
     assert_close(grads.variance(budget=budget), variances)
     assert_close(grads.snr(budget=budget)["2.weight"], moments["2.weight"])
-    assert_close(grads.gram(budget=budget), sum(rows.flatten(1) @ rows.flatten(1).T for rows in own.values()))
+    assert_close(grads.gram(budget=budget), joined(own) @ joined(own).T)
 
 
 @pytest.mark.usefixtures("double")
@@ -85,22 +84,19 @@ def test_groups_are_added_up_first(budget: int) -> None:
 @pytest.mark.usefixtures("double")
 def test_scaled_and_selected_rows() -> None:
     model, x = perceptron(), torch.randn(6, 4)
-    rows = one_backward_per_sample(model, squares, x)
-    grads = stepped(model, x)
-    unit = grads.scaled(1 / grads.norms()).select(slice(1, 4)).reduce(torch.abs)
-    lengths = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values()]).norm(dim=0)
-    for name, own in rows.items():
-        assert_close(unit[name], (own.flatten(1) / lengths[:, None])[1:4].abs().sum(0).view(own.shape[1:]))
+    rows, grads = rows_of(model, x), stepped(model, x)
+    lengths, found = joined(rows).norm(dim=1), grads.scaled(1 / grads.norms()).select(slice(1, 4)).reduce(torch.abs)
+    units = {name: (own.flatten(1) / lengths[:, None])[1:4] for name, own in rows.items()}
+    assert_close(found, {name: unit.abs().sum(0).view(rows[name].shape[1:]) for name, unit in units.items()})
 
 
 @pytest.mark.usefixtures("double")
 def test_rows_in_a_metric() -> None:
     model, x = perceptron(), torch.randn(6, 4)
-    rows = one_backward_per_sample(model, squares, x)
-    metric = {name: torch.rand(own.shape[1:]) for name, own in rows.items() if own is not None}
+    rows = rows_of(model, x)
+    metric = {name: torch.rand(own.shape[1:]) for name, own in rows.items()}
     found = stepped(model, x).preconditioned(autograd_hacks.Metric(metric)).reduce(torch.tanh)
-    for name, own in rows.items():
-        assert_close(found[name], (own * metric[name]).tanh().sum(0))
+    assert_close(found, {name: (own * metric[name]).tanh().sum(0) for name, own in rows.items()})
 
 
 def test_of_no_samples_the_sum_is_zero() -> None:
@@ -115,20 +111,19 @@ def test_of_no_samples_the_sum_is_zero() -> None:
 @pytest.mark.usefixtures("double")
 def test_complex_parameters() -> None:
     model, x = nn.Linear(3, 2, dtype=torch.complex128), torch.randn(5, 3, dtype=torch.complex128)
-    rows = one_backward_per_sample(model, squares, x)
-    grads = stepped(model, x)
+    rows, grads = rows_of(model, x), stepped(model, x)
     for f in (torch.abs, torch.sgn):
-        for name, total in grads.reduce(f).items():
-            assert_close(total, f(rows[name]).sum(0))
+        assert_close(grads.reduce(f), {name: f(own).sum(0) for name, own in rows.items()})
 
 
 def test_half_precision_is_added_up_in_single() -> None:
     model, x = nn.Linear(3, 2).bfloat16(), torch.rand(300, 3).bfloat16() + 1
     autograd_hacks.add_hooks(model)
     model(x).sum(1).mean().backward()
-    for total in autograd_hacks.per_sample_grads(model).reduce(torch.sign).values():
-        assert total.dtype == torch.float32
-        assert (total == 300).all()  # which bfloat16 doesn't have
+    found = autograd_hacks.per_sample_grads(model).reduce(torch.sign)
+    assert_close(
+        found, {"weight": torch.full((2, 3), 300.0), "bias": torch.full((2,), 300.0)}
+    )  # which bfloat16 doesn't have
 
 
 @pytest.mark.usefixtures("double")
@@ -136,8 +131,7 @@ def test_rows_of_an_outputs_entries_are_all_added_up() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     autograd_hacks.add_hooks(model)
     rows = autograd_hacks.per_sample_jacobian(model, model(x))
-    for name, total in rows.reduce(torch.abs).items():
-        assert_close(total, rows.dense()[name].abs().sum((0, 1)))
+    assert_close(rows.reduce(torch.abs), {name: own.abs().sum((0, 1)) for name, own in rows.dense().items()})
 
 
 def test_sums_can_be_differentiated() -> None:

@@ -1,15 +1,16 @@
 """Noise, signal and directions of rows against their formulas on rows of one backward pass per sample."""
 
-import copy
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import perceptron
-from oracle import one_backward_per_sample, squares
-from steps import stepped
+from nets import perceptron, with_spare
+from oracle import joined, squares
+from refused import check_each
+from steps import rows_of, stepped
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,20 +25,21 @@ Rows = dict[str, Tensor]
 
 def rows_and_grads(samples: int = 6) -> tuple[Rows, autograd_hacks.PerSampleGrads]:
     model, x = perceptron(), torch.randn(samples, 4)
-    rows = one_backward_per_sample(model, squares, x)
-    return {name: own for name, own in rows.items() if own is not None}, stepped(model, x)
+    return rows_of(model, x), stepped(model, x)
 
 
-def flat(rows: Rows) -> Tensor:
-    return torch.cat([own.flatten(1) for own in rows.values()], 1)
+def of_outputs() -> tuple[nn.Module, autograd_hacks.PerSampleGrads]:
+    model = nn.Linear(3, 2)
+    autograd_hacks.add_hooks(model)
+    return model, autograd_hacks.per_sample_jacobian(model, model(torch.randn(4, 3)))
 
 
 def test_noise_scale() -> None:
     rows, grads = rows_and_grads()
     found = grads.noise_scale()
-    covariance = flat(rows).T.cov()
+    covariance = joined(rows).T.cov()
     assert_close(found.noise, covariance.trace())
-    assert_close(found.signal, flat(rows).mean(0).square().sum() - covariance.trace() / 6)
+    assert_close(found.signal, joined(rows).mean(0).square().sum() - covariance.trace() / 6)
     assert_close(found.scale, found.noise / found.signal)
     each = grads.noise_scale(per_parameter=True)
     assert list(each) == list(rows)
@@ -51,8 +53,8 @@ def test_noise_scale_is_unbiased_over_pairs() -> None:
     """Over all pairs of six samples, drawn with replacement, both numbers have the six samples' own in the mean."""
     rows, grads = rows_and_grads()
     pairs = [grads.select(torch.tensor([a, b])).noise_scale() for a in range(6) for b in range(6)]
-    mean = flat(rows).mean(0)
-    assert_close(sum(own.noise for own in pairs) / 36, (flat(rows) - mean).square().sum() / 6)
+    mean = joined(rows).mean(0)
+    assert_close(sum(own.noise for own in pairs) / 36, (joined(rows) - mean).square().sum() / 6)
     assert_close(sum(own.signal for own in pairs) / 36, mean.square().sum())
 
 
@@ -67,17 +69,14 @@ def test_next_to_no_noise_keeps_its_digits() -> None:
 
 
 def test_a_parameter_that_no_loss_reaches_has_no_noise() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
-    each = stepped(model, torch.randn(5, 4)).noise_scale(per_parameter=True)
+    each = stepped(with_spare(nn.Linear(4, 2)), torch.randn(5, 4)).noise_scale(per_parameter=True)
     assert each["spare.weight"].noise == each["spare.weight"].signal == 0
     assert each["used.weight"].noise > 0
 
 
 def test_signal_to_noise() -> None:
     rows, grads = rows_and_grads()
-    for name, found in grads.snr().items():
-        assert_close(found, rows[name].mean(0).square() / rows[name].var(0))
+    assert_close(grads.snr(), {name: own.mean(0).square() / own.var(0) for name, own in rows.items()})
     model = nn.Linear(2, 1)
     autograd_hacks.add_hooks(model)
     model(torch.tensor([[0.0, 1.0], [0.0, 2.0]])).sum(1).mean().backward()
@@ -88,7 +87,7 @@ def test_signal_to_noise() -> None:
 
 def test_cosines() -> None:
     rows, grads = rows_and_grads()
-    unit = flat(rows) / flat(rows).norm(dim=1, keepdim=True)
+    unit = joined(rows) / joined(rows).norm(dim=1, keepdim=True)
     assert_close(grads.cosine(), unit @ unit.mT)
     assert_close(grads.cosine(grads.select(slice(2))), unit @ unit[:2].mT)
     v = {name: torch.randn(own.shape[1:]) for name, own in rows.items()}
@@ -100,9 +99,7 @@ def test_cosines() -> None:
 
 
 def test_cosines_of_an_outputs_entries() -> None:
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    autograd_hacks.add_hooks(model)
-    jacobian = autograd_hacks.per_sample_jacobian(model, model(x))
+    _, jacobian = of_outputs()
     kernel = jacobian.gram()
     lengths = kernel.flatten(2).flatten(0, 1).diagonal().view(4, 2).sqrt()
     assert_close(jacobian.cosine(), kernel / lengths[:, :, None, None] / lengths)
@@ -113,18 +110,14 @@ def test_cosines_of_an_outputs_entries() -> None:
 
 def test_scaled_rows() -> None:
     rows, grads = rows_and_grads()
-    w = torch.randn(6)
+    w, users = torch.randn(6), torch.tensor([0, 1, 0, 1, 2, 2])
     found, expected = grads.scaled(w), {n: own * w.view(-1, *[1] * (own.ndim - 1)) for n, own in rows.items()}
-    for name, own in found.dense().items():
-        assert_close(own, expected[name])
-    assert_close(found.norms(), flat(expected).norm(dim=1))
-    assert_close(found.gram(grads), flat(expected) @ flat(rows).mT)
-    for name, own in found.variance().items():
-        assert_close(own, expected[name].var(0))
-    users = torch.tensor([0, 1, 0, 1, 2, 2])
-    assert_close(
-        found.group(users).norms(), torch.zeros(3, flat(rows).shape[1]).index_add(0, users, flat(expected)).norm(dim=1)
-    )
+    flat = joined(expected)
+    assert_close(found.dense(), expected)
+    assert_close(found.norms(), flat.norm(dim=1))
+    assert_close(found.gram(grads), flat @ joined(rows).mT)
+    assert_close(found.variance(), {name: own.var(0) for name, own in expected.items()})
+    assert_close(found.group(users).norms(), torch.zeros(3, flat.shape[1]).index_add(0, users, flat).norm(dim=1))
     with pytest.raises(ValueError, match="N = 6"):
         grads.scaled(torch.ones(5))
 
@@ -133,7 +126,7 @@ def test_weights_of_rows_can_be_differentiated() -> None:
     rows, grads = rows_and_grads()
     w = torch.randn(6, requires_grad=True)
     grads.scaled(w).norms().sum().backward()
-    assert_close(w.grad, w.detach().sign() * flat(rows).norm(dim=1))
+    assert_close(w.grad, w.detach().sign() * joined(rows).norm(dim=1))
 
 
 def test_per_parameter() -> None:
@@ -144,9 +137,7 @@ def test_per_parameter() -> None:
     for name, own in rows.items():
         assert_close(along[name], own.flatten(1) @ v[name].flatten())
         assert_close(products[name], own.flatten(1) @ own[:2].flatten(1).mT)
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    autograd_hacks.add_hooks(model)
-    jacobian = autograd_hacks.per_sample_jacobian(model, model(x))
+    model, jacobian = of_outputs()
     assert_close(sum(jacobian.gram(per_parameter=True).values()), jacobian.gram())
     w = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     assert_close(sum(jacobian.dot(w, per_parameter=True).values()), jacobian.dot(w))
@@ -181,12 +172,14 @@ def test_some_parameters(tower: nn.Module, only: object, names: list[str]) -> No
 
 
 def test_patterns_that_match_nothing(tower: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"'2\.wieght' matches no parameter; expected .*'1\.weight'"):
-        autograd_hacks.per_sample_grads(tower, only=["*.bias", "2.wieght"])
-    with pytest.raises(ValueError, match=r"'0\.\*' matches only frozen parameters"):
-        autograd_hacks.per_sample_grads(tower, only="0.*")
-    with pytest.raises(TypeError, match="expected names of parameters"):
-        autograd_hacks.per_sample_grads(tower, only=[tower[1].weight])  # type: ignore[list-item]
+    def read(only: Any) -> Any:
+        return autograd_hacks.per_sample_grads(tower, only=only)
+
+    check_each(
+        (ValueError, r"'2\.wieght' matches no parameter; expected .*'1\.weight'", lambda: read(["*.bias", "2.wieght"])),
+        (ValueError, r"'0\.\*' matches only frozen parameters", lambda: read("0.*")),
+        (TypeError, "expected names of parameters", lambda: read([tower[1].weight])),  # type: ignore[index]
+    )
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e25, 1e-33, 1e33])
@@ -202,22 +195,20 @@ def test_cosine_and_snr_where_squares_leave_the_range_of_numbers(factor: float, 
         return autograd_hacks.per_sample_grads(model)
 
     plain, scaled = grads(torch.ones(6).float()), grads(torch.full((6,), factor).float())
-    rows = flat(plain.dense())
+    rows = joined(plain.dense())
     along = torch.cat([own.flatten() for own in v.values()])
     expected = rows @ rows.mH / rows.norm(dim=1) / rows.norm(dim=1)[:, None]
-    assert_close(scaled.cosine(), expected, rtol=1e-4, atol=1e-5)
-    assert_close(scaled.cosine(budget=100), expected, rtol=1e-4, atol=1e-5)
-    assert_close(scaled.cosine(plain), expected, rtol=1e-4, atol=1e-5)
-    assert_close(plain.cosine(scaled), expected, rtol=1e-4, atol=1e-5)
+    for found in (scaled.cosine(), scaled.cosine(budget=100), scaled.cosine(plain), plain.cosine(scaled)):
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)
     expected_along = rows @ along.conj() / rows.norm(dim=1) / along.norm()
     for size in (1, factor):
         assert_close(scaled.cosine({name: own * size for name, own in v.items()}), expected_along, rtol=1e-4, atol=1e-5)
     variances = {name: (own - own.mean(0)).abs().square().sum(0) / 5 for name, own in plain.dense().items()}
     snr = {name: own.mean(0).abs().square() / variances[name] for name, own in plain.dense().items()}
-    assert_close(plain.snr(), snr, rtol=1e-3, atol=1e-4)
-    assert_close(scaled.snr(), snr, rtol=1e-3, atol=1e-4)
+    for grads_of in (plain, scaled):
+        assert_close(grads_of.snr(), snr, rtol=1e-3, atol=1e-4)
     mixed = grads(torch.tensor([1, factor, 1, 1, factor, 1]).float())  # some samples
-    rows = flat(mixed.dense()).to(torch.complex128)
+    rows = joined(mixed.dense()).to(torch.complex128)
     expected = rows @ rows.mH / rows.norm(dim=1) / rows.norm(dim=1)[:, None]
     assert_close(mixed.cosine().to(torch.complex128), expected, rtol=1e-4, atol=1e-5)
 
@@ -260,17 +251,13 @@ BETA = 0.9
 def trained(scales: NoiseScales, steps: int = 4, seed: int = 0) -> list[Rows]:
     """Steps of another batch size each.  Returns each step's rows."""
     torch.manual_seed(seed)
-    model, rows = perceptron().double(), []
-    plain = copy.deepcopy(model)
-    autograd_hacks.add_hooks(model)
+    model, rows = perceptron(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
-        x = torch.randn(5 + step, 4, dtype=torch.float64)
-        plain.load_state_dict(model.state_dict())
-        rows.append({n: own for n, own in one_backward_per_sample(plain, squares, x).items() if own is not None})
+        x = torch.randn(5 + step, 4)
+        rows.append(rows_of(model, x))
         optimizer.zero_grad()
-        squares(model(x)).mean().backward()
-        scales.update(autograd_hacks.per_sample_grads(model))
+        scales.update(stepped(model, x))
         optimizer.step()
     return rows
 
@@ -291,13 +278,11 @@ def test_means_of_noise_and_signal_are_those_by_hand() -> None:
     each = scales.noise_scale("parameter")
     assert list(each) == list(expected)
     for name, (noise, signal) in expected.items():
-        assert_close(each[name].noise, noise)
-        assert_close(each[name].signal, signal)
-        assert_close(each[name].scale, noise / signal)
+        assert_close((each[name].noise, each[name].signal, each[name].scale), (noise, signal, noise / signal))
     layers = scales.noise_scale("layer")
     assert list(layers) == ["0", "2"]
-    assert_close(layers["2"].noise, expected["2.weight"][0] + expected["2.bias"][0])
-    assert_close(layers["2"].signal, expected["2.weight"][1] + expected["2.bias"][1])
+    of_second = tuple(expected["2.weight"][k] + expected["2.bias"][k] for k in (0, 1))
+    assert_close((layers["2"].noise, layers["2"].signal), of_second)
     noise, signal = (sum(own[k] for own in expected.values()) for k in (0, 1))
     assert_close(scales.noise_scale().scale, noise / signal)
     for line in ("0", "2", "all"):
@@ -309,8 +294,7 @@ def test_a_signal_below_zero_has_an_infinite_scale() -> None:
     scales._take({"0.weight": (4.0, -0.5), "2.weight": (1.0, 0.1), "4.weight": (0.0, 0.0)})
     table = str(scales)
     lines = {line.split("  ")[0].strip(): line for line in table.split("\n")}
-    assert lines["0"].rstrip().endswith("signal not seen yet")
-    assert lines["all"].rstrip().endswith("signal not seen yet")
+    assert all(lines[own].rstrip().endswith("signal not seen yet") for own in ("0", "all"))
     assert lines["2"].rstrip().endswith(" 10")
     assert "not seen" not in lines["4"]
     found = scales.noise_scale("layer")
@@ -323,16 +307,14 @@ def test_a_signal_below_zero_has_an_infinite_scale() -> None:
 def test_one_step_is_that_steps_own_whatever_the_smoothing() -> None:
     scales = NoiseScales(0.999)
     (rows,) = trained(scales, steps=1)
-    noise = sum(own.var(0).sum() for own in rows.values())
-    assert_close(scales.noise_scale().noise, noise)
+    assert_close(scales.noise_scale().noise, joined(rows).var(0).sum())
 
 
 def test_signal_to_noise_is_the_ratio_of_both_means() -> None:
     scales = NoiseScales(BETA, elementwise=True)
     steps = trained(scales)
-    for name, found in scales.snr().items():
-        noise, signal = by_hand([rows[name] for rows in steps])
-        assert_close(found, signal / noise)
+    means = {name: by_hand([rows[name] for rows in steps]) for name in steps[0]}
+    assert_close(scales.snr(), {name: signal / noise for name, (noise, signal) in means.items()})
     with pytest.raises(ValueError, match="elementwise=True"):
         NoiseScales().snr()
 
@@ -351,8 +333,8 @@ def test_a_parameter_that_comes_later_has_means_of_its_own() -> None:
     scales = NoiseScales(BETA)
     scales._take({"a": (1.0, 2.0)})
     scales._take({"a": (3.0, 4.0), "b": (5.0, 6.0)})
-    assert_close(scales.noise_scale("parameter")["b"].noise, torch.tensor(5.0, dtype=torch.float64))
-    assert_close(scales.noise_scale("parameter")["a"].noise, torch.tensor((0.9 + 3) / 1.9, dtype=torch.float64))
+    found = {name: own.noise for name, own in scales.noise_scale("parameter").items()}
+    assert_close(found, {"a": torch.tensor((0.9 + 3) / 1.9), "b": torch.tensor(5.0)})
 
 
 def test_gradients_that_are_refused_change_no_mean() -> None:

@@ -8,18 +8,25 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import joined
+from refused import check_each
+from steps import rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads, Store, over
-from autograd_hacks.support.row_files import RowFile
+from autograd_hacks.support.row_files import RowFiles
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
+def losses(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses(model(batch[0]), batch[1])
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -33,14 +40,9 @@ def batches(*sizes: int) -> Batches:
     return [(torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))) for n in sizes]
 
 
-def rows_of(model: nn.Module, data: Batches) -> Tensor:
+def all_rows(model: nn.Module, data: Batches) -> Tensor:
     """Each sample's whole gradient, by a backward pass of its own, (D, P)."""
-    found = []
-    for x, y in data:
-        for n in range(len(x)):
-            each = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
-            found.append(torch.cat([g.flatten() for g in each]))
-    return torch.stack(found)
+    return torch.cat([joined(rows_of(model, x, y, losses)) for x, y in data])
 
 
 def written(path: Path, rows: Tensor) -> Store:
@@ -54,8 +56,8 @@ def written(path: Path, rows: Tensor) -> Store:
 
 
 VERBS: dict[str, Callable[[PerSampleGrads], Any]] = {
-    "rows.npy": lambda grads: torch.cat([x.flatten(1) for x in grads.dense().values()], 1),
-    "rows.safetensors": lambda grads: torch.cat([x.flatten(1) for x in grads.dense().values()], 1),
+    "rows.npy": lambda grads: joined(grads.dense()),
+    "rows.safetensors": lambda grads: joined(grads.dense()),
     "rows": PerSampleGrads.dense,
     "factors": lambda grads: grads.low_rank(5),
 }
@@ -68,7 +70,7 @@ def test_what_is_found_is_what_all_rows_say(kind: str, budget: int, tmp_path: Pa
     over(model, data, loss, VERBS[kind], out=tmp_path / kind)
     loss(model, others[0]).sum().backward()
     queries = VERBS[kind](autograd_hacks.per_sample_grads(model, loss_type="sum"))
-    store, rows, asked = Store(tmp_path / kind), rows_of(model, data), rows_of(model, others)
+    store, rows, asked = Store(tmp_path / kind), all_rows(model, data), all_rows(model, others)
     assert len(store) == 11
     for metric, products in [("dot", asked @ rows.T), ("cosine", F.normalize(asked, dim=1) @ F.normalize(rows, dim=1).T)]:
         values, numbers = store.search(queries, 4, metric, model=model, budget=budget)  # type: ignore[arg-type]
@@ -117,55 +119,48 @@ def test_half_precision_is_added_up_in_single_and_overflow_is_said(tmp_path: Pat
 
 def test_a_store_of_other_weights_is_refused(tmp_path: Path) -> None:
     model, data, path = net(), batches(4), tmp_path / "rows.npy"
+    states = [({name: x.clone() for name, x in model.state_dict().items()}, 0.1)]
     over(model, data, loss, lambda grads: grads.project(8), out=path)
+    over(model, data, loss, lambda grads: grads.project(8), out=tmp_path / "sum.npy", checkpoints=states)
     store = Store(path)
     store.check(model)
     store.check(net())  # of the same weights
-    with pytest.raises(ValueError, match=r"rows\.npy has rows of other weights than this Sequential"):
-        store.check(net(1))
-    with pytest.raises(ValueError, match="other weights"):
-        store.search(store.rows, 1, model=net(1))
-    states = [({name: x.clone() for name, x in model.state_dict().items()}, 0.1)]
-    over(model, data, loss, lambda grads: grads.project(8), out=tmp_path / "sum.npy", checkpoints=states)
-    with pytest.raises(ValueError, match="rows of several checkpoints"):
-        Store(tmp_path / "sum.npy").check(model)
+    check_each(
+        (ValueError, r"rows\.npy has rows of other weights than this Sequential", lambda: store.check(net(1))),
+        (ValueError, "other weights", lambda: store.search(store.rows, 1, model=net(1))),
+        (ValueError, "rows of several checkpoints", lambda: Store(tmp_path / "sum.npy").check(model)),
+    )
 
 
 def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     rows = torch.randn(4, 3)
     store = written(tmp_path / "rows.npy", rows)
-    for queries, error, words in [
-        (rows.double(), TypeError, r"torch\.float64 tensor .* expected torch\.float32"),
-        (rows[:, :2], ValueError, r"shape \(4, 2\); the rows of .* expect \(Q, 3\)"),
-        (rows[0], ValueError, r"shape \(3,\)"),
-        (rows / 0, ValueError, r"queries with NaN or ∞, the first of them \[0, 1, 2, 3\]"),
-        ({"a": rows}, ValueError, "named 'a'; .* expects one tensor"),
-        (None, TypeError, "NoneType"),
-    ]:
-        with pytest.raises(error, match=words):
-            store.search(queries, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"k=5; expected at most the 4 rows"):
-        store.search(rows, 5)
-    with pytest.raises(ValueError, match="k=0"):
-        store.search(rows, 0)
-    with pytest.raises(ValueError, match="expected one of 'dot', 'cosine'"):
-        store.search(rows, 1, "l2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"threshold=1\.5"):
-        store.duplicates(1.5)
+    check_each(
+        *[(error, words, lambda queries=queries: store.search(queries, 1))
+          for queries, error, words in [
+             (rows.double(), TypeError, r"torch\.float64 tensor .* expected torch\.float32"),
+             (rows[:, :2], ValueError, r"shape \(4, 2\); the rows of .* expect \(Q, 3\)"),
+             (rows[0], ValueError, r"shape \(3,\)"),
+             (rows / 0, ValueError, r"queries with NaN or ∞, the first of them \[0, 1, 2, 3\]"),
+             ({"a": rows}, ValueError, "named 'a'; .* expects one tensor"),
+             (None, TypeError, "NoneType")]],
+        (ValueError, r"k=5; expected at most the 4 rows", lambda: store.search(rows, 5)),
+        (ValueError, "k=0", lambda: store.search(rows, 0)),
+        (ValueError, "expected one of 'dot', 'cosine'", lambda: store.search(rows, 1, "l2")),
+        (ValueError, r"threshold=1\.5", lambda: store.duplicates(1.5)),
+    )  # fmt: skip
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no .*none\.npy"):
-        Store(tmp_path / "none.npy")
-    with pytest.raises(FileNotFoundError, match="has no rows; expected a folder that over"):
-        Store(tmp_path)
+    over(net(), batches(2), loss, PerSampleGrads.norms, out=tmp_path / "norms.npy")
     (tmp_path / "rows.npy").write_bytes(b"x")
-    with pytest.raises(FileNotFoundError, match=r"rows\.npy\.progress"):
-        Store(tmp_path / "rows.npy")
-    model = net()
-    over(model, batches(2), loss, PerSampleGrads.norms, out=tmp_path / "norms.npy")
-    with pytest.raises(ValueError, match="expected rows of floating-point numbers"):
-        Store(tmp_path / "norms.npy")
+    (tmp_path / "empty").mkdir()
+    check_each(
+        (FileNotFoundError, r"there is no .*none\.npy", lambda: Store(tmp_path / "none.npy")),
+        (FileNotFoundError, r"there is no .*\.progress; expected the rows that over", lambda: Store(tmp_path / "empty")),
+        (FileNotFoundError, r"rows\.npy\.progress", lambda: Store(tmp_path / "rows.npy")),
+        (ValueError, "expected rows of floating-point numbers", lambda: Store(tmp_path / "norms.npy")),
+    )
 
 
 # Folders.
@@ -180,61 +175,58 @@ class Interrupted(Exception):
 def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted in one of its batches, after some of the files were written."""
     model, data, path = net(), batches(2, 3, 2), tmp_path / "rows"
-    append, count = RowFile._append, 0
+    append, count = RowFiles._append, 0
 
-    def interrupted(self: RowFile, rows: Tensor) -> None:
+    def interrupted(self: RowFiles, name: str, rows: Tensor) -> None:
         nonlocal count
         if count == 4 * batch + files:
             raise Interrupted
         count += 1
-        append(self, rows)
+        append(self, name, rows)
 
-    monkeypatch.setattr(RowFile, "_append", interrupted)
+    monkeypatch.setattr(RowFiles, "_append", interrupted)
     with pytest.raises(Interrupted):
         over(model, data, loss, PerSampleGrads.dense, out=path)
-    monkeypatch.setattr(RowFile, "_append", append)
-    if files:
-        with pytest.raises(ValueError, match="to its end") if batch else pytest.warns(RuntimeWarning):
-            Store(path)
+    monkeypatch.setattr(RowFiles, "_append", append)
+    with pytest.warns(RuntimeWarning, match="has 2 rows") if batch else pytest.raises(ValueError, match="to its end"):
+        Store(path)
     found = over(model, data, loss, PerSampleGrads.dense, out=path)
-    assert_close(torch.cat([x.flatten(1) for x in found.values()], 1), rows_of(model, data))
+    assert_close(joined(found), all_rows(model, data))
     assert_close(Store(path).rows, found)
 
 
 def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     model, data = net(), batches(2)
-    with pytest.raises(ValueError, match=r"returned one tensor\. Give a file"):
-        over(model, data, loss, lambda grads: grads.project(4), out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"returned a dictionary\. Give a file"):
-        over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
-    over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"another verb.*Delete the folder"):
-        over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"'a/b', which can't be the name of a file"):
-        over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
-    with pytest.raises(ValueError, match="other weights"):
-        over(net(1), data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    store = Store(tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"expects {name: tensor} for '0\.bias'"):
-        store.search(torch.randn(2, 4), 1)
+
+    def run(verb: Callable[[PerSampleGrads], Any], out: str, model: nn.Module = model) -> Any:
+        return over(model, data, loss, verb, out=tmp_path / out)
+
+    run(PerSampleGrads.dense, "folder")
+    check_each(
+        (ValueError, r"returned one tensor\. Give a file", lambda: run(lambda grads: grads.project(4), "rows")),
+        (ValueError, r"returned a dictionary\. Give a file", lambda: run(PerSampleGrads.dense, "rows.npy")),
+        (ValueError, "another verb; this verb .* for 'a'. Delete it", lambda: run(lambda grads: {"a": grads.project(4)}, "folder")),
+        (ValueError, r"'a/b', which can't be the name of a file",
+         lambda: run(lambda grads: {"a/b": grads.project(4)}, "other")),
+        (ValueError, "other weights", lambda: run(PerSampleGrads.dense, "folder", net(1))),
+        (ValueError, r"expects {name: tensor} for '0\.weight'",
+         lambda: Store(tmp_path / "folder").search(torch.randn(2, 4), 1)),
+    )  # fmt: skip
 
 
 def test_the_name_that_queries_lack_is_named(tmp_path: Path) -> None:
     """Also among many names, of which a message lists five."""
     rows = {f"{n}.weight": torch.randn(4, 3) for n in range(9)}
-    model, data = net(), [batches(1)[0]]
-    over(
-        model,
-        data,
-        loss,
-        lambda grads: {name: x[:1].expand(grads.samples, 3) for name, x in rows.items()},
-        out=tmp_path / "r",
-    )
+    own = {name: x[:1] for name, x in rows.items()}
+    over(net(), batches(1), loss, lambda grads: own, out=tmp_path / "r")
     store = Store(tmp_path / "r")
-    with pytest.raises(ValueError, match=r"given queries without '8\.weight'; .* expects one for each of its 9 names"):
-        store.search({name: x for name, x in rows.items() if name != "8.weight"}, 1)
-    with pytest.raises(ValueError, match=r"queries without '8\.weight', and with 'more' too many; "):
-        store.search({"more" if name == "8.weight" else name: x for name, x in rows.items()}, 1)
+    last = {"8.weight": rows.pop("8.weight")}
+    check_each(
+        (ValueError, r"given queries without '8\.weight'; .* expects one for each of its 9 names",
+         lambda: store.search(rows, 1)),
+        (ValueError, r"queries without '8\.weight', and with 'more' too many; ",
+         lambda: store.search({**rows, "more": last["8.weight"]}, 1)),
+    )  # fmt: skip
 
 
 def test_an_unfinished_store_warns(tmp_path: Path) -> None:

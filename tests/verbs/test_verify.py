@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from nets import Between, Noisy
 from oracle import squares
 from rarely import crossed, rarely
-from steps import batch, step
+from steps import batch, mlp, step
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.forms import Form
@@ -44,7 +45,7 @@ def mixed_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def test_verify_fails_what_is_wrong(
     mistake: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(4, 5, 3).double()
+    model, x = mlp(), torch.randn(4, 5, 3).double()
     rule = RULES[nn.Linear]
 
     def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
@@ -88,24 +89,16 @@ def test_verify_knows_how_coarse_autocast_is() -> None:
                 autograd_hacks.verify(model)
 
 
-class Dropped(nn.Module):
-    """Layers that are skipped at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand(()) < 0.5:
-                continue
-            x = x + layer(x).relu()
-        return self.out(x)
+def dropped(m: nn.Module, x: Tensor) -> Tensor:
+    """Layers are skipped at random."""
+    for layer in m.layers:
+        x = x if torch.rand(()) < 0.5 else x + layer(x).relu()
+    return m.out(x)
 
 
 def test_verify_runs_the_step_that_was() -> None:
     torch.manual_seed(1)
-    model = Dropped().double()
+    model = Bare(dropped, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), out=nn.Linear(8, 2)).double()
     with autograd_hacks.add_hooks(model):
         for _ in range(8):
             model.zero_grad()
