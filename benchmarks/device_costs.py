@@ -53,9 +53,8 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     place = torch.randint(512, (rows[0].numel(),), device=device)
     scatter = took(lambda: new_zeros(rows, 512).index_add_(1, place, rows.flatten(1)), rows.numel())
     put = took(lambda: new_zeros(rows, 512).index_add_(1, place[:o], left[:, 0]), n * o)
-    signals = new(256, 4096)
+    signals, doubles = new(256, 4096), a[: large // 2, : large // 2].double()
     fft = took(lambda: torch.fft.rfft(signals), signals.numel() * log2(4096))
-    doubles = a[: large // 2, : large // 2].double()
     double = took(lambda: doubles @ doubles, (large // 2) ** 3)
     found = Costs(
         short / unit, of_kernel / unit, write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,

@@ -377,9 +377,6 @@ class Dense(Form):
             return (u * v @ self.matrix().mT).to(self.sum_dtype)
         return ((self.values.reshape(self.samples, u.shape[1], v.shape[1]) @ v.mT).to(self.sum_dtype) * u.mT).sum(1).mT
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return row_norms(self.matrix()) if self._is_there else super().norms(budget)
-
     def __getitem__(self, index: Index) -> Form:
         return Dense(self.values[index])
 

@@ -34,7 +34,6 @@ Forms = Mapping[str, Form]
 """Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
-_WHOLE = (torch.float32, torch.float64)
 INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
@@ -78,7 +77,7 @@ def small_alike(forms: Forms, kind: type[Form], budget: int) -> list[dict[str, S
     found, left = dict[Hashable, dict[str, Sequence[Tensor]]](), budget // 8
     for name, form in forms.items():
         held = () if type(form) is not kind else form.held if kind is Dense else getattr(form, "flat", None)
-        if held and max(x.numel() for x in held) <= SMALL and held[0].dtype in _WHOLE:
+        if held and max(x.numel() for x in held) <= SMALL and held[0].dtype in (torch.float32, torch.float64):
             key = held[0].dtype, held[0].device, *(x.shape for x in held if kind is Outer)
             if (left := left - sum(x.nbytes for x in held)) >= 0:
                 found.setdefault(key, {})[name] = held
