@@ -362,13 +362,8 @@ class Dense(Form):
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
 
-    @property
-    def _is_there(self) -> bool:
-        """Whether verbs can read J where it is, without writing it out or copying it for sums."""
-        return self.values.is_contiguous() and self.values.dtype == self.sum_dtype
-
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if total is None and self._is_there:
+        if total is None and self.values.is_contiguous() and self.values.dtype == self.sum_dtype:  # it is read where it is
             return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
         return super().weighted_sum(w, budget, total)
 
