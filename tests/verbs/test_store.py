@@ -205,7 +205,8 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     check_each(
         (ValueError, r"returned one tensor\. Give a file", lambda: run(lambda grads: grads.project(4), "rows")),
         (ValueError, r"returned a dictionary\. Give a file", lambda: run(PerSampleGrads.dense, "rows.npy")),
-        (ValueError, "another verb; this verb .* for 'a'. Delete it", lambda: run(lambda grads: {"a": grads.project(4)}, "folder")),
+        (ValueError, "another verb; this verb .* for 'a'. Delete it",
+         lambda: run(lambda grads: {"a": grads.project(4)}, "folder")),
         (ValueError, r"'a/b', which can't be the name of a file",
          lambda: run(lambda grads: {"a/b": grads.project(4)}, "other")),
         (ValueError, "other weights", lambda: run(PerSampleGrads.dense, "folder", net(1))),
