@@ -134,7 +134,8 @@ class Backward:
         call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        leaves = (edge for edge in ended.own_edges() if edge.parameter.is_leaf and not ended.captures)
+        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
+        leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
         states = ((edge.name, self.record.state_of_grad(edge.name, edge.parameter)) for edge in leaves)
         left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
@@ -145,7 +146,7 @@ class Backward:
         return inner if inner is not None and current_task() in (inner.task, inner.own) else None
 
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
-        """Keeps a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
+        """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
         usual = self._usual
         if usual is None or grad is None or call.leaves is not usual.leaves or current_task() not in usual.tasks:
             return False
@@ -156,8 +157,9 @@ class Backward:
             if (call, 0) in inner.filed:
                 return True
             inner.filed.add((call, 0))
-        usual.current.arrived.append((call, grad.detach() if grad.requires_grad else grad, version_of(grad)))
-        usual.current.arrived_for.update(call.known.names)
+        usual.current.received[call] = OutputGrads([grad.detach()], [version_of(grad)], call.known.locals)
+        for name in call.known.names:
+            usual.current.calls_of.setdefault(name, []).append(call)
         return True
 
     def _usual_after(self, use: Use, current: Pass) -> Usual | None:
@@ -251,7 +253,7 @@ class Backward:
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, use)
-        is_first = not (current._received or current.arrived)
+        is_first = not current.received
         received = current.received.get(use)
         if received is None:
             received = current.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
@@ -337,20 +339,20 @@ class Backward:
         is_left, own = left is not None and left[0] == name, False
         if grad is None and not is_left and record.on_arrival is None:
             return
-        is_used = running is not None and running.leads_to(name)
+        uses = () if running is None else running.calls_of.get(name, ())
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
-        if running is not None and grad is not None and is_used and not (is_known or name in running.beside):
+        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
         if running is not None and (is_left or not self.wants_grad):
-            own = not running.captures and running.has_own(name)
+            own = not running.captures and any(use.is_own for use in uses)
         if record.on_arrival is not None and not (is_around and self.inner is None):
             self.reached(name, grad)
         if running is not None and own and left is not None and is_left:
             running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
         if grad is None:
             return
-        if running is None or not is_used:
+        if running is None or not uses:
             record.unseen[name] = record.forwards
             return
         if not running.captures and self.inner is None:

@@ -90,7 +90,8 @@ class Layer:
     buffers: tuple[Tensor | None, ...]
     wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
     ids: frozenset[int]  # of these
-    names: tuple[str, ...]  # theirs in the model
+    locals: tuple[str, ...]  # their names in the layer
+    names: tuple[str, ...]  # and in the model
     is_plain: bool  # whether its calls may be noted in few words
     settings: Settings  # a stride, an epsilon: they may differ from call to call
 
@@ -259,7 +260,8 @@ class Forward:
         read += [(local, x) for local, x in layer._buffers.items() if x is not None]
         is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
         ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
-        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, names, is_plain, Settings(layer))
+        local, now = tuple([local for local, _, _ in wanted]), Settings(layer)
+        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, local, names, is_plain, now)
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

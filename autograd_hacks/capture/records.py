@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.uses import Edge, LayerCall, OutputGrads, Use
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
@@ -52,9 +52,8 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
-    # What came to usual calls in a usual pass: the call, the gradient and its version.  `received` files it.
-    arrived: list[tuple[LayerCall, Tensor, int]] = field(default_factory=list)
-    arrived_for: set[str] = field(default_factory=set)  # the parameters of these calls
+    received: dict[Use, OutputGrads] = field(default_factory=dict)
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the calls that lead to it
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
@@ -75,42 +74,6 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
-
-    def __post_init__(self) -> None:
-        self._received: dict[Use, OutputGrads] = {}
-        self._calls_of: dict[str, list[Use]] = {}
-
-    @property
-    def received(self) -> dict[Use, OutputGrads]:
-        """The gradients at uses, in the order in which they came."""
-        if self.arrived:
-            arrived, self.arrived, self.arrived_for = self.arrived, [], set()
-            for call, grad, version in arrived:
-                self._received[call] = OutputGrads([grad], [version], tuple(call.edges))
-                for edge in call.edges.values():
-                    self._calls_of.setdefault(edge.name, []).append(call)
-        return self._received
-
-    @property
-    def calls_of(self) -> dict[str, list[Use]]:
-        """By parameter, the calls that lead to it."""
-        _ = self.received  # files what has arrived
-        return self._calls_of
-
-    def leads_to(self, name: str) -> bool:
-        """Whether gradient has come to a use of a parameter."""
-        return name in self.arrived_for or bool(self._calls_of.get(name))
-
-    def has_own(self, name: str) -> bool:
-        """Whether it has come to a use in a forward of the model."""
-        return name in self.arrived_for or any(use.is_own for use in self._calls_of.get(name, ()))
-
-    def own_edges(self) -> Iterator[Edge]:
-        """The parameters at the ends of the model's own uses, in the order in which gradient came."""
-        for use, grads in self._received.items():
-            yield from (use.edges[local] for local in grads.reached if use.is_own)
-        for call, _, _ in self.arrived:
-            yield from call.edges.values()
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
@@ -235,7 +198,7 @@ class Inner:
 class Usual(NamedTuple):
     """A pass through one forward that reaches all of its parameters and does nothing else.
 
-    Of what comes to the forward's usual calls nothing is left to decide, so it is only kept."""
+    Of what comes to the forward's usual calls nothing is left to decide, so it is filed at once."""
 
     current: Pass
     tasks: tuple[int, ...]  # its own, and that of a pass inside it

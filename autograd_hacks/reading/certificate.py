@@ -64,7 +64,6 @@ class Certificate:
         self._record = record
         # What is compared, by shapes.
         self._found = dict[tuple[object, ...], list[tuple[_Compared, Tensor, Tensor, Tensor]]]()
-        self._roundings = dict[tuple[str, torch.dtype, torch.device], float]()  # by kind of product, `rounding_of_products`
 
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
@@ -82,7 +81,8 @@ class Certificate:
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        self._found.setdefault(key, []).append((_compared(name, unit, told), own, total, at[1]))
+        one = _Compared(name, unit, told, None if looks_free(form.like) else _received(told))
+        self._found.setdefault(key, []).append((one, own, total, at[1]))
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
@@ -93,19 +93,13 @@ class Certificate:
         if unit < 1e-6:
             added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
             kinds = {_products_of(use) for use, _, _ in told}
-            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *(self._rounded(kind, like) for kind in kinds))
+            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *(rounding_of_products(kind, like) for kind in kinds))
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
         if any(isinstance(leaf, Dense) for leaf in leaves):
             return None
         # torch adds up a convolution's samples in half precision: 32 were off by 0.7 %.
         samples = max([leaf.samples for leaf in leaves if isinstance(leaf, Convolution)], default=1)
         return COARSE * unit * max(1.0, samples**0.5 / 2)
-
-    def _rounded(self, kind: str, like: Tensor) -> float:
-        key = kind, like.dtype, like.device
-        if key not in self._roundings:  # to ask for torch's settings takes 10 µs
-            self._roundings[key] = rounding_of_products(kind, like)
-        return self._roundings[key]
 
     def check(self) -> None:
         """Raises if rows don't add up."""
@@ -145,10 +139,6 @@ class Certificate:
         # The first one, the length of one use's gradient, is less and takes far less time.
         received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
         return any(not apart > own.unit * (length + 2 * more) for more in received)
-
-
-def _compared(name: str, unit: float, told: Sequence[Told]) -> _Compared:
-    return _Compared(name, unit, told, None if looks_free(told[0][2].like) else _received(told))
 
 
 def _received(told: Sequence[Told]) -> Tensor | float:
