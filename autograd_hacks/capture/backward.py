@@ -147,12 +147,13 @@ class Backward:
 
     def take(self, call: LayerCall, grad: Tensor | None) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        usual = self._usual
-        if usual is None or grad is None or call.leaves is not usual.leaves or current_task() not in usual.tasks:
+        usual, inner = self._usual, self.inner  # after an inner pass the outer one may come here, too
+        if usual is None or grad is None or call.leaves is not usual.leaves or inner is not usual.inner:
             return False
-        if self.record.segments is not usual.segments or not (self.hears() and usual.leaves.keys() >= call.known.ids):
+        if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
             return False
-        inner = usual.inner
+        if not usual.leaves.keys() >= call.known.ids:
+            return False
         if inner is not None:
             if (call, 0) in inner.filed:
                 return True
