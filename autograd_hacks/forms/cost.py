@@ -118,6 +118,8 @@ def _kept(cost: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(cost)
     def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
+        if any(type(n) is not int for left, right in pairs for n in (*left.shape, *right.shape)):  # of a graph for all sizes
+            return cost(pairs, *more)
         of = [(left.shape, right.shape, right.device, type(left), getattr(right, "settings", None)) for left, right in pairs]
         if not (box := boxes((*more, *of))):
             box.append(cost(pairs, *more))
