@@ -146,11 +146,9 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
     names: by the node's name"""
     own = names.get(node.name(), ())
-    found = (
-        {}
-        if any(is_packed_by_hooks(node, name) for name in own)
-        else {name: getattr(node, SAVED + name).detach() for name in own}
-    )
+    if not own or any(is_packed_by_hooks(node, name) for name in own):
+        return {}
+    found = {name: getattr(node, SAVED + name).detach() for name in own}
     return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
 
 

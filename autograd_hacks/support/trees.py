@@ -282,7 +282,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_among(*tensors: Tensor) -> list[int]:
-    return list(map(version_of, tensors))
+    """`version_of` tensors, which usually aren't inference tensors."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 class ByTensor(Generic[T]):
