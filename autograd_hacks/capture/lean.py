@@ -153,7 +153,7 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with torch.enable_grad():  # these nodes come before all others
             outputs, given = [x.view_as(x) for x, _ in roots], [g for _, g in roots]
         for x in outputs:
-            x.grad_fn.register_prehook(lambda _: setattr(inner, "own", current_task()))  # type: ignore[union-attr]
+            x.grad_fn.register_prehook(lambda _: setattr(inner, "own", current_task()))  # type: ignore[union-attr]  # it has one
         options: dict[str, Any] = {"retain_graph": keeps, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
         found = torch.autograd.grad(outputs, wanted, given, **options)
         arrived: dict[Node, list[Tensor | None]] = {node: [] for node in lowest}

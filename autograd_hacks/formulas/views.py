@@ -78,7 +78,7 @@ def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
 
     def pull(rows: Tensor, batched: bool) -> Tensor:
         entries = rows.reshape(len(rows) if batched else 1, len(places), *shape[1:])
-        own = entries.new_zeros(len(entries), *shape).index_add(1, places, entries)
+        own = entries.new_zeros(len(entries), *shape).index_add(1, places.to(rows.device), entries)
         return own if batched else own[0]
 
     return lambda form: Chained(form, pull, shape, form.like)

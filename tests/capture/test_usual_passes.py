@@ -175,7 +175,7 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[
             found = [returned] if isinstance(returned, Tensor) else []
             found += [vars(p).get("grad1") for p in model.parameters()]
             found.append(autograd_hacks.per_sample_grads(model).norms())
-        except Exception as error:
+        except Exception as error:  # whatever it is, it must be the same
             found.append(f"{type(error).__name__}: {error}")
         finally:
             autograd_hacks.enable_hooks()

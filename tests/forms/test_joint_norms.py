@@ -58,7 +58,7 @@ def test_small_rows_near_the_ends_of_the_range(size: float, others: float) -> No
 
 def test_one_row_that_overflows_or_is_no_number_spoils_no_other() -> None:
     found = [vector(), product(), vector(), product(1.0, 1.0, (5,))]
-    found[0].values[1], found[1].left[2] = 3e38, torch.nan  # type: ignore[union-attr]
+    found[0].values[1], found[1].left[2] = 3e38, torch.nan  # type: ignore[union-attr]  # of these forms
     norms = norms_of(found)
     assert norms.isinf().tolist() == [False, True, False, False]
     assert norms.isnan().tolist() == [False, False, True, False]
