@@ -32,6 +32,11 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import ByTensor, version_of
 
+WITHIN = (
+    "samples mix, or may: within the model's backward pass a hook asked for parameters' gradients, which replaced the rows "
+    "so far. Run the hook's own pass within autograd_hacks.pause_hooks()."
+)
+
 
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
@@ -57,6 +62,7 @@ class Backward:
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
         self._usual: Usual | None = None  # what is known of the running pass
+        self._newest = 0  # the highest task so far
 
     def hears(self) -> bool:
         """Whether passes are recorded."""
@@ -121,6 +127,9 @@ class Backward:
             self.running = Pass(task, losses, forwards_before=self.unanswered)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
+            if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
+                self.running.refused = WITHIN
+            self._newest = max(task, self._newest)
             self.record.superseded, self.record.superseded_unseen = [], {}
             call_at_end(partial(self._finish, self.running))
         return self.running
@@ -166,8 +175,7 @@ class Backward:
     def _usual_after(self, use: Use, current: Pass) -> Usual | None:
         """What is known of a pass after its first use; None if it may do more than the usual."""
         leaves, inner = use.leaves if isinstance(use, LayerCall) else None, self.inner_now()
-        is_read_now = self.record.on_arrival is not None
-        if leaves is None or current.captures or current.higher_order or is_read_now:
+        if leaves is None or current.captures or current.higher_order or self.record.on_arrival is not None:
             return None
         if inner is None:
             if not self.wants_grad:
@@ -183,9 +191,7 @@ class Backward:
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
-        if not (Switch.on() and self.attached) or is_transformed():
-            return
-        if self.is_silent:
+        if not self.hears() or is_transformed():
             return
         for g in grads:
             if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one

@@ -397,15 +397,12 @@ class Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are detected on arrival
             return None
+        given = (output[0], self._is_first(module)) if output else ()
         if (tape := self.recorder.tape) is None:
-            if not output:
-                return self.then(self.path, module, args, kwargs)
-            return self.then(self.path, module, args, kwargs, output[0], self._is_first(module))
+            return self.then(self.path, module, args, kwargs, *given)
         with tape.paused():
-            if not output:
-                return self.then(self.path, module, args, kwargs)
-            returned = self.then(self.path, module, args, kwargs, output[0], self._is_first(module))
-            if returned is not None and returned is not output[0]:
+            returned = self.then(self.path, module, args, kwargs, *given)
+            if output and returned is not None and returned is not output[0]:
                 tape.take_as_same(tensors_of(output[0]), tensors_of(returned))
             return returned
 

@@ -1,6 +1,7 @@
 """A pass of which nothing is left to decide gives the same rows, bit for bit, as one that is filed gradient by gradient."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.errors import SamplesMixed
 
 N = 6
 
@@ -229,3 +231,21 @@ def test_a_pass_of_a_hook_brings_nothing_to_the_rows_of_the_pass_around_it(param
         for _ in range(3):
             squares(model(x)).sum().backward()
             assert_same(autograd_hacks.per_sample_grads(model, "sum").dense(), expected)
+
+
+def test_a_hook_that_asks_for_gradients_of_parameters_runs_its_pass_aside() -> None:
+    model, x = RunsWithin(), torch.randn(4, 5)
+    expected, is_aside = one_backward_per_sample(model, squares, x), [False]
+
+    def look(h: Tensor, u: Tensor) -> None:
+        with autograd_hacks.pause_hooks() if is_aside[0] else nullcontext():
+            torch.autograd.grad(u, [model.second.weight], torch.ones_like(u), retain_graph=True)
+
+    model.look = look
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).sum().backward()
+        with pytest.raises(SamplesMixed, match=r"within the model's backward pass.*pause_hooks"):
+            autograd_hacks.compute_grad1(model, "sum")
+        is_aside[0] = True
+        squares(model(x)).sum().backward()
+        assert_same(autograd_hacks.per_sample_grads(model, "sum").dense(), expected)
