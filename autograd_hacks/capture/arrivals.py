@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import GraphAlive, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task

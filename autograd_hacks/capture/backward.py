@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, reach_of
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
-from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add

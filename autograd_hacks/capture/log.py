@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,10 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, packed_into
+from autograd_hacks.capture.uses import GraphAlive
 from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import Rule, rule_for
@@ -76,37 +76,6 @@ def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
     """Tells calls where their samples are, if nothing but sizes shows it."""
     for noted in calls if samples else ():
         noted.call.layouts = noted.usual_layouts(samples or 0)
-
-
-@dataclass(eq=False)
-class Layer:
-    """What stays the same from call to call of a layer with a rule."""
-
-    layer: nn.Module
-    rule: Rule
-    owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
-    read: tuple[tuple[str, Tensor], ...]  # those that aren't None, and its buffers
-    tensors: tuple[Tensor, ...]  # the same without names
-    buffers: tuple[Tensor | None, ...]
-    wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
-    ids: frozenset[int]  # of these
-    locals: tuple[str, ...]  # their names in the layer
-    names: tuple[str, ...]  # and in the model
-    is_plain: bool  # whether its calls may be noted in few words
-    settings: Settings  # a stride, an epsilon: they may differ from call to call
-
-    def holds(self, layer: nn.Module) -> bool:
-        own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
-        if layer is not self.layer or len(own) != len(self.owned) or not self.settings.are_of(layer):
-            return False
-        for (local, p), (name, before, trains) in zip(own.items(), self.owned):
-            if p is not before or local != name or (p is not None and p.requires_grad is not trains):
-                return False
-        if layer._buffers or self.buffers:
-            buffers = layer._buffers.values()
-            if len(buffers) != len(self.buffers) or any(x is not y for x, y in zip(buffers, self.buffers)):
-                return False
-        return rule_for(layer) is self.rule
 
 
 class Forward:

@@ -22,6 +22,7 @@ from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse, Who
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.formulas.views import STEPS
+from autograd_hacks.graph.trace import Trace
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.graph import (
     CHECKPOINT,
@@ -61,6 +62,7 @@ class Ran:
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
+    trace: Trace | None = None  # the graph behind the outputs, once it was read
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -86,8 +88,9 @@ class Ran:
     @cached_property
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
+        names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
+        every = [leaf.variable for leaf in self.ends_of_graph] if trace is None else trace.variables
+        return {leaf: names[id(x)] for leaf, x in zip(self.ends_of_graph, every) if id(x) in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:
@@ -97,7 +100,7 @@ class Ran:
     @cached_property
     def ends_of_graph(self) -> list[Any]:
         """All leaves: parameters and others."""
-        return self.graph.leaves
+        return self.graph.leaves if self.trace is None else [self.trace.nodes[k] for k in self.trace.leaves]
 
     def is_fixed(self, address: int) -> bool:
         """Whether a memory address is a parameter's or a buffer's."""
@@ -114,12 +117,15 @@ class Ran:
     @cached_property
     def nodes(self) -> Collection[Node]:
         """All nodes."""
-        return self.graph.nodes
+        return self.graph.nodes if self.trace is None else self.trace.number
 
     @cached_property
     def checkpoints(self) -> list[Any]:
         """The nodes of reentrant checkpoints."""
-        return [node for node in self.nodes if node.name() == CHECKPOINT]
+        if self.trace is None:
+            return [node for node in self.nodes if node.name() == CHECKPOINT]
+        is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
+        return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:

@@ -6,10 +6,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
-from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
     ON_PASSES,

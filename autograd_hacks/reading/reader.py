@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
+from autograd_hacks.capture.calls import packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Whose, packed_into
+from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -29,7 +30,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -99,12 +100,7 @@ class Reader:
             self.walk = walk(self.trace, labels, samples, memory)
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
-        self.number = self.trace.number
-        names = {id(p): name for name, p in ran.parameters.items()}
-        ran.ends_of_graph = [nodes[k] for k in self.trace.leaves]
-        ran.nodes = self.number
-        ran.checkpoints = [node for node, k in zip(nodes, kinds) if k in lawless and k.name == CHECKPOINT]
-        ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
+        self.number, ran.trace = self.trace.number, self.trace
         self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
 
