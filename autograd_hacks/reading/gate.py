@@ -132,8 +132,7 @@ class Gate:
             if is_mean:  # a mean loss was divided by N
                 own = scale(form, form.samples if call.documents is None else call.documents.losses)
             self._take(number, call, name, own)
-            if recorded.along:
-                read.setdefault(name, []).append((call, grads, form))
+            read.setdefault(name, []).append((call, grads, form))
 
     def _ask_plainly(self, number: int, note: Note, grad: Tensor, version: int) -> None:
         """The same for a usual call, which is made only if there is more to ask."""
