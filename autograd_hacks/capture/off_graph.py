@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -187,6 +187,19 @@ class Ran:
                 waiting += [value.node for value in inputs_of(node)]
 
 
+class Ends(NamedTuple):
+    """Where passes through a forward end.
+
+    lowest: nodes with hooks, from which gradient reaches all others
+    parameters: the leaves of the model's own, by name
+    others: other leaves
+    """
+
+    lowest: Sequence[Node]
+    parameters: Mapping[str, Node]
+    others: Sequence[Any]
+
+
 class OffGraph:
     """The uses of parameters at nodes of a finished forward's graph."""
 
@@ -198,8 +211,8 @@ class OffGraph:
         self.known_below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
-        self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
-        self.note_lowest: Callable[[Sequence[Node]], None] = lambda _: None
+        self.ends: Ends | None = None  # if known
+        self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import Note, packed_into
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import is_given, rule_for
@@ -51,7 +51,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
-    lowest: see `OffGraph`; None as long as nobody has looked for them
+    ends: see `OffGraph`; None as long as nobody has looked for them
     below: the parameters on which the values of uses depend, by node
     """
 
@@ -64,12 +64,13 @@ class Read:
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
     links: Sequence[Link] = ()
-    lowest: list[int] | None = None
+    ends: tuple[list[int], dict[str, int], list[int]] | None = None
     below: dict[int, frozenset[str]] | None = None
 
-    def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
-        if all(node in number for node in nodes):
-            self.lowest = [number[node] for node in nodes]
+    def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
+        if all(node in number for node in ends.lowest):
+            parameters = {name: number[leaf] for name, leaf in ends.parameters.items()}
+            self.ends = [number[node] for node in ends.lowest], parameters, [number[leaf] for leaf in ends.others]
 
 
 class Reader:
@@ -284,9 +285,11 @@ class Reader:
             call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
             if call is not None:
                 call.follow(whose)
-        if found.lowest is not None:
-            off.lowest = [nodes[k] for k in found.lowest]
-        off.note_lowest = partial(found.note_lowest, self.number)
+        if found.ends is not None:
+            lowest, parameters, others = found.ends
+            own = {name: nodes[k] for name, k in parameters.items()}
+            off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
+        off.note_ends = partial(found.note_ends, self.number)
         off.found |= self.found_in_graph(found)
         if found.below is None:
             found.below = {j: off.below(nodes[j]) for values, _ in found.uses.values() for j, _, _ in values}
