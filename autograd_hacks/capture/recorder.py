@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import SIMPLE, Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
 
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
@@ -185,7 +185,7 @@ class Recorder:
         returned_count = len(outputs)
         modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(modules, outputs, self._began)
+            outputs += _kept_by(self.tree, outputs, self._began)
         trained = partial(self._trained, parameters, path)
         ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
         ran.within = self.forward.within
@@ -307,28 +307,16 @@ class Recorder:
         return edge
 
 
-_OF_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-
-
-_SIMPLE = {int, float, bool, str, type(None)}
-"""Types that hold no tensor."""
-
-
-def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
+def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
 
     began: the number of the first node that it could make"""
     found = dict[int, Tensor]()
-    for module in modules:
-        attributes = vars(module)
-        own_names = attributes.keys() - _OF_MODULE
-        for name in sorted([name for name in own_names if type(attributes[name]) not in _SIMPLE]):
-            value = attributes[name]
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes
-                own = tensors_of(value)
-                found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
+    for value in tree.kept():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:  # most are sizes
+            own = tensors_of(value)
+            found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]
