@@ -146,21 +146,17 @@ class Forward:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
-        known = self.layers.get(path)
-        if known is not None and known.is_plain and output is not None and not kwargs and self._is_as_usual():
-            if known.holds(layer) and self._note_plainly(known, args, output, is_first):
+        if output is not None and not kwargs and len(args) == 1 and self._is_as_usual():
+            known = self._known(path, layer)
+            if known is not None and known.is_plain and self._note_plainly(known, args, output, is_first):
                 return output
-            known = None
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
         task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
-        if known is None or not known.holds(layer):
-            if (rule := rule_for(layer)) is None:
-                return output
-            known = self.layers[path] = self._layer(path, layer, rule)
-        if not known.wanted or not torch.is_grad_enabled():
+        known = self._known(path, layer)
+        if known is None or not known.wanted or not torch.is_grad_enabled():
             return output
         outputs = tensors_of(output)
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
@@ -238,13 +234,20 @@ class Forward:
         self.backward.called.add(id(known.layer))
         return True
 
-    def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
+    def _known(self, path: str, layer: nn.Module) -> Layer | None:
+        """The layer as it is now; None if it has no rule."""
+        known = self.layers.get(path)
+        if known is not None and known.holds(layer):
+            return known
+        if (rule := rule_for(layer)) is None:
+            return None
         own = rule.parameters_of(layer).items()
         named = [(local, p, self.record.name_of(p, path, local)) for local, p in own if p.requires_grad]
         wanted = [one for one in named if one[2] not in self.record.left_out]
         for _, p, _ in wanted:
             self.backward.watch(p)
-        return Layer(path, layer, rule, wanted)
+        known = self.layers[path] = Layer(path, layer, rule, wanted)
+        return known
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""
