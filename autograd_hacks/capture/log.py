@@ -16,7 +16,7 @@ from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import GraphAlive
 from autograd_hacks.formulas.norms import STATISTICS
-from autograd_hacks.formulas.table import Rule, rule_for
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
