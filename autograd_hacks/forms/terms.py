@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
-from autograd_hacks.forms.cost import cache_budget, costs_of, takes_kernel
+from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
@@ -178,12 +178,7 @@ class Placed(Composite):
                 form.weighted_sum(w, budget, own)
         return total
 
-    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        v, total, along = v.reshape(self.shape), self.new_sums(*self.shape), list[Tensor]()
-        for (start, stop), form in self.entries.items():
-            total[start:stop], own = form.sum_and_dot(w, v[start:stop], budget)
-            along.append(own)
-        return total, self._join(along)
+    sum_and_dot = Form.sum_and_dot
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         total = Zero(self.samples, self.shape, self.like).second_moment(w, about, budget)
@@ -224,27 +219,4 @@ def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int)
             own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)
             parts[expert, expert + 1] = gathered(own, owners[rows], samples)
         begin = end
-    return Routed(parts, shape, (x, g, ends, owners)) if parts else Zero(samples, shape, g)
-
-
-class Routed(Placed):
-    """Experts' rows, expert by expert.  given: x, g, ends and owners of `of_experts`"""
-
-    def __init__(self, parts: Mapping[tuple[int, int], Form], shape: torch.Size, given: Sequence[Tensor]) -> None:
-        super().__init__(parts, shape)
-        self._given = given
-
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        x, g, ends, owners = self._given
-        own = len(x) * x.shape[1] * g.shape[1]
-        rows = self.samples * self.shape.numel() * costs_of(g.device).write  # an expert's are written, and read
-        if not takes_kernel(own + rows, own, x, g):
-            return super().norms(budget)
-        from autograd_hacks.kernels import tiles  # imports Triton
-
-        # Positions lie by expert.  Within an expert's, a sample's come to lie beside each other.
-        keys = torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True) * self.samples + owners
-        keys, order = keys.sort()
-        segments = torch.arange(len(ends) * self.samples, device=keys.device)
-        norms = tiles.row_norms(x, g, torch.searchsorted(keys, segments, right=True), order)
-        return row_norms(norms.view(len(ends), self.samples).mT)
+    return Placed(parts, shape) if parts else Zero(samples, shape, g)

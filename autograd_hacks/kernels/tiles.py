@@ -23,14 +23,14 @@ PROGRAMS = 1024
 """About how many programs keep a card busy."""
 
 
-def row_norms(left: Tensor, right: Tensor, ends: Tensor, order: Tensor | None = None) -> Tensor:
+def row_norms(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The norms of the rows Jₛ = Σ left[m] ⊗ right[m], over the positions m of segment s, S in single precision.
 
-    left: M O    right: M I    ends: S integers, where each segment ends    order: M, the positions segment by segment
+    left: M O    right: M I    ends: S integers, where each segment ends
     """
     tiles, segments = _tiles_of(left, right), len(ends)
     found = left.new_empty(tiles, segments, dtype=torch.float32)
-    _run(left, right, ends, order, None, None, found, None, None, segments)
+    _run(left, right, ends, None, None, found, None, None, segments)
     return torch.linalg.vector_norm(found, dim=0, dtype=torch.float64).float()
 
 
@@ -40,7 +40,7 @@ def sum_and_dot(left: Tensor, right: Tensor, ends: Tensor, w: Tensor, v: Tensor)
     parts = min(segments, triton.cdiv(PROGRAMS, tiles))
     total = left.new_empty(parts, *v.shape, dtype=torch.float32)
     along = left.new_empty(tiles, segments, dtype=torch.float32)
-    _run(left, right, ends, None, v.contiguous(), w, None, along, total, parts)
+    _run(left, right, ends, v.contiguous(), w, None, along, total, parts)
     return total.sum(0), along.sum(0)
 
 
@@ -49,8 +49,8 @@ def _tiles_of(left: Tensor, right: Tensor) -> int:
 
 
 def _run(
-    left: Tensor, right: Tensor, ends: Tensor, order: Tensor | None, v: Tensor | None, w: Tensor | None,
-    norms: Tensor | None, along: Tensor | None, total: Tensor | None, parts: int,
+    left: Tensor, right: Tensor, ends: Tensor, v: Tensor | None, w: Tensor | None, norms: Tensor | None,
+    along: Tensor | None, total: Tensor | None, parts: int,
 ) -> None:  # fmt: skip
     """parts: how many programs share the segments of a tile"""
     fan_out, fan_in, segments = left.shape[1], right.shape[1], len(ends)
@@ -58,7 +58,7 @@ def _run(
         left, right = left.float(), right.float()
     with torch.cuda.device_of(left):  # which need not be the current one
         _tiles[_tiles_of(left, right), parts](
-            left.contiguous(), right.contiguous(), ends.contiguous(), order, v, w, norms, along, total,
+            left.contiguous(), right.contiguous(), ends.contiguous(), v, w, norms, along, total,
             fan_out, fan_in, segments, triton.cdiv(segments, parts), triton.cdiv(fan_in, BLOCK),
             exact=unit_of_products(left, [MATMUL]) == 0, WIDEN=INTERPRETED, BLOCK=BLOCK, POSITIONS=32,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def _run(
 
 @triton.jit
 def _tiles(
-    left, right, ends, order, v, w, norms, along, total,
+    left, right, ends, v, w, norms, along, total,
     fan_out, fan_in, segments, each, across,
     exact: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
@@ -83,11 +83,8 @@ def _tiles(
         end = tl.load(ends + segment)
         row = tl.zeros((BLOCK, BLOCK), tl.float32)
         for first in range(begin, end, POSITIONS):
-            m = first + tl.arange(0, POSITIONS)
+            m = (first + tl.arange(0, POSITIONS)).to(tl.int64)
             is_position = m < end
-            if order is not None:
-                m = tl.load(order + m, mask=is_position, other=0)
-            m = m.to(tl.int64)
             of_left = tl.load(left + m[None, :] * fan_out + o[:, None], is_position[None, :] & (o < fan_out)[:, None], 0.0)
             of_right = tl.load(right + m[:, None] * fan_in + i[None, :], is_position[:, None] & (i < fan_in)[None, :], 0.0)
             if WIDEN:

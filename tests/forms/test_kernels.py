@@ -43,7 +43,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         taken.extend(["taken"] if is_taken else [])
         return is_taken
 
-    for name in ("outer", "lookup", "terms"):
+    for name in ("outer", "lookup"):
         monkeypatch.setattr(f"autograd_hacks.forms.{name}.takes_kernel", noting)
     monkeypatch.setattr("autograd_hacks.formulas.norms.takes_kernel", noting)
     with torch.device(DEVICE):
@@ -173,8 +173,8 @@ def compiled(kernel, constants, *types):
 sizes = ["i32"] * 5
 for kind in ("*fp32", "*bf16"):
     blocks = dict(exact=kind == "*fp32", WIDEN=False, BLOCK=tiles.BLOCK, POSITIONS=32)
-    assert compiled(tiles._tiles, dict(blocks), kind, kind, "*i64", "*i64", None, None, "*fp32", None, None, *sizes)
-    some = kind, kind, "*i64", None, "*fp32", "*fp32", None, "*fp32", "*fp32"
+    assert compiled(tiles._tiles, dict(blocks), kind, kind, "*i64", None, None, "*fp32", None, None, *sizes)
+    some = kind, kind, "*i64", "*fp32", "*fp32", None, "*fp32", "*fp32"
     assert compiled(tiles._tiles, dict(blocks), *some, *sizes)
     for is_rms in (False, True):
         block = dict(IS_RMS=is_rms, BLOCK=1024)
