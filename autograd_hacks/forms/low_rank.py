@@ -33,12 +33,11 @@ def low_rank(form: Form, rank: int, budget: int = BUDGET) -> LowRank:
     Source: Eckart and Young 1936, "The approximation of one matrix by another of lower rank"; Li et al. 2026,
     "LoRIF" (arXiv:2601.21929), for stores of gradients.
     """
-    fan_out, fan_in = (form.shape[0], form.shape[1:].numel()) if form.shape else (1, 1)
+    fan_out, fan_in = form.shape[:1].numel(), form.shape[1:].numel()
     rank, found = min(rank, fan_out, fan_in), []
     if isinstance(form, Scaled):
         left, right = low_rank(form.form, rank, budget)
-        factor = form.factor.to(left.dtype) if isinstance(form.factor, Tensor) else form.factor
-        return LowRank(left * (factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor), right)
+        return LowRank(left * form._factor(left), right)
     is_short = isinstance(form, Outer) and form.shape[:1] == (form.fan_out,) and form.positions < min(fan_out, fan_in)
     for _, part in form.chunks(budget // 4, form.held_size() if is_short else form.row_size() + form.shape.numel()):
         if is_short:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled
 from autograd_hacks.forms.convolution import FORWARD, Convolution
 from autograd_hacks.forms.directions import directions
 from autograd_hacks.forms.lookup import Lookup
-from autograd_hacks.forms.numerics import put, slices_of
+from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.terms import Sum, add
 
@@ -188,10 +189,8 @@ class InTurn(LinearMap):
         return x
 
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
-        shapes = [shape]
-        for each in self.maps:
-            shapes.append(each.shape_of(shapes[-1]))
-        for each, own in zip(reversed(self.maps), reversed(shapes[:-1])):
+        shapes = accumulate(self.maps[:-1], lambda now, each: each.shape_of(now), initial=shape)
+        for each, own in reversed([*zip(self.maps, shapes)]):
             v = each.transposed(v, own)
         return v
 
@@ -253,11 +252,8 @@ class Mapped(Form):
         return self.form.row_size() + self.form.shape.numel() + 2 * self.shape.numel()
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        pieces = slices_of(self.samples, BUDGET // max(1, self.row_size() * self.sum_dtype.itemsize))
-        if len(pieces) == 1:
-            return put(self.by(self.form.dense(factor=factor), self.form.shape).to(self.like.dtype).contiguous(), out)
         out = self.like.new_empty(self.samples, *self.shape) if out is None else out
-        for piece in pieces:
+        for piece in slices_of(self.samples, BUDGET // max(1, self.row_size() * self.sum_dtype.itemsize)):
             out[piece] = self.by(self.form[piece].dense(factor=factor), self.form.shape)
         return out
 

@@ -42,7 +42,7 @@ class _Map:
     @property
     def fans(self) -> tuple[int, int]:
         """O and I; I is 1 for a vector."""
-        return _fans(self.shape)
+        return self.shape[:1].numel(), self.shape[1:].numel()
 
     def budget(self, budget: int, like: Tensor) -> int:
         """The part of a budget to use: all of it, if signs are drawn for each piece."""
@@ -200,7 +200,7 @@ class SparseMap(_Map):
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
         fan_in, keeps = self.fans[1], self.fans[0] * self.fans[1] <= _INDEX and _is_ordinary()
         written = written.reshape(len(written), rows.stop - rows.start, fan_in)
-        for number, block in enumerate(self._columns()):
+        for number, block in enumerate(slices_of(self.dim, self.size)):
             both = found.new_zeros(len(found), 2 * self.size)  # for each sign: nothing is multiplied
             for piece in slices_of(rows.stop - rows.start, _INDEX // max(1, fan_in)):
                 own = slice(rows.start + piece.start, rows.start + piece.stop)
@@ -247,19 +247,12 @@ class SparseMap(_Map):
 
     def _convolved(self, own: Hashes, left: Tensor, right: Tensor, pieces: Sequence[slice]) -> Tensor:
         """One block, N m: the circular convolution of the factors' sketches, added up over positions."""
-        total: Tensor | None = None
+        total = torch.fft.rfft(right.new_zeros(len(right), self.size))
         for piece in pieces:
             mine = torch.fft.rfft(_sketched(left[:, piece], own.row_place, own.row_sign, self.size))
             theirs = torch.fft.rfft(_sketched(right[:, piece], own.column_place, own.column_sign, self.size))
-            leads_back = mine.requires_grad or theirs.requires_grad
-            product = mine * theirs if leads_back else mine.mul_(theirs)  # which takes no new memory
-            part = product[:, 0] if product.shape[1] == 1 else product.sum(1)
-            total = part if total is None else total + part
-        assert total is not None  # there is a piece
+            total = total + (mine * theirs).sum(1)
         return torch.fft.irfft(total, n=self.size)
-
-    def _columns(self) -> list[slice]:
-        return [slice(start, start + self.size) for start in range(0, self.dim, self.size)]
 
     def _places(self, number: int, rows: slice, device: torch.device) -> Tensor:
         """The place of each entry in the two halves of a block, (rows, I): in the second half if it is subtracted."""
@@ -273,7 +266,7 @@ class SparseMap(_Map):
 def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
     whole, row = random.within or (random.shape, 0)
     key = key_of("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)
-    (rows, columns), first = random.fans, _fans(whole)[0]  # columns are numbered after all rows
+    (rows, columns), first = random.fans, whole[:1].numel()  # columns are numbered after all rows
     numbers = torch.arange(row, row + rows, device=device), torch.arange(first, first + columns, device=device)
     found = []
     for block in range(random.entries):
@@ -310,7 +303,3 @@ def check_is_map(random: object) -> None:
 def _is_ordinary() -> bool:
     """Whether new tensors may be cached."""
     return not dispatch_modes() and not torch.is_inference_mode_enabled()
-
-
-def _fans(shape: torch.Size) -> tuple[int, int]:
-    return (shape[0], shape[1:].numel()) if shape else (1, 1)
