@@ -7,7 +7,7 @@ import os
 import pkgutil
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -91,16 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _check(given, options.model or "a small model")
 
 
-def _pages() -> Iterator[str]:
+def _pages() -> list[str]:
     """The pages and examples, one a line."""
     docs = Path(autograd_hacks.__file__).parent.parent / "docs"
     if not (docs / "want.rst").exists():
-        yield "Pages and examples are in docs/ of the sources. pip does not install them."
-        return
-    yield f"Pages, in {docs}; tox -e gallery builds the site:"
-    yield from (f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items())
-    yield "Examples:"
-    yield from (f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py")))
+        return ["Pages and examples are in docs/ of the sources. pip does not install them."]
+    return [
+        f"Pages, in {docs}; tox -e gallery builds the site:",
+        *(f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items()),
+        "Examples:",
+        *(f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py"))),
+    ]
 
 
 def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
@@ -119,15 +120,17 @@ def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _machine() -> Iterator[str]:
-    yield f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}"
+def _machine() -> list[str]:
     threads = torch.get_num_threads()
-    yield f"torch           {torch.__version__}, {threads} thread{'s' * (threads > 1)}"
-    yield f"Python          {platform.python_version()}, {platform.platform()}"
     devices = ["CPU", *(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))]
     devices += ["MPS"] if torch.backends.mps.is_available() else []
-    yield f"devices         {', '.join(devices)}"
-    yield f"tools           {', '.join(f'{name} {_version(name)}' for name in TOOLS)}"
+    return [
+        f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}",
+        f"torch           {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
+        f"Python          {platform.python_version()}, {platform.platform()}",
+        f"devices         {', '.join(devices)}",
+        f"tools           {', '.join(f'{name} {_version(name)}' for name in TOOLS)}",
+    ]
 
 
 def _version(name: str) -> str:
