@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn as nn
 
@@ -91,9 +90,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
         how += f", shared with {', '.join(others)}" if others else ""
-        found: tuple[Any, ...] = ()
-        if form is not None:
-            found = kinds_of(form), form.samples, form.samples * parameter.numel() * parameter.element_size()
+        found = () if form is None else (kinds_of(form), form.samples, form.samples * parameter.nbytes)
         rows.append(Row(name, type(layer).__name__, how, *found))
     return Description(rows, note, _independence(told))
 

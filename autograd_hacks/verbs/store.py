@@ -176,13 +176,13 @@ class Store(Shown):
                     second = slice(start, min(len(self), start + step))
                     theirs = mine if second == first else self._units(self._block(second, cpu))
                     found = self._products(mine, theirs)
-                    near = found >= float(threshold) - slack  # NaN isn't
-                    numbers = (torch.arange(x.start, x.stop, device=cpu) for x in (first, second))
-                    near &= next(numbers)[:, None] < next(numbers)
+                    near = (found >= float(threshold) - slack).triu(first.start - start + 1)  # NaN isn't
                     places = near.nonzero()
                     if (total := total + len(places)) > limit:
-                        many = f"more than {limit:,} pairs of rows with a cosine of {threshold} or more"
-                        raise ValueError(f"{self.path} has {many}; raise threshold, or limit" + ON_STORES)
+                        raise ValueError(
+                            f"{self.path} has more than {limit:,} pairs of rows with a cosine of {threshold} or more; raise "
+                            "threshold, or limit" + ON_STORES
+                        )
                     cosines.append(found[near].clamp(max=1))
                     pairs.append(places + torch.tensor([first.start, second.start], device=cpu))
         self._tell(odd)
