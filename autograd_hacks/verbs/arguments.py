@@ -24,13 +24,14 @@ def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form]) 
             f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
         )
     if extra:
-        known = some(list(like))
-        raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {known}." + ON_VERBS)
+        raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS)
     for name, own in like.items():
         x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
-            expected = f"a floating-point tensor of shape {tuple(shape)}."
-            raise ValueError(f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected {expected}" + ON_VERBS)
+            raise ValueError(
+                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
+                f"{tuple(shape)}." + ON_VERBS
+            )
 
 
 def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int]:
@@ -40,8 +41,10 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
-        given = f"ids go from {int(ids.min())} to {int(ids.max())}"
-        raise ValueError(f"group: {given}; expected [0, {groups}), because groups={groups}. Raise it." + ON_VERBS)
+        raise ValueError(
+            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
+            "Raise it." + ON_VERBS
+        )
     if groups is not None:
         return ids, groups
     names, numbers = ids.unique(return_inverse=True)
@@ -99,8 +102,10 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
     is_vector = isinstance(index, Tensor) and index.ndim == 1 and not (index.is_floating_point() or index.is_complex())
     if not is_vector or index.dtype == torch.uint8:  # torch takes uint8 for a mask
-        expected = "a slice, or a vector of booleans or integers: index.long()"
-        raise TypeError(f"select: the index is {kind_of(index)}; expected {expected}" + ON_VERBS)
+        raise TypeError(
+            f"select: the index is {kind_of(index)}; expected a slice, or a vector of booleans or integers: index.long()"
+            + ON_VERBS
+        )
     try:
         return torch.arange(samples, device="cpu")[index.cpu()]
     except IndexError as error:

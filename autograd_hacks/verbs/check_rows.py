@@ -104,8 +104,10 @@ def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
     given = partial(check_kind, "check_rows", ON_CHECKING)
     given(Callable, "a function of the model and the batch that returns N losses", loss=loss)
     if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
-        why = "a list for the batch, which is one argument; expected a tuple, which is unpacked: tuple(batch)"
-        raise TypeError(f"check_rows was given {why}" + ON_CHECKING)
+        raise TypeError(
+            "check_rows was given a list for the batch, which is one argument; expected a tuple, which is unpacked: "
+            "tuple(batch)" + ON_CHECKING
+        )
     kinds = "a mapping from names of parameters to tensors, N norms, or an N × N Gram matrix"
     given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
@@ -167,8 +169,10 @@ def _comparison(
     for name, x in given.items():
         expected = (n, *own[places[name]])
         if x.shape != expected and not are_norms:
-            wrong = f"rows of shape {tuple(x.shape)} for {name!r}"
-            raise ValueError(f"check_rows was given {wrong}; expected {expected}, or only norms, {(n,)}" + ON_CHECKING)
+            raise ValueError(
+                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, or only norms, "
+                f"{(n,)}" + ON_CHECKING
+            )
     by_name = {name: (places[name], x) for name, x in given.items()}
     return Comparison(by_name, "norms" if are_norms else "rows", *basis)
 
@@ -252,9 +256,8 @@ def _round(model: nn.Module, is_double: bool) -> None:
 
 
 def _doubled(x: Tensor) -> Tensor:
-    if x.is_complex():
-        return x.to(torch.complex128)
-    return x.to(torch.float64) if x.is_floating_point() else x
+    is_exact = not (x.is_floating_point() or x.is_complex())
+    return x if is_exact else x.to(torch.promote_types(x.dtype, torch.float64))
 
 
 def _gradients(losses: Tensor, parameters: Sequence[Tensor], n: int) -> Gradients:

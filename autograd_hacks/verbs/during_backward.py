@@ -234,9 +234,9 @@ class _Stream:
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
         """The form.  Raises ValueError unless there is one weight for each of its samples."""
         if len(w) != form.samples:
-            expected = f"({form.samples},), because {name!r} has {form.samples} samples"
             raise ValueError(
-                f"during_backward was given {what} of shape {tuple(w.shape)}; expected {expected}" + ON_DURING_BACKWARD
+                f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
+                f"has {form.samples} samples" + ON_DURING_BACKWARD
             )
         return form
 

@@ -89,8 +89,7 @@ def per_sample_jacobian(
         if len(chunks) > 1:
             forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
         samples, entries = len(first), first.shape[1:]
-        of = weakref.ref(model), "Jacobian", [samples], entries
-        return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
+        return PerSampleGrads(forms, samples, frozenset(reached), "sum", weakref.ref(model), "Jacobian", [samples], entries)
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
@@ -100,8 +99,10 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
-        mend = f"Run that pass, or {what} before it, with retain_graph=True."
-        raise NothingRecorded(f"{what}: an earlier backward pass freed the graph of this output. {mend}") from None
+        raise NothingRecorded(
+            f"{what}: an earlier backward pass freed the graph of this output. Run that pass, or {what} before it, with "
+            "retain_graph=True."
+        ) from None
 
 
 def leaves_of(root: Tensor) -> list[Tensor]:
@@ -164,10 +165,14 @@ def check_output(what: str, output: object, page: str) -> None:
         mend = " From an object with several, give one: output.logits."
         if isinstance(output, Tensor):
             mend = " View it as real numbers: torch.view_as_real(output)." if output.is_complex() else ""
-        expected = f"a floating-point tensor, an output of the model.{mend}"
-        raise TypeError(f"{what} was given output={kind_of(output)}; expected {expected}" + page)
+        raise TypeError(
+            f"{what} was given output={kind_of(output)}; expected a floating-point tensor, an output of the model.{mend}"
+            + page
+        )
     if 0 in output.shape[1:]:
         raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, which has no entries" + page)
     if not output.requires_grad:
-        why = "it is detached, or was computed under torch.no_grad. Give it one that was computed with gradients."
-        raise NothingRecorded(f"{what} was given an output without a graph: {why}")
+        raise NothingRecorded(
+            f"{what} was given an output without a graph: it is detached, or was computed under torch.no_grad. Give it one "
+            "that was computed with gradients."
+        )

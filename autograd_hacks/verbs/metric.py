@@ -196,8 +196,10 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         def inverse(p: nn.Parameter, block: Any, shift: Tensor | float) -> LinearMap:
             if len(block.names) > 1:
-                share = f"{' and '.join(block.names)} {_JOINT}"
-                raise ValueError(f"Metric.from_ekfac: {share}. Use ekfac_solve, or another kfac_bias." + ON_METRICS)
+                raise ValueError(
+                    f"Metric.from_ekfac: {' and '.join(block.names)} {_JOINT}. Use ekfac_solve, or another kfac_bias."
+                    + ON_METRICS
+                )
             return in_eigenbasis(block.sides, 1 / (block.values + shift), p.shape)
 
         return cls._from(model, "ekfac", damping, lambda _, block: block.values.mean(), inverse)
@@ -209,8 +211,10 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         """mean: a parameter's mean eigenvalue, from its curvature    inverse: its map, also from the damping"""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
-            run = f"compute_hess_over(model, loader, kind={attribute!r})"
-            raise NothingRecorded(f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run {run}.")
+            raise NothingRecorded(
+                f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run compute_hess_over(model, loader, "
+                f"kind={attribute!r})."
+            )
         shifts = dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
         return cls({p: inverse(p, block, shifts[p] if damping is None else damping) for p, block in found.items()})
 
@@ -243,8 +247,7 @@ def in_eigenbasis(sides: tuple[Tensor | None, Tensor | None], scale: Tensor, sha
     """
     left, right = sides
     turned = [None if x is None else x.mT for x in sides]
-    scaling = Elementwise(scale.reshape(shape))
-    return InTurn([_sides(turned[0], right, shape), scaling, _sides(left, turned[1], shape)])
+    return InTurn([_sides(turned[0], right, shape), Elementwise(scale.reshape(shape)), _sides(left, turned[1], shape)])
 
 
 def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> LinearMap:
@@ -271,9 +274,6 @@ class _Unstepped(Sides):
     def rows(self, form: Form) -> Form:
         raise self.error()
 
-    def to(self, like: Tensor) -> _Unstepped:
-        return self
-
 
 def _map_of(key: object, given: Given) -> LinearMap:
     if isinstance(given, LinearMap):
@@ -289,8 +289,10 @@ def _map_of(key: object, given: Given) -> LinearMap:
         return Elementwise(given)
     if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
         return Sides(*given)
-    expected = "a tensor, a pair (L, R) of tensors or None, a LinearMap, or None"
-    raise TypeError(f"Metric was given {kind_of(given)} for {what}; expected {expected}" + ON_METRICS)
+    raise TypeError(
+        f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
+        "or None" + ON_METRICS
+    )
 
 
 # Random and principal directions.
@@ -348,8 +350,10 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = kfac.sides
     fans = p.shape[:1].numel(), p.shape[1:].numel()
     if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
-        share = f"the weight of shape {tuple(p.shape)} and its bias {_JOINT}"
-        raise ValueError(f"{share}. Use another kfac_bias in compute_hess." + ON_METRICS)
+        raise ValueError(
+            f"the weight of shape {tuple(p.shape)} and its bias {_JOINT}. Use another kfac_bias in compute_hess."
+            + ON_METRICS
+        )
     return found
 
 

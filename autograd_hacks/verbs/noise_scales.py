@@ -69,8 +69,10 @@ class NoiseScales(Shown):
         """Adds a step's noise and signal, {parameter's name: both}."""
         wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
         if wrong:
-            why = f"the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]})"
-            raise ValueError(f"NoiseScales: {why}. Skip update() in steps that the optimizer skips." + ON_NOISE)
+            raise ValueError(
+                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}). Skip "
+                "update() in steps that the optimizer skips." + ON_NOISE
+            )
         for name, own in found.items():
             self._means[name] = self._added(self._means.get(name, (0.0, 0.0, 0.0)), (*own, 1.0))
 

@@ -176,8 +176,10 @@ def _check(
     if verb in _BETWEEN and against is None:
         raise ValueError(_WITHIN + ON_DATA_SETS)
     if isinstance(against, Iterator):
-        given = f"against={kind_of(against)}, which can be iterated only once"
-        raise ValueError(f"over was given {given}; expected a list or a DataLoader" + ON_DATA_SETS)
+        raise ValueError(
+            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader"
+            + ON_DATA_SETS
+        )
 
 
 def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], total: bool) -> None:
@@ -317,9 +319,7 @@ _EXPECTED = "expected [(state, weight), ...], where a state is a state dictionar
 
 def _load(model: nn.Module, state: State) -> None:
     """Loads a checkpoint into the model."""
-    loaded: Any = state
-    if isinstance(state, str | os.PathLike):
-        loaded = torch.load(state, map_location="cpu", weights_only=True)
+    loaded: Any = state if isinstance(state, Mapping) else torch.load(state, map_location="cpu", weights_only=True)
     if not isinstance(loaded, Mapping) or model.state_dict().keys().isdisjoint(loaded):
         what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
         raise ValueError(
@@ -358,8 +358,10 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
             live += not places.isdisjoint(trained)
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
-        why = f"{live} of the checkpoints are the model's current weights; expected copies"
-        raise ValueError(f"over: {why}: copy.deepcopy(model.state_dict())" + ON_DATA_SETS)
+        raise ValueError(
+            f"over: {live} of the checkpoints are the model's current weights; expected copies: "
+            "copy.deepcopy(model.state_dict())" + ON_DATA_SETS
+        )
     return states
 
 

@@ -181,11 +181,9 @@ def _wrong(record: Record, comparisons: Iterable[Comparison]) -> list[tuple[str,
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
     """Compares the sums of the recorded rows with ``.grad``."""
-    record = recorder.record
-    passes = record.passes
-    if any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes):
-        return []
-    if not passes or not recorder.backward.wants_grad:
+    record, passes = recorder.record, recorder.record.passes
+    is_other = any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes)
+    if is_other or not passes or not recorder.backward.wants_grad:
         return []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
     is_mean = announced is not None and announced.loss_type == "mean"
@@ -222,10 +220,10 @@ def _with_autograd(
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
         if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
-            why = (
-                "no argument has samples that can be replaced by others of the batch. Give tensors in which samples differ."
+            raise ProbeFailed(
+                "verify(model, independent=True): no argument has samples that can be replaced by others of the batch. Give "
+                "tensors in which samples differ."
             )
-            raise ProbeFailed(f"verify(model, independent=True): {why}")
         places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
@@ -282,8 +280,10 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
     for kept in kept_samples(documents.count, draws) if documents.count > 1 else ():
         others = documents.replaced(recorder.segments, *arguments, kept)
         if others is None:
-            why = "no other argument has values for each position, (B, T, ...), that can be replaced. Use other tokens."
-            raise ProbeFailed(f"verify could not check that documents are independent: {why}")
+            raise ProbeFailed(
+                "verify could not check that documents are independent: no other argument has values for each position, "
+                "(B, T, ...), that can be replaced. Use other tokens."
+            )
         for slot, (x, y) in enumerate(zip(outputs, run(others))):
             weights = documents.over(x, kept)
             if weights is not None and bool((differs(x, y, rounding_of(x)) & (weights > 0)).any()):
@@ -300,14 +300,18 @@ def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None
     with torch.no_grad():
         losses = loss(map_tensors(Tensor.detach, output))
         if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            expected = f"{samples} losses, one for each sample (reduction='none')"
-            raise ValueError(f"verify: the loss returned {kind_of(losses)}; expected {expected}" + ON_WRONG)
+            raise ValueError(
+                f"verify: the loss returned {kind_of(losses)}; expected {samples} losses, one for each sample "
+                "(reduction='none')" + ON_WRONG
+            )
         for kept in kept_samples(samples, draws):
             others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
             again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
             if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
-                why = "when the model's outputs for some samples were replaced, the losses of others changed"
-                raise SamplesMixed(f"verify: samples mix in the loss: {why}. Use each sample's own outputs only.")
+                raise SamplesMixed(
+                    "verify: samples mix in the loss: when the model's outputs for some samples were replaced, the losses "
+                    "of others changed. Use each sample's own outputs only."
+                )
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
