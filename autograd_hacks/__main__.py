@@ -21,10 +21,13 @@ from autograd_hacks.errors import EXPLAINED, ProbeFailed, SamplesMixed, Verifica
 from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import percent, text_table
 from autograd_hacks.support.pages import explained
+from autograd_hacks.support.ranges import check
 from autograd_hacks.support.trees import tensors_of
 
-TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
-TOOLS += ["laplace-torch"]
+TOOLS = [
+    *("einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"),
+    "laplace-torch",
+]
 """Tools with an integration, by their names on PyPI."""
 PAGES = {
     "first_steps.ipynb": "the first ten minutes, in a notebook",
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument(
         "--coverage",
-        type=share,
+        type=float,
         default=0.0,
         metavar="SHARE",
         help="with --engine: the smallest share of the parameters to accept, 1 for all; below it the exit status is 1",
@@ -81,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "explain":
         return _explain(options.name, explain)
     try:
+        check("doctor", "", coverage=options.coverage)
         engine = None if options.engine is None else _function(options.engine, ENGINE)
         given = _made_for_the_purpose() if options.model is None else _returned_by(options.model, engine is not None)
     except ValueError as error:
@@ -194,13 +198,6 @@ def _tried(function: Callable[..., Any], *args: Any, what: str, expected: str) -
         return function(*args)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}; {expected}") from error
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1.  Raises ValueError otherwise, which argparse reports."""
-    if not 0 <= float(text) <= 1:
-        raise ValueError
-    return float(text)
 
 
 def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str, coverage: float) -> int:

@@ -190,8 +190,12 @@ FUNCTION, ENGINE = "module:function", "a function of (model, batch, loss)"
             for place in ("made_up_models", "no_such_models:right", "made_up_models:other", "made_up_models:number")
         ],
         *[
-            (["--engine", "made_up_models:right", "--coverage", share], f"--coverage: invalid share value: '{share}'", "")
-            for share in ("2", "-1", "much")
+            (["--engine", "made_up_models:right", "--coverage", given], says, "")
+            for given, says in [
+                ("2", "coverage=2.0; expected a number in [0, 1]"),
+                ("-1", "coverage=-1.0; expected a number in [0, 1]"),
+                ("much", "--coverage: invalid float value: 'much'"),
+            ]
         ],
     ],
 )
