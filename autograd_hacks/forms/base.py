@@ -292,7 +292,7 @@ class Form(Hinting, Shown, ABC):
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         check_is_map(random)
-        budget, found = random.budget(budget, self.like), self.new_sums(self.samples, random.dim)
+        found = self.new_sums(self.samples, random.dim)
         for samples, part in self.chunks(budget, self.row_size() + random.memory()):
             for rows, block in part.blocks(budget):
                 random.add_to(found[samples], block.matrix(), rows)

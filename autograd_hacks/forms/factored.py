@@ -126,7 +126,7 @@ class Paired(Factored):
         check_is_map(random)
         if self.shape[:1] != self.pair[0].shape[2:] or not random.takes_factors(self.pair):
             return super().project(random, budget)
-        budget, found = random.budget(budget, self.like), self.new_sums(self.samples, random.dim)
+        found = self.new_sums(self.samples, random.dim)
         for samples, part in self.chunks(budget, random.memory_of_factors(self.pair)):
             found[samples] = random.of_factors(*part.pair, budget)
         return found

@@ -151,8 +151,7 @@ class Bags(Factored):
         self.held, self.samples, self.shape = (g, scale, index, bags), len(g), torch.Size((entries, g.shape[1]))
 
     def _of(self, *held: Tensor) -> Bags:
-        g, scale, index, bags = held
-        return Bags(g, scale, index, bags, self.entries)
+        return Bags(*held, self.entries)  # type: ignore[call-arg, arg-type]  # four tensors, as in `held`
 
     def __getitem__(self, index: Index) -> Bags:
         if isinstance(index, slice) and index == slice(0, self.samples):
@@ -218,7 +217,7 @@ class Bags(Factored):
         if isinstance(random, SparseMap):  # one position a bag, whose left factor is counts
             if self.g.is_complex():
                 return super().project(random, budget)
-            budget, found = random.budget(budget, self.like), []
+            found = list[Tensor]()
             pair = self.g.new_empty(0, 1, self.entries), self.g[:0, None]
             for _, part in self.chunks(budget, self.entries + random.memory_of_factors(pair)):
                 found.append(random.of_factors(part._counts()[:, None], part.g[:, None], budget))

@@ -334,9 +334,6 @@ class _Pulled(LinearMap):
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         raise NotImplementedError("φ′ V would take another derivative; Chained.dot takes products of rows")
 
-    def to(self, like: Tensor) -> LinearMap:
-        return self
-
 
 class Chained(Mapped):
     """J of a parameter θ that is used through v = φ(θ), where φ involves no samples: v's J times φ's Jacobian.

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.cost import cache_budget, sketches_factors
+from autograd_hacks.forms.cost import sketches_factors
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.positions import OneHot, Pair, multiplications
 from autograd_hacks.support.internals import dispatch_modes
@@ -27,7 +27,7 @@ _FEW = 2**16
 """Bytes of a map's bits up to which they are kept from batch to batch."""
 
 _INDEX = 2**16
-"""Numbers of a sparse map's index, of 8 bytes each, at a time; smaller ones are kept from batch to batch."""
+"""Numbers of a sparse map's index, of 8 bytes each, at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class _Map:
     def fans(self) -> tuple[int, int]:
         """O and I; I is 1 for a vector."""
         return self.shape[:1].numel(), self.shape[1:].numel()
-
-    def budget(self, budget: int, like: Tensor) -> int:
-        """The part of a budget to use: all of it, if signs are drawn for each piece."""
-        return budget
 
 
 @dataclass(frozen=True)
@@ -188,23 +184,19 @@ class SparseMap(_Map):
         draw = _hashes if _is_ordinary() else _hashes.__wrapped__  # a mode's tensors are its own
         return draw(self, device)
 
-    def budget(self, budget: int, like: Tensor) -> int:
-        """The part of a budget to use: what stays in the cache."""
-        return cache_budget(budget, like)
-
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
         return 2 * self.size
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
-        fan_in, keeps = self.fans[1], self.fans[0] * self.fans[1] <= _INDEX and _is_ordinary()
+        fan_in = self.fans[1]
         written = written.reshape(len(written), rows.stop - rows.start, fan_in)
         for number, block in enumerate(slices_of(self.dim, self.size)):
             both = found.new_zeros(len(found), 2 * self.size)  # for each sign: nothing is multiplied
             for piece in slices_of(rows.stop - rows.start, _INDEX // max(1, fan_in)):
                 own = slice(rows.start + piece.start, rows.start + piece.stop)
-                places = _places(self, number, found.device)[own] if keeps else self._places(number, own, found.device)
+                places = self._places(number, own, found.device)
                 some = written[:, piece].flatten(1)
                 both.scatter_add_(1, places.flatten().expand(some.shape), some)
             plus, minus = both.split(self.size, 1)
@@ -273,11 +265,6 @@ def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
         (row_place, row_sign), (column_place, column_sign) = (hashed(own, block, key, random.size) for own in numbers)
         found.append(Hashes(row_place, column_place, row_sign, column_sign))
     return found
-
-
-@lru_cache(128)
-def _places(random: SparseMap, number: int, device: torch.device) -> Tensor:
-    return random._places(number, slice(None), device)
 
 
 def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
