@@ -91,10 +91,10 @@ def check_rows(
     result = comparison.result()
     wrong = [line.name for line in result.parameters if not line.is_right]
     if wrong or result.share < coverage:
-        found = f"wrong {comparison.what}" if wrong else f"too few {comparison.what}"
         asked = f"; coverage={coverage} requires {percent(coverage)} of the parameters"
         raise VerificationFailed(
-            f"check_rows found {found}{asked if result.share < coverage else ''}:\n{result}" + ON_CHECKING
+            f"check_rows found {'wrong' if wrong else 'too few'} {comparison.what}"
+            f"{asked if result.share < coverage else ''}:\n{result}" + ON_CHECKING
         )
     return result
 

@@ -19,7 +19,6 @@ parameter."""
 GradientsOf = Callable[[int], Gradients]
 
 WHOLE = "all parameters"
-TOO_SMALL = "unknown: too small to make a difference"
 
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
 _BUCKETS = 64
@@ -227,7 +226,7 @@ class Comparison:
             return "not given" if is_reached else "not given; no loss depends on it"
         rest = (self.length[n] ** 2 - (self.lengths[n][index] or 0.0) ** 2 for n in range(self.samples))
         is_small = is_reached and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
-        return TOO_SMALL if is_small else ""
+        return "unknown: too small to make a difference" if is_small else ""
 
     def hint(self) -> str:
         """A property that all wrong numbers share."""

@@ -16,7 +16,7 @@ from autograd_hacks.forms import BUDGET, scale
 from autograd_hacks.forms.numerics import smallest
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.algebra import Algebra
-from autograd_hacks.verbs.matrix import Forms, second_moments
+from autograd_hacks.verbs.matrix import Forms, added, second_moments
 
 
 class NoiseScale(NamedTuple):
@@ -111,8 +111,7 @@ class Statistics(Algebra):
         each = {name: NoiseScale(noise[name], lengths[name] - noise[name] / samples) for name in self}
         if per_parameter:
             return each
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        return NoiseScale(*(sum((x.to(parts[0].device) for x in parts), zero) for parts in zip(*each.values())))
+        return NoiseScale(*(added(parts, ()) for parts in zip(*each.values())))
 
     @contextmanager
     def _counted(self, what: str) -> Iterator[int]:

@@ -21,7 +21,6 @@ from autograd_hacks.verbs.arguments import check_kind, differing, kind_of, some
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""
-METRICS = ("dot", "cosine")
 _STEP = 1024
 """How many rows are compared with each other at a time, for duplicates."""
 
@@ -132,7 +131,7 @@ class Store(Shown):
         an unknown metric; TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
-        check_word("search", ON_STORES, METRICS, metric=metric)
+        check_word("search", ON_STORES, ("dot", "cosine"), metric=metric)
         if k > len(self):
             raise ValueError(f"search was given k={k}; expected at most the {len(self)} rows of {self.path}" + ON_STORES)
         if model is not None:
