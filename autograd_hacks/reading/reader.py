@@ -22,7 +22,7 @@ from autograd_hacks.capture.calls import packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Whose
+from autograd_hacks.capture.uses import Planned, Whose
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -30,7 +30,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -53,7 +53,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
     lowest: see `OffGraph`; None as long as nobody has looked for them
-    below: the parameters on which the values of uses depend, by node
+    planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
     calls: list[Whose | None] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Read:
     returns_parameters: bool = False
     links: Sequence[Link] = ()
     lowest: list[int] | None = None
-    below: dict[int, frozenset[str]] | None = None
+    planned: dict[int, Planned] | None = None
 
     def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
         if all(node in number for node in nodes):
@@ -290,21 +290,14 @@ class Reader:
         if found.lowest is not None:
             off.lowest = [nodes[k] for k in found.lowest]
         off.note_lowest = partial(found.note_lowest, self.number)
-        off.found |= self.found_in_graph(found)
-        if found.below is None:
-            found.below = {j: off.below(nodes[j]) for values, _ in found.uses.values() for j, _, _ in values}
-        else:
-            off.known_below |= {nodes[j]: names_below for j, names_below in found.below.items()}
+        if found.planned is None:
+            own = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
+            found.planned = {
+                k: off.planned(nodes[k], [(Value(nodes[j], n), at, own.get((k, at), ())) for j, n, at in values], whose)
+                for k, (values, whose) in found.uses.items()
+            }
+        off.found |= {nodes[k]: use for k, use in found.planned.items()}
         off.refused = refused
-        off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
-
-    def found_in_graph(self, found: Read) -> dict[Node, tuple[list[tuple[Value, Taker]], Whose]]:
-        """The uses at nodes, as `OffGraph.found`."""
-        nodes = self.trace.nodes
-        return {
-            nodes[k]: ([(Value(nodes[j], output), Taker(nodes[k], at)) for j, output, at in values], whose)
-            for k, (values, whose) in found.uses.items()
-        }
 
 
 def _has_order(x: Tensor, axis: int) -> bool:
