@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,68 +13,188 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.capture.uses import Edge, OutputGrads, Use, ready
+from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.uses import Edge, GraphAlive, OutputGrads, Use, Whose, ready
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Form, Grouping, gathered
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.call import Call, Settings
 from autograd_hacks.formulas.table import Rule, rule_for
-from autograd_hacks.probe.documents import check_told
+from autograd_hacks.probe.documents import Documents, check_told
 from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.trees import is_packed, map_tensors
+from autograd_hacks.support.trees import is_packed, map_tensors, versions_among
 
 
-@dataclass(eq=False)
 class Layer:
-    """What stays the same from call to call of a layer with a rule."""
+    """What stays the same from call to call of a layer with a rule.
 
-    layer: nn.Module
-    rule: Rule
-    owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
-    read: tuple[tuple[str, Tensor], ...]  # those that aren't None, and its buffers
-    tensors: tuple[Tensor, ...]  # the same without names
-    buffers: tuple[Tensor | None, ...]
-    wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
-    ids: frozenset[int]  # of these
-    locals: tuple[str, ...]  # their names in the layer
-    names: tuple[str, ...]  # and in the model
-    is_plain: bool  # whether its calls may be noted in few words
-    settings: Settings  # a stride, an epsilon: they may differ from call to call
+    path: its name in the model
+    wanted: the parameters whose rows are wanted, by their names in the layer and in the model
+    """
+
+    def __init__(self, path: str, layer: nn.Module, rule: Rule, wanted: Sequence[tuple[str, Tensor, str]]) -> None:
+        self.path, self.layer, self.rule, self.wanted = path, layer, rule, wanted
+        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
+        self._locals, self._own = tuple(own), [*map(id, own.values())]
+        self._trains = [p is not None and p.requires_grad for p in own.values()]
+        self._buffers = [*map(id, layer._buffers.values())]
+        # What the rule covers, and the buffers: the rule may read them.
+        self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
+        self.tensors = [x for _, x in self.read]
+        self.ids = frozenset([id(p) for _, p, _ in wanted])
+        self.local_set = frozenset([local for local, _, _ in wanted])
+        self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
+        self.is_plain = not rule.recomputes and rule.count is None  # whether its calls may be noted in few words
+        self.settings = Settings(layer)  # a stride, an epsilon: they may differ from call to call
+        self.ref = weakref.ref(self)
 
     def holds(self, layer: nn.Module) -> bool:
         own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
-        if layer is not self.layer or len(own) != len(self.owned) or not self.settings.are_of(layer):
+        if layer is not self.layer or (*own,) != self._locals or not self.settings.are_of(layer):
             return False
-        for (local, p), (name, before, trains) in zip(own.items(), self.owned):
-            if p is not before or local != name or (p is not None and p.requires_grad is not trains):
-                return False
-        if layer._buffers or self.buffers:
-            buffers = layer._buffers.values()
-            if len(buffers) != len(self.buffers) or any(x is not y for x, y in zip(buffers, self.buffers)):
-                return False
+        values = own.values()
+        if [*map(id, values)] != self._own or [p is not None and p.requires_grad for p in values] != self._trains:
+            return False
+        if (layer._buffers or self._buffers) and [*map(id, layer._buffers.values())] != self._buffers:
+            return False
         return rule_for(layer) is self.rule
+
+
+class Within:
+    """What all calls in one forward share.
+
+    forward: its number    told: what was read of it    samples: N, if its arguments show it
+    """
+
+    __slots__ = ("calls", "documents", "forward", "leaves", "refused", "samples", "told")
+
+    def __init__(self, forward: int, told: Told, samples: int | None) -> None:
+        self.forward, self.told, self.samples = forward, told, samples
+        self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
+        self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
+        self.refused: Mapping[str, str] = {}  # and why some have no rows
+        self.documents: Documents | None = None
+
+
+class Note:
+    """A usual call, of one tensor that gives one, in few words: most of what may be asked about a call is asked about none.
+
+    number: its place in the log
+    versions: how often its input, and what its rule may read, had been overwritten
+    saved: what the layer's node saved
+    """
+
+    __slots__ = ("call", "is_first", "known", "number", "precision", "saved", "training", "versions", "within", "x")
+
+    def __init__(
+        self, known: Layer, within: Within, number: int, x: Tensor, versions: Sequence[int], training: bool,
+        precision: torch.dtype | None, saved: Mapping[str, Tensor] | None, is_first: bool,
+    ) -> None:  # fmt: skip
+        self.known, self.within, self.number, self.x, self.versions = known, within, number, x, versions
+        self.training, self.precision, self.saved, self.is_first = training, precision, saved, is_first
+        self.call: LayerCall | None = None
+
+    def made(self, graph: Callable[[], GraphAlive | None]) -> LayerCall:
+        """The call.  graph: gives its hook, if that is still in the graph"""
+        if self.call is None:
+            self.call = call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default
+            known, within = self.known, self.within
+            call.__dict__ = {
+                "path": known.path,
+                "layer": known.layer,
+                "known": known,
+                "args": (self.x,),
+                "kwargs": {},
+                "training": self.training,
+                "overwritten": self.versions,
+                "precision": self.precision,
+                "forward": within.forward,
+                "samples": within.samples,
+                "told": within.told,
+                "graph": graph,
+                "saved": self.saved,
+                "is_first": self.is_first,
+                "within": within,
+                "documents": within.documents,
+            }
+            if within.calls is not None:
+                call.follow(within.calls[self.number])
+        return self.call
+
+    def forms(self, grad: Tensor, version: int) -> Mapping[str, Form] | None:
+        """The forms of the layer's parameters by their names in it, or None if the call itself has to be asked for them.
+
+        grad: that arrived at the output    version: how often it had been overwritten"""
+        known, within, x = self.known, self.within, self.x
+        layer, whose = known.layer, None if within.calls is None else within.calls[self.number]
+        if whose is None or whose.labels is not None or whose.is_unseen or within.refused or within.documents is not None:
+            return None
+        if not self.is_first or whose.layouts != _FIRST or versions_among(x, grad) != [self.versions[0], version]:
+            return None
+        dtype = known.wanted[0][1].dtype
+        if type(grad) is not Tensor or not (grad.dtype is x.dtype is dtype) or grad.layout is not torch.strided:
+            return None
+        if grad.shape[:1] != (within.samples,) or rule_for(layer) is not known.rule or not within.samples:
+            return None
+        call = _Plain.__new__(_Plain)
+        call.__dict__ = {
+            "note": self,
+            "path": known.path,
+            "layer": known.settings.put_back(layer),
+            "args": (x,),
+            "kwargs": _NONE,
+            "training": self.training,
+            "grads": (grad,),
+            "precision": self.precision,
+            "saved": self.saved,
+        }
+        try:
+            forms = known.rule.formula(call.layer, call)
+        except (BatchSizeError, SamplesMixed):
+            return None
+        if type(forms) is not dict or not forms.keys() >= known.local_set:
+            return None
+        for local, p, _ in known.wanted:
+            form = forms[local]
+            if not isinstance(form, Form) or form.samples != within.samples or form.shape != p.shape:
+                return None
+        return forms
+
+
+_FIRST = (Layout(),)
+_NONE: dict[str, Any] = {}
+
+
+def gone() -> None:
+    """No hook: no pass can arrive at a call again."""
+
+
+class _Plain(Call):
+    """What the formula of a usual call gets."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "state":
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        note = vars(self)["note"]
+        self.state = {local: (p, n) for (local, p), n in zip(note.known.read, note.versions[1:])}
+        return self.state
 
 
 @dataclass(eq=False, kw_only=True)
 class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads.
-
-    The log notes a usual call in few words, because most of what may be asked about a call is asked about none.
-    """
+    """A call of a layer with a rule: everything that the rule reads."""
 
     slots: int = 1
     settings: Settings = field(repr=False)  # of the layer at the call
-    is_usual: bool = False  # whether it has one argument, one output, and a rule that recomputes nothing
-    leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # then: where parameters (id) end the graph
 
     def __getattr__(self, name: str) -> Any:
-        """What a usual call's note leaves out.
+        """What its note leaves out.
 
         known: the layer as it was    overwritten: how often its input and what it reads had been"""
         own = vars(self)
         if name == "edges":
-            leaves = self.leaves or {}
+            leaves = self.within.leaves if self.within is not None else {}
             value: Any = {
                 local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
             }
@@ -87,6 +208,22 @@ class LayerCall(Use, Call):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         own[name] = value
         return value
+
+    def made(self, graph: object) -> LayerCall:
+        return self
+
+    def follow(self, whose: Whose | None) -> None:
+        """Takes over what was read of its forward.  whose: its outputs are; None if its rule gives no rows"""
+        within = self.within
+        if within is None:
+            return
+        self.told, self.samples = within.told, within.samples
+        if within.refused:
+            self.why_refused = next((within.refused[e.name] for e in self.edges.values() if e.name in within.refused), "")
+        if whose is None:
+            self.edges = {}  # its rows come from where its output meets the batch
+        else:
+            self.layouts, self.labels, self.is_unseen = whose
 
     @property
     def what(self) -> str:

@@ -145,7 +145,7 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     if not roots or not wanted:
         return [None] * len(behind.inputs)
     counts = {} if record.on_arrival is None else behind.counts([x for x, _ in roots])
-    inner = Inner(current_task(), ways, counts, frozenset(names))
+    inner = Inner(current_task(), keeps, ways, counts, frozenset(names))
     if ways and not backward.is_silent:
         backward.enter(inner.task).skipped.update(ways)
     with kept(backward, "inner"):

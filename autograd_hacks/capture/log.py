@@ -1,7 +1,7 @@
 """The log of the running forward: its layer calls, as they come.  No mathematics, and nothing is decided here."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,10 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
+from autograd_hacks.capture.calls import Layer, LayerCall, Note, Within, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import GraphAlive
-from autograd_hacks.formulas.call import Settings
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import Rule, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
@@ -49,9 +48,17 @@ class Noted(NamedTuple):
 
     Where its samples are is found when the forward has ended."""
 
-    call: LayerCall
-    hooks: list[tuple[Node, AtOutput]]  # on its outputs' nodes
+    noted: LayerCall | Note
+    hooks: Sequence[tuple[Node, AtOutput]]  # on its outputs' nodes
     inputs: frozenset[Node]  # the nodes that made its arguments
+
+    @property
+    def call(self) -> LayerCall:
+        return self.noted.made(weakref.ref(self.hooks[0][1])) if isinstance(self.noted, Note) else self.noted
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.noted.known.layer
 
     @property
     def is_empty(self) -> bool:
@@ -72,6 +79,9 @@ class Noted(NamedTuple):
         )
 
 
+_WITH_STATISTICS = {getattr(torch._C._functions, name, None) for name in STATISTICS}
+
+
 def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
     """Tells calls where their samples are, if nothing but sizes shows it."""
     for noted in calls if samples else ():
@@ -90,6 +100,7 @@ class Forward:
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
+        self._within: Within | None = None  # what the calls so far share
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -116,7 +127,14 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._random_states = [], {}
+        self.noted, self._random_states, self._within = [], {}, None
+
+    @property
+    def within(self) -> Within:
+        """What the calls of the running forward share."""
+        if self._within is None:
+            self._within = Within(self.record.forwards, self.record.told, self.samples)
+        return self._within
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -170,6 +188,7 @@ class Forward:
             graph=weakref.ref(graph),
             is_first=is_first,
             told=self.record.told,
+            within=self.within if self.running is not None else None,
         )
         if self.running is None and task != NO_TASK and self.record.told is not self.static:
             call.why_refused = INSIDE_PASS
@@ -190,47 +209,27 @@ class Forward:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        call, record, made_by = LayerCall.__new__(LayerCall), self.record, x.grad_fn
-        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
-        hook = AtOutput(call, None, self.backward, 0, output, (args, _NONE), inputs)
-        call.__dict__ = {
-            "path": path,
-            "layer": known.layer,
-            "known": known,
-            "is_usual": True,
-            "args": (x.detach(),),
-            "kwargs": _NONE,
-            "training": known.layer.training,
-            "overwritten": versions_among(x, *known.tensors),
-            "precision": autocast_dtype(output.device) if is_any_autocast_on() else None,
-            "forward": record.forwards,
-            "samples": self.samples,
-            "told": record.told,
-            "graph": weakref.ref(hook),
-            "saved": saved_by(node, STATISTICS) if known.rule.is_node and is_first and base is None else None,
-        }
-        if not is_first:
-            call.is_first = False
+        made_by, training, saved, tensors = x.grad_fn, known.layer.training, None, known.tensors
+        if known.rule.is_node and is_first and base is None and type(node) in _WITH_STATISTICS:
+            saved = saved_by(node, STATISTICS)
+        precision = autocast_dtype(output.device) if is_any_autocast_on() else None
+        versions = versions_among(x, *tensors)
+        number, inputs = len(self.noted), _NO_NODES if made_by is None else frozenset((made_by,))
+        note = Note(known, self.within, number, x.detach(), versions, training, precision, saved, is_first)
+        hook = AtOutput(note, None, self.backward, 0, output, (args, _NONE), inputs)
         if self.is_taped:
-            _ = call.edges  # to find them later would be a step of the tape
+            _ = note.made(weakref.ref(hook)).edges  # to find them later would be a step of the tape
         put_on(node, hook)
-        self.noted.append(Noted(call, [(node, hook)], inputs))
+        self.noted.append(Noted(note, ((node, hook),), inputs))
         return True
 
     def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
-        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
-        owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
-        read: list[tuple[str, Tensor]] = [(local, p) for local, p in own.items() if p is not None]
-        named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]
-        wanted = tuple([one for one in named if one[2] not in self.record.left_out])
+        own = rule.parameters_of(layer).items()
+        named = [(local, p, self.record.name_of(p, path, local)) for local, p in own if p.requires_grad]
+        wanted = [one for one in named if one[2] not in self.record.left_out]
         for _, p, _ in wanted:
             self.backward.watch(p)
-        buffers = tuple(layer._buffers.values())
-        read += [(local, x) for local, x in layer._buffers.items() if x is not None]
-        is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
-        ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
-        local, now = tuple([local for local, _, _ in wanted]), Settings(layer)
-        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, local, names, is_plain, now)
+        return Layer(path, layer, rule, wanted)
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
+from autograd_hacks.capture.calls import Within
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
@@ -57,6 +58,7 @@ class Ran:
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
+    within: Within | None = None  # what its calls share
     trace: Trace | None = None  # the graph behind the outputs, once it was read
 
     @cached_property
@@ -84,8 +86,9 @@ class Ran:
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
         names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
-        every = [leaf.variable for leaf in self.ends_of_graph] if trace is None else trace.variables
-        return {leaf: names[id(x)] for leaf, x in zip(self.ends_of_graph, every) if id(x) in names}
+        if trace is None:
+            return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
+        return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:
@@ -237,6 +240,7 @@ class OffGraph:
                 documents=self.documents,
                 why_refused=next((refused[name] for name in plan.names if name in refused), "") if refused else "",
                 recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
+                within=self.ran.within,
             )
             hook = AtNode(use, graph, receiver)
             put_on(node, hook)

@@ -92,7 +92,7 @@ class Recorder:
         if any(p.grad is not None for p in ours):
             return
         passes = (recorded for s in self.record.segments if not s.replaced for recorded in s.passes)
-        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.calls_of}
+        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.names()}
         if missing := [name for p in ours if (name := self.record.names.get(p)) in reached]:
             raise ParamGradSkipped(
                 f"{type(optimizer).__name__}.step() moved nothing: .grad is None for all parameters that had a backward "
@@ -186,6 +186,7 @@ class Recorder:
             outputs += _kept_by(modules, outputs, self._began)
         trained = partial(self.record.trained, parameters, path)
         ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
+        ran.within = self.forward.within
         own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)

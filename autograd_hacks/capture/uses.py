@@ -98,6 +98,7 @@ class Use:
     told: Told | None = field(default=None, repr=False)  # what was read of the forward
     documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
     why_refused: str = ""  # why its parameters have no rows in this forward
+    within: Any = field(default=None, repr=False)  # what the calls in its forward share: see `capture/calls.py`
 
     @property
     @abstractmethod

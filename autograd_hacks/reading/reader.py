@@ -6,7 +6,6 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import packed_into
+from autograd_hacks.capture.calls import Note, packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
@@ -127,17 +126,18 @@ class Reader:
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
         key, number = list[Hashable](), self.number
-        for call, hooks, inputs in self.ran.noted:
+        for noted, hooks, inputs in self.ran.noted:
             if len(hooks) != 1:
                 return None
-            ((node, hook),) = hooks
-            if not call.known.is_plain:
+            ((node, hook),), known = hooks, noted.known
+            if not known.is_plain:
                 return None
             at = None
-            given = call.args[0] if call.args and not inputs else None
-            if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
-                at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
-            key += (weakref.ref(call.known), number.get(node), hook.number, hook.shape, at)
+            if not inputs:
+                given = noted.x if isinstance(noted, Note) else noted.args[0] if noted.args else None
+                if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
+                    at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
+            key.append((known.ref, number.get(node), hook.number, hook.shape, at))
         return tuple(key)
 
     def known(self) -> Read | None:
@@ -151,6 +151,10 @@ class Reader:
         found = Read()
         apart = self.ran.taken_apart()
         found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
+        nobody = torch.zeros(0, dtype=torch.long, device="cpu")
+        for n, noted in enumerate(self.ran.noted):
+            if noted.is_empty and (whose := found.calls[n]) is not None:
+                found.calls[n] = whose._replace(labels=nobody)
         self._find_uses(found)
         if self.walk.mixed:
             mix = next((own for own in self.walk.mixes if own.node >= 0), None)
@@ -273,20 +277,13 @@ class Reader:
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
         refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
-        leaves: Iterable[Any] = names
-        leaf_of = {id(leaf.variable): leaf for leaf in leaves}
+        if (within := ran.within) is not None:
+            within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+            within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
-            call = noted.call
-            call.told, call.samples = off.told, samples
-            if refused:
-                call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "")
-            if whose is None:
-                call.edges = {}  # its rows come from where its output meets the batch
-            else:
-                call.layouts, call.labels, call.is_unseen = whose
-                call.leaves = leaf_of if call.is_usual else None
-            if noted.is_empty:
-                call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
+            call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
+            if call is not None:
+                call.follow(whose)
         if found.lowest is not None:
             off.lowest = [nodes[k] for k in found.lowest]
         off.note_lowest = partial(found.note_lowest, self.number)

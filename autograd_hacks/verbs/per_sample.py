@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 
 import torch
 import torch.nn as nn
@@ -87,7 +86,8 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
-    if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
+    documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
+    if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
             raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
