@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -174,6 +174,12 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def _coarsest(dtypes: Set[torch.dtype]) -> torch.dtype | None:
+    """The one of the lowest precision."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if len(floating) > 1 else next(iter(floating), None)
+
+
 class ValueUse(NamedTuple):
     """A value computed from parameters, as one input of a node."""
 
@@ -237,8 +243,7 @@ class NodeUse(Use):
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
         self.versions = versions_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
-        dtypes = {x.dtype for each in between for x in made(each) if x.dtype.is_floating_point}
-        self.precision = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        self.precision = _coarsest({x.dtype for each in between for x in made(each)})
         return found
 
     def _way(self, value: ValueUse, nodes: Sequence[Node]) -> Stepwise | Transposed:

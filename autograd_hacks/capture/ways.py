@@ -6,6 +6,7 @@ they saved, it becomes steps (`Stepwise`), or a second derivative where a node h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import Chained, Dense, Form, Placed, add
+from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
 from autograd_hacks.formulas.met import Kept
-from autograd_hacks.formulas.views import STEPS, VIEWS, Before, Step
+from autograd_hacks.formulas.views import SHAPED, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, shape_of
 from autograd_hacks.support.internals import SAVED, made
 from autograd_hacks.support.switch import Switch
@@ -38,11 +39,8 @@ class _Turn(NamedTuple):
     ahead: int  # the number of the node that made the input
     output: int  # the input's number there
     names: frozenset[str]  # the parameters behind it
-    kind: str  # the node's name
-    number: int  # of its output whose rows are known
-    place: int
-    made: torch.Size
-    given: tuple[torch.Size | None, ...]
+    before: Before  # what the step gets, except for what the node saves
+    step: Step | None  # if it follows from the shapes
 
 
 class Way(NamedTuple):
@@ -65,7 +63,7 @@ class Way(NamedTuple):
         """These nodes, in any forward's graph.  node: the value's"""
         found: list[Any] = [node] * (1 + max(self.ends.values()))
         for turn in self.turns:
-            found[turn.ahead] = found[turn.node].next_functions[turn.place][0]
+            found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
         return found
 
     def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
@@ -74,9 +72,10 @@ class Way(NamedTuple):
         kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
         for turn in self.turns:
-            make = STEPS.get(turn.kind)
-            own = kept(nodes[turn.node], held)
-            step = make and make(Before(own, turn.kind, turn.number, turn.place, turn.made, turn.given))
+            step = turn.step
+            if step is None:
+                make = STEPS.get(turn.before.kind)
+                step = make and make(replace(turn.before, kept=kept(nodes[turn.node], held)))
             if step is None:
                 return None
             steps.append(step)
@@ -103,12 +102,17 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
             for place, (ahead, n) in enumerate(node.next_functions):
                 if ahead in number:
                     outputs.setdefault(ahead, {})[n] = None
-                    of_node = node.name(), out, place, shape_of(Value(node, out)), given
-                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], *of_node))
+                    before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
+                    step = SHAPED[before.kind](before) if before.kind in SHAPED else None
+                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before, step))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
-    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.kind in VIEWS for turn in turns)
-    most = max(shape.numel() for turn in turns if (shape := turn.given[turn.place]) is not None)
+    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
+    most = max(turn.before.shape.numel() for turn in turns)
     return Way(tuple(turns), value.number, ends, is_straight, most)
+
+
+def _nothing(name: str) -> Any:
+    raise LookupError(f"{name}: no number of a node may be kept for other forwards")
 
 
 class Stepwise:
@@ -130,10 +134,12 @@ class Stepwise:
         return {name: Chained(form, self.pulls[name], p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
-        found, wanted = {(0, self.way.output): form}, set(names)
+        found, wanted, ends = {(0, self.way.output): form}, set(names), self.way.ends.values()
         for turn, step in zip(self.way.turns, self.steps):
             if not wanted.isdisjoint(turn.names):
-                own, at = step(found[turn.node, turn.number]), (turn.ahead, turn.output)
+                own, at = step(found[turn.node, turn.before.number]), (turn.ahead, turn.output)
+                if isinstance(own, Lookup) and turn.ahead not in ends:  # several steps may read the rows
+                    own = Dense(own.dense())
                 found[at] = _both(found[at], own) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
 

@@ -57,9 +57,9 @@ def entry_of(indices: Sequence[Tensor | None], shape: torch.Size) -> tuple[Tenso
     if not given or not is_first or any(x.dtype not in (torch.int64, torch.int32) for x in given):
         return None
     device = next((x.device for x in given if not x.is_cpu), None)
-    index = torch.zeros((), dtype=torch.int64, device=device or "cpu")
-    for x, size in zip(given, shape):
-        index = index * size + (x % size).to(index.device)
+    index, *more = [(x.long() if device is None else x.to(device, torch.int64)) % size for x, size in zip(given, shape)]
+    for x, size in zip(more, shape[1:]):
+        index = index * size + x
     return index, torch.Size((shape[: len(given)].numel(), *shape[len(given) :]))
 
 

@@ -141,7 +141,7 @@ def _looked_up(b: Before) -> Step | None:
     """Entries of a table, by an index that is the same for all samples, such as positions."""
     if b.kept("scale_grad_by_freq"):
         return None
-    index, padding_idx, shape = b.kept("indices").clone(), signed(b.kept("padding_idx")), b.shape
+    index, padding_idx, shape = b.kept("indices").long().clone(), signed(b.kept("padding_idx")), b.shape
     padded = None if padding_idx < 0 else padding_idx
     return lambda form: lookup(index.expand(form.samples, *index.shape), rows_of(form), shape, padded)
 
@@ -209,13 +209,15 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     is_first = b.place == first
     other = b.kept(names[is_first]).mH * (b.kept("alpha").conjugate() if first else 1)
     if is_first:
-        return lambda form: mapped(form, Sides(right=other))
+        return lambda form: Dense(form.values @ other) if isinstance(form, Dense) else mapped(form, Sides(right=other))
 
     def put(form: Form) -> Form:
         (fan_in, positions), fan_out = other.shape, form.shape[1]
-        if not isinstance(form, Dense) or positions * (fan_in + fan_out) > fan_in * fan_out:
+        if not isinstance(form, Dense):
             return mapped(form, Sides(left=other))
-        return Outer(other.mT.expand(form.samples, positions, fan_in), form.values, b.shape, gradient=1)
+        if positions * (fan_in + fan_out) > fan_in * fan_out:
+            return Dense(other @ form.values)
+        return Outer(other.mT.expand(form.samples, positions, fan_in), form.values, gradient=1)
 
     return put
 
@@ -255,8 +257,7 @@ def _resizing() -> dict[str, Callable[[Before], Step]]:
     return found
 
 
-VIEWS: dict[str, Callable[[Before], Step | None]] = {
-    **dict.fromkeys(("TBackward0", "TransposeBackward0"), _swap),
+SHAPED: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(
         (
             "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
@@ -266,13 +267,20 @@ VIEWS: dict[str, Callable[[Before], Step | None]] = {
     ),
     # Formulas compute in the parameter's dtype.
     **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda b: lambda form: form),
+    "TBackward0": _swap,
+}  # fmt: skip
+"""Nodes whose steps follow from shapes alone"""
+
+VIEWS: dict[str, Callable[[Before], Step | None]] = {
+    **SHAPED,
+    "TransposeBackward0": _swap,
     "PermuteBackward0": _permuted,
     **dict.fromkeys(
         ("SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"), _part
     ),
     "EmbeddingBackward0": _looked_up,
     **dict.fromkeys(("IndexBackward0", "IndexSelectBackward0"), _indexed),
-}  # fmt: skip
+}
 """{node name: ``step(before)``} for nodes that move entries of one value; None for a case that isn't covered"""
 
 STEPS: dict[str, Callable[[Before], Step | None]] = {

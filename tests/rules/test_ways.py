@@ -16,7 +16,7 @@ import autograd_hacks
 from autograd_hacks.capture import ways
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained
-from autograd_hacks.formulas.views import STEPS, Before
+from autograd_hacks.formulas.views import SHAPED, STEPS, Before
 
 AT = torch.tensor([[0, 2, -1], [1, 2, 0]])
 SIZES = [{"size": 4}, {"size": 1}, {"scale_factor": 1.5}, {"scale_factor": 2.3, "recompute_scale_factor": True}]
@@ -111,8 +111,9 @@ def test_each_step_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def noting(name: str, step: Callable[[Before], Any]) -> Callable[[Before], Any]:
         return lambda before: asked.add(name) or step(before)
 
-    for name, step in STEPS.items():
-        monkeypatch.setitem(STEPS, name, noting(name, step))
+    for table in (STEPS, SHAPED):
+        for name, step in table.items():
+            monkeypatch.setitem(table, name, noting(name, step))
     for make in MADE.values():
         grads_of(*model_of(make))
     assert asked == STEPS.keys() - {"ReshapeAliasBackward0"}  # which torch no longer makes
