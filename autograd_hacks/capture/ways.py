@@ -1,6 +1,6 @@
 """How a value at a use follows from parameters, and the way back: from the value's rows to the parameters' own.
 
-What follows from the graph alone is worked out once and kept as numbers (`Way`).  In a pass, while the nodes still have what
+What follows from the graph alone is computed once and kept as numbers (`Way`).  In a pass, while the nodes still have what
 they saved, it becomes steps (`Stepwise`), or a second derivative where a node has no step (`Transposed`)."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
 from autograd_hacks.formulas.met import Kept
-from autograd_hacks.formulas.views import SHAPED, STEPS, VIEWS, Before, Step
-from autograd_hacks.support.graph import Leaf, Value, inputs_of, shape_of
+from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
+from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
 from autograd_hacks.support.internals import SAVED, made
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import overwritten_in
@@ -40,7 +40,7 @@ class _Turn(NamedTuple):
     output: int  # the input's number there
     names: frozenset[str]  # the parameters behind it
     before: Before  # what the step gets, except for what the node saves
-    step: Step | None  # if it follows from the shapes
+    step: Step | None  # if it holds for each equal graph
 
 
 class Way(NamedTuple):
@@ -103,7 +103,8 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                 if ahead in number:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
-                    step = SHAPED[before.kind](before) if before.kind in SHAPED else None
+                    kept = replace(before, kept=partial(kept_by, node))
+                    step = STEPS[before.kind](kept) if before.kind in KNOWN else None
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before, step))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
@@ -112,7 +113,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
 
 
 def _nothing(name: str) -> Any:
-    raise LookupError(f"{name}: no number of a node may be kept for other forwards")
+    raise LookupError(f"{name}: a node's own numbers are read in each pass")
 
 
 class Stepwise:

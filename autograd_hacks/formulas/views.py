@@ -99,8 +99,9 @@ def _part(b: Before) -> Step:
     shape, dim, step = b.shape, b.axis(axes=len(b.shape)), 1
     size = shape[dim]
     if b.kind == "SliceBackward0":
-        first, last = (None if (end := b.kept(name)) is None else signed(end) for name in ("start", "end"))
-        start, stop, step = slice(first, last, b.kept("step")).indices(size)
+        first, step = b.kept("start"), b.kept("step")
+        start, *_ = slice(None if first is None else signed(first), None).indices(size)
+        stop = start + step * b.made[dim]
     elif b.kind == "SplitWithSizesBackward0":
         start = sum(b.kept("split_sizes")[: b.number])
         stop = start + b.made[dim]
@@ -257,7 +258,7 @@ def _resizing() -> dict[str, Callable[[Before], Step]]:
     return found
 
 
-SHAPED: dict[str, Callable[[Before], Step | None]] = {
+VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(
         (
             "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
@@ -268,11 +269,6 @@ SHAPED: dict[str, Callable[[Before], Step | None]] = {
     # Formulas compute in the parameter's dtype.
     **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda b: lambda form: form),
     "TBackward0": _swap,
-}  # fmt: skip
-"""Nodes whose steps follow from shapes alone"""
-
-VIEWS: dict[str, Callable[[Before], Step | None]] = {
-    **SHAPED,
     "TransposeBackward0": _swap,
     "PermuteBackward0": _permuted,
     **dict.fromkeys(
@@ -280,7 +276,7 @@ VIEWS: dict[str, Callable[[Before], Step | None]] = {
     ),
     "EmbeddingBackward0": _looked_up,
     **dict.fromkeys(("IndexBackward0", "IndexSelectBackward0"), _indexed),
-}
+}  # fmt: skip
 """{node name: ``step(before)``} for nodes that move entries of one value; None for a case that isn't covered"""
 
 STEPS: dict[str, Callable[[Before], Step | None]] = {
@@ -304,3 +300,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     **_resizing(),
 }
 """The same, with nodes that compute."""
+
+KNOWN = {name for name in VIEWS if not name.startswith(("Split", "Embedding", "Index"))}
+KNOWN |= {"CatBackward0", "StackBackward0", "ExpandBackward0", "RepeatBackward0", "NegBackward0"}
+"""Nodes whose step is a function of shapes and of numbers that laws read too, so that it holds for each equal graph."""

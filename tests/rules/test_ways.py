@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ import autograd_hacks
 from autograd_hacks.capture import ways
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained
-from autograd_hacks.formulas.views import SHAPED, STEPS, Before
+from autograd_hacks.formulas.views import KNOWN, STEPS, Before
+from autograd_hacks.graph.laws import kind_of
 
 AT = torch.tensor([[0, 2, -1], [1, 2, 0]])
 SIZES = [{"size": 4}, {"size": 1}, {"scale_factor": 1.5}, {"scale_factor": 2.3, "recompute_scale_factor": True}]
@@ -106,14 +108,25 @@ def test_rows_are_those_of_one_backward_per_sample(name: str) -> None:
 
 
 def test_each_step_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step that is kept for other forwards reads numbers only that tell these apart."""
     asked: set[str] = set()
 
     def noting(name: str, step: Callable[[Before], Any]) -> Callable[[Before], Any]:
-        return lambda before: asked.add(name) or step(before)
+        def noted(before: Before) -> Any:
+            def kept(of: str) -> Any:
+                read.append(of)
+                return before.kept(of)
 
-    for table in (STEPS, SHAPED):
-        for name, step in table.items():
-            monkeypatch.setitem(table, name, noting(name, step))
+            read = list[str]()
+            found = step(replace(before, kept=kept))
+            assert name not in KNOWN or set(read) <= set(kind_of(before.kept.args[0]).numbers)  # type: ignore[attr-defined]
+            asked.add(name)
+            return found
+
+        return noted
+
+    for name, step in STEPS.items():
+        monkeypatch.setitem(STEPS, name, noting(name, step))
     for make in MADE.values():
         grads_of(*model_of(make))
     assert asked == STEPS.keys() - {"ReshapeAliasBackward0"}  # which torch no longer makes
