@@ -224,39 +224,27 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
 
 
 def _stacked_matrices(b: Before) -> Step:
-    other, is_second = b.kept("self" if b.place else "mat2").mH, b.place
-    return lambda form: Dense(other @ rows_of(form) if is_second else rows_of(form) @ other)
+    other, place = b.kept("self" if b.place else "mat2").mH, b.place
+    return lambda form: Dense(other @ rows_of(form) if place else rows_of(form) @ other)
 
 
-def _resized(b: Before, name: str, settings: Sequence[str]) -> Step:
+def _resized(b: Before, operation: str) -> Step:
     """Values between those of a grid: of B images with C channels, of which each is resized alone."""
-    back, shape, made = getattr(torch.ops.aten, name), b.shape, b.made
-    own = [b.kept(each) for each in settings]
+    scales = ["scales"] if len(b.made) == 3 else [f"scales_{axis}" for axis in "dhw"[5 - len(b.made) :]]
+    settings = [b.kept(name) for name in ([] if "nearest" in operation else ["align_corners"]) + scales]
+    back, shape, made = getattr(torch.ops.aten, f"{operation}_backward"), b.shape, b.made
 
     def put(form: Form) -> Form:
         images = form.samples * shape[0]
-        rows = back(rows_of(form).reshape(images, *made[1:]), list(made[2:]), [images, *shape[1:]], *own)
+        rows = back(rows_of(form).reshape(images, *made[1:]), list(made[2:]), [images, *shape[1:]], *settings)
         return Dense(rows.view(form.samples, *shape))
 
     return put
 
 
-def _resizing() -> dict[str, Callable[[Before], Step]]:
-    """By node, for each way of interpolation."""
-    found = dict[str, Callable[[Before], Step]]()
-    ways = {"Nearest": "123", "NearestExact": "123", "Linear": "1", "Bilinear": "2", "Bicubic": "2", "Trilinear": "3"}
-    names = {"NearestExact": "_upsample_nearest_exact"}
-    for way, each in (ways | {"BilinearAa": "2", "BicubicAa": "2"}).items():
-        for axes in each:
-            plain = way.removesuffix("Aa")
-            own = names.get(way, f"upsample_{plain.lower()}") + f"{axes}d"
-            own = f"_{own}_aa_backward" if plain != way else f"{own}_backward"
-            scales = {"1": ["scales"], "2": ["scales_h", "scales_w"], "3": ["scales_d", "scales_h", "scales_w"]}[axes]
-            settings = scales if "Nearest" in way else ["align_corners", *scales]
-            node = f"Upsample{plain}{axes}D{'Aa' if plain != way else ''}Backward0"
-            found[node] = partial(_resized, name=own, settings=settings)
-    return found
-
+_RESIZING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
 
 VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(
@@ -297,7 +285,10 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
     "BmmBackward0": _stacked_matrices,
-    **_resizing(),
+    **{
+        f"{''.join(word.title() for word in name.split('_'))}Backward0": partial(_resized, operation=name)
+        for name in _RESIZING.split()
+    },
 }
 """The same, with nodes that compute."""
 
