@@ -59,7 +59,8 @@ class Backward:
         self.answered = False  # whether a pass has arrived since the last forward began
         self.unanswered = 0  # how many forwards there were since the last pass
         self.called: set[int] = set()  # the layers (id) that were called since the last forward or pass
-        self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
+        # A parameter (name and id), and the state of its .grad.
+        self._left: tuple[str, int, tuple[int, int] | None] | None = None
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
@@ -146,8 +147,8 @@ class Backward:
 
     def _note_left(self, ended: Pass) -> None:
         leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf and not ended.captures)
-        states = ((name, self.record.state_of_grad(name, p)) for name, p in leaves)
-        left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
+        states = ((name, id(p), self.record.state_of_grad(name, p)) for name, p in leaves)
+        left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
 
     def inner_now(self) -> Inner | None:
@@ -329,6 +330,10 @@ class Backward:
             seen.grad_fn.register_prehook(self._note_sum)
         return seen
 
+    def skips(self, parameter: int) -> bool:
+        """Whether nothing is to be noted of a parameter (id) at which no gradient arrives, as with ``param_grad=False``."""
+        return self.record.on_arrival is None and (self._left is None or self._left[1] != parameter)
+
     def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
         if self.hears() and grads[0] is not None:
             self.enter(current_task()).mixes = True
@@ -337,8 +342,6 @@ class Backward:
         if not self.hears():
             return
         record, running, left = self.record, self.running, self._left
-        if grad is None and left is None and record.on_arrival is None:  # as for each parameter without gradients
-            return
         name = record.names.get(parameter) or record.name_of(parameter)
         is_left, own = left is not None and left[0] == name, False
         if grad is None and not is_left and record.on_arrival is None:
@@ -354,7 +357,7 @@ class Backward:
         if record.on_arrival is not None and not (is_around and self.inner is None):
             self.reached(name, grad)
         if running is not None and own and left is not None and is_left:
-            running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
+            running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
         if grad is None:
             return
         if running is None or not (uses or is_usual):
@@ -426,11 +429,13 @@ def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
 class _Arrival:
     """A hook on a parameter."""
 
-    __slots__ = ("backward", "parameter")
+    __slots__ = ("backward", "id", "parameter")
 
     def __init__(self, backward: Backward, parameter: Tensor) -> None:
-        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
+        self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         heard_by, at = self.backward(), self.parameter()
-        return None if heard_by is None or at is None else heard_by.arrive(at, grad)
+        if heard_by is None or at is None or (grad is None and heard_by.skips(self.id)):
+            return None
+        return heard_by.arrive(at, grad)

@@ -128,7 +128,7 @@ class Note:
         grad: that arrived at the output    version: how often it had been overwritten"""
         known, within, x = self.known, self.within, self.x
         layer, whose = known.layer, None if within.calls is None else within.calls[self.number]
-        if whose is None or whose.labels is not None or whose.is_unseen or within.refused or within.documents is not None:
+        if whose is None or whose.is_unseen or within.refused or within.documents is not None:
             return None
         if not self.is_first or whose.layouts != _FIRST or versions_among(x, grad) != [self.versions[0], version]:
             return None

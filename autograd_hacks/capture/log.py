@@ -16,7 +16,7 @@ from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import GraphAlive
 from autograd_hacks.formulas.norms import STATISTICS
-from autograd_hacks.formulas.table import Rule, rule_for
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
@@ -97,6 +97,7 @@ class Forward:
         self.running: str | None = None  # the path of the module whose forward runs
         self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
+        self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
@@ -127,7 +128,7 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._random_states, self._within = [], {}, None
+        self.noted, self._random_states, self._within, self.hooks = [], {}, None, 0
 
     @property
     def within(self) -> Within:
@@ -145,20 +146,17 @@ class Forward:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
+        if output is not None and not kwargs and len(args) == 1 and self._is_as_usual():
+            known = self._known(path, layer)
+            if known is not None and known.is_plain and self._note_plainly(known, args, output, is_first):
+                return output
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
         task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
-        known = self.layers.get(path)
-        if known is None or not known.holds(layer):
-            if (rule := rule_for(layer)) is None:
-                return output
-            known = self.layers[path] = self._layer(path, layer, rule)
-        if not known.wanted or not torch.is_grad_enabled():
-            return output
-        is_plain = task == NO_TASK and self.running is not None and known.is_plain and drew is None and not kwargs
-        if is_plain and self._note_plainly(known, path, args, output, is_first):
+        known = self._known(path, layer)
+        if known is None or not known.wanted or not torch.is_grad_enabled():
             return output
         outputs = tensors_of(output)
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
@@ -195,25 +193,36 @@ class Forward:
         output, hooks = attach(call, graph, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
+            self.hooks += len(hooks)
         return output
 
-    def _note_plainly(self, known: Layer, path: str, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
-        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that.
+    def _is_as_usual(self) -> bool:
+        """Whether a call in the running forward is to be recorded, and no backward pass, transform or tracer runs."""
+        if self.running is None or self._random_states or current_task() != NO_TASK or not torch.is_grad_enabled():
+            return False
+        return not (is_transformed() or is_traced() or self.backward.is_silent) and Switch.on()
 
-        What is asked about it later it works out from these."""
-        x = args[0] if len(args) == 1 else None
-        if type(x) is not Tensor or type(output) is not Tensor or x.is_nested or x.layout is not torch.strided:
+    def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
+        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that."""
+        x = args[0]
+        if (
+            not known.wanted
+            or type(x) is not Tensor
+            or type(output) is not Tensor
+            or x.is_nested
+            or x.layout is not torch.strided
+        ):
             return False
         node, base = output.grad_fn, output._base
         if base is not None and node is not None:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        made_by, training, saved, tensors = x.grad_fn, known.layer.training, None, known.tensors
+        made_by, training, saved = x.grad_fn, known.layer.training, None
         if known.rule.is_node and is_first and base is None and type(node) in _WITH_STATISTICS:
             saved = saved_by(node, STATISTICS)
         precision = autocast_dtype(output.device) if is_any_autocast_on() else None
-        versions = versions_among(x, *tensors)
+        versions = versions_among(x, *known.tensors)
         number, inputs = len(self.noted), _NO_NODES if made_by is None else frozenset((made_by,))
         note = Note(known, self.within, number, x.detach(), versions, training, precision, saved, is_first)
         hook = AtOutput(note, None, self.backward, 0, output, (args, _NONE), inputs)
@@ -221,15 +230,24 @@ class Forward:
             _ = note.made(weakref.ref(hook)).edges  # to find them later would be a step of the tape
         put_on(node, hook)
         self.noted.append(Noted(note, ((node, hook),), inputs))
+        self.hooks += 1
+        self.backward.called.add(id(known.layer))
         return True
 
-    def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
+    def _known(self, path: str, layer: nn.Module) -> Layer | None:
+        """The layer as it is now; None if it has no rule."""
+        known = self.layers.get(path)
+        if known is not None and known.holds(layer):
+            return known
+        if (rule := rule_for(layer)) is None:
+            return None
         own = rule.parameters_of(layer).items()
         named = [(local, p, self.record.name_of(p, path, local)) for local, p in own if p.requires_grad]
         wanted = [one for one in named if one[2] not in self.record.left_out]
         for _, p, _ in wanted:
             self.backward.watch(p)
-        return Layer(path, layer, rule, wanted)
+        known = self.layers[path] = Layer(path, layer, rule, wanted)
+        return known
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

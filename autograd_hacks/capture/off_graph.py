@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -182,6 +182,19 @@ class Ran:
                 waiting += [value.node for value in inputs_of(node)]
 
 
+class Ends(NamedTuple):
+    """Where passes through a forward end.
+
+    lowest: nodes with hooks, from which gradient reaches all others
+    parameters: the leaves of the model's own, by name
+    others: other leaves
+    """
+
+    lowest: Sequence[Node]
+    parameters: Mapping[str, Node]
+    others: Sequence[Any]
+
+
 class OffGraph:
     """The uses of parameters at nodes of a finished forward's graph."""
 
@@ -192,8 +205,8 @@ class OffGraph:
         self.hooks: list[tuple[Node, AtNode]] = []
         self._below: dict[Node, frozenset[str]] = {}
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
-        self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
-        self.note_lowest: Callable[[Sequence[Node]], None] = lambda _: None
+        self.ends: Ends | None = None  # if known
+        self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import Note, packed_into
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Planned, Whose
 from autograd_hacks.formulas.table import is_given, rule_for
@@ -51,7 +51,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
-    lowest: see `OffGraph`; None as long as nobody has looked for them
+    ends: see `OffGraph`; None as long as nobody has looked for them
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
@@ -64,12 +64,13 @@ class Read:
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
     links: Sequence[Link] = ()
-    lowest: list[int] | None = None
+    ends: tuple[list[int], dict[str, int], list[int]] | None = None
     planned: dict[int, Planned] | None = None
 
-    def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
-        if all(node in number for node in nodes):
-            self.lowest = [number[node] for node in nodes]
+    def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
+        if all(node in number for node in ends.lowest):
+            parameters = {name: number[leaf] for name, leaf in ends.parameters.items()}
+            self.ends = [number[node] for node in ends.lowest], parameters, [number[leaf] for leaf in ends.others]
 
 
 class Reader:
@@ -284,13 +285,15 @@ class Reader:
             call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
             if call is not None:
                 call.follow(whose)
-        if found.lowest is not None:
-            off.lowest = [nodes[k] for k in found.lowest]
-        off.note_lowest = partial(found.note_lowest, self.number)
+        if found.ends is not None:
+            lowest, parameters, others = found.ends
+            own = {name: nodes[k] for name, k in parameters.items()}
+            off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
+        off.note_ends = partial(found.note_ends, self.number)
         if found.planned is None:
-            own = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
+            by_rule = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
             found.planned = {
-                k: off.planned(nodes[k], [(Value(nodes[j], n), at, own.get((k, at), ())) for j, n, at in values], whose)
+                k: off.planned(nodes[k], [(Value(nodes[j], n), at, by_rule.get((k, at), ())) for j, n, at in values], whose)
                 for k, (values, whose) in found.uses.items()
             }
         off.found |= {nodes[k]: use for k, use in found.planned.items()}
