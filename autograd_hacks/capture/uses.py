@@ -262,8 +262,9 @@ class NodeUse(Use):
             x = kept_by(node, name)
             if not isinstance(x, Tensor):
                 return x
-            x = x if is_live else x.detach()
-            if x.dtype is not dtype or type(x) is not Tensor or x.layout is not torch.strided:
+            x = x.detach() if x.requires_grad and not is_live else x
+            # A number changes no dtype, and modes that watch operations don't take it for a tensor.
+            if type(x) is not Tensor or (x.ndim and (x.dtype is not dtype or x.layout is not torch.strided)):
                 x = ready(x, dtype)
             if held is not None and (x.is_floating_point() or x.is_complex()):
                 held.append((x, version_of(x)))

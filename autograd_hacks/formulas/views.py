@@ -78,11 +78,11 @@ def _summed(form: Form, shape: torch.Size) -> Form:
     return Dense(rows.sum_to_size(len(rows), *shape))
 
 
-def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
-    """The rows times a tensor that can be broadcast to them."""
+def _times(form: Form, factor: Tensor, shape: torch.Size, by: Callable[..., Tensor] = torch.mul) -> Form:
+    """The rows times a tensor that can be broadcast to them, or divided by it."""
     if form.shape != shape or isinstance(form, Dense):
-        return _summed(Dense(rows_of(form) * factor), shape)
-    return mapped(form, Elementwise(factor.expand(shape)))
+        return _summed(Dense(by(rows_of(form), factor)), shape)
+    return mapped(form, Elementwise(by(form.like.new_ones(shape), factor)))
 
 
 def _swap(b: Before) -> Step:
@@ -188,14 +188,13 @@ def _added(b: Before) -> Step:
 
 def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     """of: gives the derivative of each entry"""
-    factor, shape = of(b.kept).conj(), b.shape
-    return lambda form: _times(form, factor, shape)
+    return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
 def _of_quotient(b: Before) -> Step:
-    other = b.kept("other")
-    other = other if other.is_floating_point() or other.is_complex() else other.double()  # 1 / 3 of integers is a float32
-    return _slope(b, lambda k: 1 / other if b.place == 0 else -k("self") / other.square())
+    if b.place:
+        return _slope(b, lambda k: -k("self") / k("other").square())
+    return partial(_times, factor=b.kept("other").conj(), shape=b.shape, by=torch.div)
 
 
 def _of_product(b: Before) -> Step:

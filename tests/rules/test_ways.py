@@ -148,6 +148,13 @@ def test_large_rows_are_written_when_they_are_read(monkeypatch: pytest.MonkeyPat
         assert_same(grads.weighted_sum(w.double()), summed)
 
 
+def test_numbers_are_no_tensors_where_a_check_watches_operations() -> None:
+    model, x = model_of(MADE["multiplied"])
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).sum().backward()
+        autograd_hacks.verify(model)
+
+
 @pytest.mark.parametrize("of", ["a", "b"])
 def test_what_a_way_reads_must_stay(of: str) -> None:
     model, x = model_of(products)
