@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
+from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
@@ -123,7 +124,7 @@ class Stepwise:
 
     def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
-        self.pulls = {name: partial(self._pulled, name) for name in way.ends}
+        self.pulls: dict[str, Pull] = {}
 
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
@@ -131,8 +132,9 @@ class Stepwise:
             raise _stale(self.way.ends)
         held = form.samples * form.held_size()
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
-            return {name: _like(own, parameters[name]) for name, own in self._back(form, parameters.keys()).items()}
-        return {name: Chained(form, self.pulls[name], p.shape, p) for name, p in parameters.items()}
+            return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
+        pulls = {name: self.pulls.setdefault(name, partial(self._pulled, name, p.dtype)) for name, p in parameters.items()}
+        return {name: Chained(form, pulls[name], p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
         found, wanted, ends = {(0, self.way.output): form}, set(names), self.way.ends.values()
@@ -144,8 +146,8 @@ class Stepwise:
                 found[at] = _both(found[at], own) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
 
-    def _pulled(self, name: str, rows: Tensor, batched: bool) -> Tensor:
-        found = self._back(Dense(rows if batched else rows[None]), [name])[name].dense()
+    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor, batched: bool) -> Tensor:
+        found = _cast(self._back(Dense(rows if batched else rows[None]), [name])[name], dtype).dense()
         return found if batched else found[0]
 
 
@@ -158,12 +160,11 @@ def _both(a: Form, b: Form) -> Form:
     return add([a, b])
 
 
-def _like(form: Form, parameter: Tensor) -> Form:
+def _cast(form: Form, dtype: torch.dtype) -> Form:
     """A form in a parameter's dtype."""
-    if form.like.dtype == parameter.dtype:
+    if form.like.dtype == dtype:
         return form
-    form = Dense(form.dense().real) if form.like.is_complex() and not parameter.is_complex() else form
-    return form.to(parameter.dtype)
+    return (Dense(form.dense().real) if form.like.is_complex() and not dtype.is_complex else form).to(dtype)
 
 
 class Transposed:

@@ -136,9 +136,13 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b.T).exp()
 
 
-def test_large_rows_are_written_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda a, b: (a[:2, :1] @ b.T[:1, :2]).exp(), lambda a, b: a[0].to(torch.complex128) * (1 + 2j)]
+)
+def test_large_rows_are_written_when_they_are_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values here are smaller than the parameters."""
     monkeypatch.setattr(ways, "AT_ONCE", 0)
-    model, x = model_of(lambda a, b: (a[:2, :1] @ b.T[:1, :2]).exp())  # smaller than the parameters
+    model, x = model_of(make)
     grads = grads_of(model, x)
     assert has_derivatives(grads)
     expected = one_backward_per_sample(model, squares, x)
