@@ -24,6 +24,10 @@ class Pool:
         self._made: dict[str, weakref.ref[Tensor]] = {}
         self._held: dict[str, list[Tensor]] = {}
 
+    def keeps(self, size: int) -> bool:
+        """Whether memory of so many bytes is worth keeping."""
+        return self.reuse and size >= SMALL
+
     def give_back(self, key: str, tensor: Tensor | None) -> None:
         """Takes memory back if the pool made it."""
         made = self._made.get(key)
@@ -37,7 +41,7 @@ class Pool:
             return box[0]
         box = None  # free the old memory before allocating the new
         new = like.new_empty(tuple(shape))
-        if self.reuse and new.nbytes >= SMALL:
+        if self.keeps(new.nbytes):
             self._made[key] = weakref.ref(new)
         return new
 

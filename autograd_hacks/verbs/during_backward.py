@@ -256,7 +256,7 @@ class _Stream:
     def _weights(self, name: str, form: Form, w: Tensor) -> Tensor:
         """The weights in the form's accumulation dtype, or a wider one."""
         if not self._sums:
-            drop_grads(self.model)  # first, so that two sets of gradients never exist at once
+            drop_grads(self._parameters)  # first, so that two sets of gradients never exist at once
         own = self.checked(name, form, w, "weights")
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
@@ -274,7 +274,7 @@ class _Stream:
                 "per_sample_grads(model).weighted_sum(w) sums over processes."
             )
         if self.sets_grads:
-            set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
+            set_grads(self._parameters, {name: self._sums.get(name) for name in self._parameters}, self._sums)
         self.has_ended = True
         return {
             what: joint_norms(found, len(found[0])) if what == "norms" else found[0]
