@@ -27,7 +27,8 @@ def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float
     """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
     numbers = {name: form.number for name, form in forms.items() if type(form) is Scaled and form.number is not None}
     plain = {name: form.form if type(form) is Scaled and name in numbers else form for name, form in forms.items()}
-    factors = {numbers.get(name, 1.0) for name, form in plain.items() if type(form) is not Zero}
+    factors = {number for name, number in numbers.items() if type(plain[name]) is not Zero}
+    factors |= {1.0 for name, form in plain.items() if name not in numbers and type(form) is not Zero}
     return (plain, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 

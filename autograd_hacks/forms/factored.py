@@ -95,12 +95,12 @@ class Factored(Form):
 
         factor: a number, or one for each row, N
         """
-        if not isinstance(factor, Tensor) and factor == 1:
+        smallest = self.held[self.smallest]
+        if isinstance(factor, Tensor):
+            factor = factor.view(-1, *[1] * (smallest.ndim - 1)) if factor.ndim else factor
+        elif factor == 1:
             return self.held
         held = [*self.held]
-        smallest = held[self.smallest]
-        if isinstance(factor, Tensor) and factor.ndim:
-            factor = factor.view(-1, *[1] * (smallest.ndim - 1))
         held[self.smallest] = smallest * factor
         return held
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import by_products, by_writing, saving, takes_kernel
+from autograd_hacks.forms.cost import by_products, by_writing, has_kernels, saving, takes_kernel
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions
@@ -154,7 +154,9 @@ class Outer(Paired):
         # The kernel adds up all positions of a tile within one program, and doesn't split them along the sequence, which a
         # patent application (US20260187277A1) is about.  The other arm, cuBLAS' products, wins where there are many.
         own = self.positions * self.fan_out * self.fan_in
-        if takes_kernel(min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right):
+        if has_kernels(self.left.device) and takes_kernel(
+            min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right
+        ):
             from autograd_hacks.kernels import tiles  # imports Triton
 
             return tiles.row_norms(self.left.flatten(0, 1), self.right.flatten(0, 1), self._ends())

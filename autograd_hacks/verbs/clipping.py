@@ -140,7 +140,7 @@ def write_where_it_saves(
     budget: see `BUDGET`    written: receives the memory of these rows, for `give_back`
     """
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
-    forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
+    forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool
     with grads.reading():
         saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in forms.items()}
         for name in sorted([name for name in saved if saved[name] > 0], key=lambda name: saved[name], reverse=True):

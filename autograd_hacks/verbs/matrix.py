@@ -71,12 +71,11 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def small_alike(forms: Forms, budget: int) -> list[tuple[list[str], list[tuple[Tensor, ...]]]]:
+def small_alike(forms: Forms, budget: int) -> list[dict[str, tuple[Tensor, ...]]]:
     """Small forms, in groups to be read at once in an eighth of a budget, because a kernel for each would take far longer.
 
-    A group has the forms' names and, for each factor, a tensor of each form: the rows of `Dense` forms as matrices, or left
-    and right factors of `Outer` forms of one position, which have the same shape."""
-    found, left = dict[Hashable, tuple[list[str], list[tuple[Tensor, ...]]]](), budget // 8
+    A group has the rows of `Dense` forms as matrices, or both factors of `Outer` forms of one position and of one shape."""
+    found, left = dict[Hashable, dict[str, tuple[Tensor, ...]]](), budget // 8
     for name, form in forms.items():
         shape, held = tuple[int, ...](), form.held
         if type(form) is Dense:
@@ -89,25 +88,23 @@ def small_alike(forms: Forms, budget: int) -> list[tuple[list[str], list[tuple[T
         dtype, size = held[0].dtype, numbers * held[0].dtype.itemsize
         if most > SMALL or size > left or dtype not in (torch.float32, torch.float64):
             continue
-        if not shape and held[0].ndim != 2:
-            held = (form.matrix(),)
-        names, factors = found.setdefault((dtype, held[0].device, *shape), ([], []))
-        names.append(name)
-        factors.append(held)
+        held = held if shape or held[0].ndim == 2 else (form.matrix(),)
+        found.setdefault((dtype, held[0].device, *shape), {})[name] = held
         left -= size
-    return [(names, [*zip(*factors)]) for names, factors in found.values() if len(names) > 1]
+    return [group for group in found.values() if len(group) > 1]
 
 
 def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
     """The norms of rows of all parameters together, N."""
     groups, parts = small_alike(forms, budget), list[Tensor]()
-    for names, factors in groups:
+    for group in groups:
+        factors = [*zip(*group.values())]
         if len(factors) == 1:
             parts.append(torch.cat(factors[0], 1))
             continue
         left, right = (row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors)
-        parts.append((left * right).view(samples, len(names)))
-    joined = {name for names, _ in groups for name in names}
+        parts.append((left * right).view(samples, len(group)))
+    joined = {name for group in groups for name in group}
     return joint_norms([*parts, *[form.norms(budget) for name, form in forms.items() if name not in joined]], samples)
 
 
@@ -116,7 +113,8 @@ def sums_of(forms: Forms, weights: Callable[[Tensor], Tensor], budget: int) -> d
 
     weights: gives N, or K N, on a tensor's device, in its dtype or a wider one"""
     found = dict[str, Tensor]()
-    for names, factors in small_alike(forms, budget):
+    for group in small_alike(forms, budget):
+        factors = [*zip(*group.values())]
         like = factors[0][0]
         w = weights(like).to(like.dtype)
         if len(factors) == 1:
@@ -126,7 +124,7 @@ def sums_of(forms: Forms, weights: Callable[[Tensor], Tensor], budget: int) -> d
             sums = torch.bmm((left * w[:, None]).mT, right).unbind()
         else:
             continue
-        for name, total in zip(names, sums):  # in memory of its own, as it becomes a gradient
+        for name, total in zip(group, sums):  # in memory of its own, as it becomes a gradient
             shape = (*w.shape[:-1], *forms[name].shape)
             found[name] = total.clone() if total.shape == shape else total.clone().view(shape)
     return found
