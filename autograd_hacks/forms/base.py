@@ -346,7 +346,8 @@ class Dense(Form):
     cuts_well = True
 
     def __init__(self, values: Tensor) -> None:
-        self.values, self.held, self.samples, self.shape = values, (values,), values.shape[0], values.shape[1:]
+        shape = values.shape
+        self.values, self.held, self.samples, self.shape = values, (values,), shape[0], shape[1:]
 
     @property
     def like(self) -> Tensor:

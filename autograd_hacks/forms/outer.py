@@ -29,22 +29,21 @@ class Outer(Paired):
     def __init__(
         self, left: Tensor, right: Tensor, shape: torch.Size | None = None, gradient: int = 0, present: Tensor | None = None
     ) -> None:
-        if left.ndim > 3:
+        axes = left.ndim, right.ndim
+        self.flat = (left, right) if axes == (2, 2) else None  # for one position, without its axis
+        if axes[0] > 3:
             left, right = left.flatten(1, -2), right.flatten(1, -2)
-        self.left = left.unsqueeze(1) if left.ndim == 2 else left
-        self.right = right.unsqueeze(1) if right.ndim == 2 else right
-        if self.left.shape[:2] != self.right.shape[:2]:
+        self.pair = left.unsqueeze(1) if axes[0] == 2 else left, right.unsqueeze(1) if axes[1] == 2 else right
+        self.left, self.right = self.pair
+        (self.samples, self.positions, self.fan_out), (*rows, self.fan_in) = self.left.shape, self.right.shape
+        if rows != [self.samples, self.positions]:
             raise ValueError(
                 f"Outer: the left factor has shape {tuple(left.shape)} and the right one {tuple(right.shape)}; "
                 "expected (N, T, O) and (N, T, I) with the same N and T."
             )
-        self.samples, self.positions, self.fan_out = self.left.shape
-        self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
-        self.pair = self.left, self.right
         self.gradient, self.present, self.varies = gradient, present, (gradient, 1 - gradient)
         self.held = self.pair if present is None else (*self.pair, present)
-        self.flat = (left, right) if left.ndim == right.ndim == 2 else None  # for one position, without its axis
         self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
 
     def _of(self, *held: Tensor) -> Outer:

@@ -114,7 +114,8 @@ def of_layer(
         def operand(name: str) -> Any:
             return known[name] if name in known else getattr(layer, name)
 
-        met, state = Met(operand, call.grad, _FIRST, x.shape[0], 0, x.shape), call.state
+        shape, state = x.shape, call.state
+        met = Met(operand, call.grad, _FIRST, shape[0], 0, shape)
         for name, value in layer._parameters.items():
             if value is not None and name in places:
                 value = state[name][0] if name in state else value  # as it was at the call

@@ -76,21 +76,22 @@ def small_alike(forms: Forms, budget: int) -> list[dict[str, tuple[Tensor, ...]]
 
     A group has the rows of `Dense` forms as matrices, or both factors of `Outer` forms of one position and of one shape."""
     found, left = dict[Hashable, dict[str, tuple[Tensor, ...]]](), budget // 8
+    shape: tuple[int, ...]
     for name, form in forms.items():
-        shape, held = tuple[int, ...](), form.held
         if type(form) is Dense:
-            most = numbers = form.values.numel()
+            shape, held, most = (), form.held, form.values.numel()
+            numbers = most
         elif type(form) is Outer and form.flat is not None:
             shape, held, numbers = (form.fan_out, form.fan_in), form.flat, form.samples * (form.fan_out + form.fan_in)
             most = form.samples * shape[1 - form.smallest]
         else:
             continue
-        dtype, size = held[0].dtype, numbers * held[0].dtype.itemsize
-        if most > SMALL or size > left or dtype not in (torch.float32, torch.float64):
+        dtype = held[0].dtype
+        if most > SMALL or numbers * dtype.itemsize > left or dtype not in (torch.float32, torch.float64):
             continue
-        held = held if shape or held[0].ndim == 2 else (form.matrix(),)
-        found.setdefault((dtype, held[0].device, *shape), {})[name] = held
-        left -= size
+        left -= numbers * dtype.itemsize
+        held = held if shape or len(form.shape) == 1 else (form.matrix(),)
+        found.setdefault((dtype, held[0].device, shape), {})[name] = held
     return [group for group in found.values() if len(group) > 1]
 
 
