@@ -181,8 +181,9 @@ def compute_grad1(
             with spread.reading():
                 forms = read(model, seen, recorder, loss_type, scale)
                 with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
-                    for name, parameter in parameters.items():
-                        write_rows(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
+                    drop_rows([p for name, p in parameters.items() if name not in forms])
+                    for name, form in forms.items():
+                        write_rows(name, parameters[name], seen[name], form, recorder.pool)
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(parameters.values())
             raise
@@ -204,7 +205,7 @@ def _samples(forms: Mapping[str, Form | None]) -> int:
     return next((form.samples for form in forms.values() if form is not None), 0)
 
 
-def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
+def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool) -> None:
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
     attributes, out = parameter.__dict__, None
     if form is not None and form.writes_in_place and pool.keeps(form.samples * form.shape.numel() * like.dtype.itemsize):
@@ -212,11 +213,10 @@ def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: F
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     attributes.pop("grad1", None)  # free the old rows before writing new ones
-    if trains:
-        rows = None if form is None else form.dense(out)
-        if rows is not None and (rows.dtype != parameter.dtype or rows.device != like.device):
-            rows = rows.to(like.device, parameter.dtype)
-        attributes["grad1"] = rows
+    rows = None if form is None else form.dense(out)
+    if rows is not None and (rows.dtype != parameter.dtype or rows.device != like.device):
+        rows = rows.to(like.device, parameter.dtype)
+    attributes["grad1"] = rows
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
