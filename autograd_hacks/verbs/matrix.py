@@ -122,7 +122,8 @@ def sums_of(forms: Forms, weights: Callable[[Tensor], Tensor], budget: int) -> d
             sums = (w @ torch.cat(factors[0], 1)).split([x.shape[1] for x in factors[0]], -1)
         elif w.ndim == 1 and like.shape[1] * factors[1][0].shape[1] <= SMALL:
             left, right = map(torch.stack, factors)
-            sums = torch.bmm((left * w[:, None]).mT, right).unbind()
+            left, right = (left * w[:, None], right) if left.shape[2] < right.shape[2] else (left, right * w[:, None])
+            sums = torch.bmm(left.mT, right).unbind()
         else:
             continue
         for name, total in zip(group, sums):  # in memory of its own, as it becomes a gradient

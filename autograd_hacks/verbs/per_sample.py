@@ -208,15 +208,17 @@ def _samples(forms: Mapping[str, Form | None]) -> int:
 def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool) -> None:
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
     attributes, out = parameter.__dict__, None
-    if form is not None and form.writes_in_place and pool.keeps(form.samples * form.shape.numel() * like.dtype.itemsize):
-        key = f"grad1 of {name}"
-        pool.give_back(key, attributes.pop("grad1", None))
-        out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
+    if form is not None and form.writes_in_place:
+        shape = (form.samples, *form.shape)  # not a view, so that the pool can reuse the memory
+        if pool.keeps(form.samples * form.shape.numel() * like.dtype.itemsize):
+            key = f"grad1 of {name}"
+            pool.give_back(key, attributes.pop("grad1", None))
+            out = pool.take(key, shape, like)
+        else:
+            out = like.new_empty(shape)
     attributes.pop("grad1", None)  # free the old rows before writing new ones
     rows = None if form is None else form.dense(out)
-    if rows is not None and (rows.dtype != parameter.dtype or rows.device != like.device):
-        rows = rows.to(like.device, parameter.dtype)
-    attributes["grad1"] = rows
+    attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
