@@ -346,8 +346,7 @@ class Dense(Form):
     cuts_well = True
 
     def __init__(self, values: Tensor) -> None:
-        shape = values.shape
-        self.values, self.held, self.samples, self.shape = values, (values,), shape[0], shape[1:]
+        self.values, self.held, self.samples, self.shape = values, (values,), (shape := values.shape)[0], shape[1:]
 
     @property
     def like(self) -> Tensor:

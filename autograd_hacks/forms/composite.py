@@ -160,10 +160,8 @@ class Scaled(Composite):
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
-        if isinstance(factor, Tensor):
-            self.by_row, self.number = factor if factor.ndim else None, None
-        else:
-            self.by_row, self.number = None, factor
+        of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
+        self.by_row, self.number = of_rows, number
         if self.by_row is not None and self.by_row.shape != (form.samples,):
             raise ValueError(
                 f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
@@ -171,13 +169,6 @@ class Scaled(Composite):
         self.parts, self.samples, self.shape = (form,), form.samples, form.shape
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
         self.form, self.factor = form, factor
-
-    def leaves(self) -> Sequence[Form]:
-        return self.form.leaves()
-
-    @property
-    def like(self) -> Tensor:
-        return self.form.like
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""

@@ -6,7 +6,7 @@ clock, and ``--device cuda --write`` measures a card's numbers and adds them the
 """
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from math import inf, log2, prod
@@ -19,8 +19,6 @@ from torch import Tensor
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
 
 T = TypeVar("T")
-MOST = 4096
-"""How many costs of pairs of some shapes are kept."""
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
@@ -100,11 +98,6 @@ def costs_by_bandwidth(card: Any) -> Costs:
     )
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether the package's kernels were timed on this device."""
-    return costs_of(device).fused is not None
-
-
 def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
     """Whether to use one of the package's kernels for these tensors: one was timed on their device, and costs less.
 
@@ -121,20 +114,18 @@ def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:
     """Keeps what a function of pairs has returned, by their shapes, because verbs ask for each parameter in each step."""
-    kept = dict[Hashable, T]()
+    boxes = lru_cache(4096)(lambda key: list[T]())
 
     @wraps(cost)
     def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
-        of = [(x.shape, y.settings if type(y) is Windows else y.shape, y.device, type(x)) for x, y in pairs]
         try:
-            found = kept.get(key := (*more, *of))
+            of = [(x.shape, type(x), y.settings if type(y) is Windows else y.shape, y.device) for x, y in pairs]
+            box = boxes((*more, *of))
         except TypeError:  # of a graph for all sizes, which are symbols
             return cost(pairs, *more)
-        if found is None:
-            if len(kept) > MOST:
-                kept.clear()
-            found = kept[key] = cost(pairs, *more)
-        return found
+        if not box:
+            box.append(cost(pairs, *more))
+        return box[0]
 
     return of_pairs
 

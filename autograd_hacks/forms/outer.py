@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import by_products, by_writing, has_kernels, saving, takes_kernel
+from autograd_hacks.forms.cost import by_products, by_writing, saving, takes_kernel
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions
@@ -90,11 +90,6 @@ class Outer(Paired):
         return 0.0 if self.positions == 1 else saving([self.pair], fresh)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if self.flat is not None and total is None and w.ndim == 1 and self.left.dtype == w.dtype == self.sum_dtype:
-            left, right = self.flat  # the usual case, with few calls
-            if self.flat[self.smallest].nbytes <= budget:
-                factors = (left.mT * w, right) if self.smallest == 0 else (left.mT, right * w[:, None])
-                return torch.mm(*factors).view(self.shape)
         # Multiplications per sample and entry: K·T for one sum after the other, T + K with written rows.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
             return super().weighted_sum(w, budget, total)
@@ -151,9 +146,7 @@ class Outer(Paired):
         # The kernel adds up all positions of a tile within one program, and doesn't split them along the sequence, which a
         # patent application (US20260187277A1) is about.  The other arm, cuBLAS' products, wins where there are many.
         own = self.positions * self.fan_out * self.fan_in
-        if has_kernels(self.left.device) and takes_kernel(
-            min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right
-        ):
+        if takes_kernel(min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right):
             from autograd_hacks.kernels import tiles  # imports Triton
 
             return tiles.row_norms(self.left.flatten(0, 1), self.right.flatten(0, 1), self._ends())

@@ -109,13 +109,8 @@ def of_layer(
     def of_call(layer: Any, call: Call) -> Mapping[str, Form]:
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
-        known, found = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any]()
-
-        def operand(name: str) -> Any:
-            return known[name] if name in known else getattr(layer, name)
-
-        shape, state = x.shape, call.state
-        met = Met(operand, call.grad, _FIRST, shape[0], 0, shape)
+        known, found, state = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any](), call.state
+        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
         for name, value in layer._parameters.items():
             if value is not None and name in places:
                 value = state[name][0] if name in state else value  # as it was at the call

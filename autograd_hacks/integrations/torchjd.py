@@ -10,7 +10,6 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_TORCHJD, needed
-from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
@@ -71,7 +70,7 @@ def jacobian_descent(
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     products, each = grads.gram(), (grads.samples, *grads.entries)
     weights: Tensor = weighting(products.reshape(prod(each), prod(each))).view(each)
-    set_grads(parameters_of(model), grads.weighted_sum(weights), grads.reached)
+    set_grads(dict(model.named_parameters()), grads.weighted_sum(weights), grads.reached)
     return weights
 
 

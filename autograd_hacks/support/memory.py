@@ -24,24 +24,19 @@ class Pool:
         self._made: dict[str, weakref.ref[Tensor]] = {}
         self._held: dict[str, list[Tensor]] = {}
 
-    def keeps(self, size: int) -> bool:
-        """Whether memory of so many bytes is worth keeping."""
-        return self.reuse and size >= SMALL
-
     def give_back(self, key: str, tensor: Tensor | None) -> None:
         """Takes memory back if the pool made it."""
-        made = self._made.get(key)
-        if self.reuse and tensor is not None and made is not None and made() is tensor:
+        if self.reuse and tensor is not None and key in self._made and self._made[key]() is tensor:
             self._held[key] = [tensor]
 
     def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor to write into, with the given shape and the dtype and device of ``like``."""
-        box = self._held.pop(key, None)
+        box = self._held.pop(key) if key in self._held else None
         if box is not None and _is_free(box, tuple(shape), like):
             return box[0]
         box = None  # free the old memory before allocating the new
         new = like.new_empty(tuple(shape))
-        if self.keeps(new.nbytes):
+        if self.reuse and new.nbytes >= SMALL:
             self._made[key] = weakref.ref(new)
         return new
 

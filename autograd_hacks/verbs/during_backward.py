@@ -267,9 +267,7 @@ class _Stream:
         readable_segments(dict(self._parameters), self.record)
         for name in self._unwritten if "grad1" in self.verbs else ():  # None or no grad1, as `compute_grad1` does
             parameter = self._parameters[name]
-            drop_rows([parameter])
-            if parameter.requires_grad:
-                write_rows(name, parameter, parameter, None, self.recorder.pool)
+            write_rows(name, parameter, parameter, None, self.recorder.pool)
         if self.sets_grads and spread_of(self.model, self.recorder).mesh is not None:
             raise NotReduced(
                 "during_backward was given weights, but this process has only a part of the samples. Read after the pass: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from itertools import starmap
 from math import prod
 from typing import TypeVar
@@ -71,27 +71,21 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def small_alike(forms: Forms, budget: int) -> list[dict[str, tuple[Tensor, ...]]]:
+def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
     """Small forms, in groups to be read at once in an eighth of a budget, because a kernel for each would take far longer.
 
     A group has the rows of `Dense` forms as matrices, or both factors of `Outer` forms of one position and of one shape."""
-    found, left = dict[Hashable, dict[str, tuple[Tensor, ...]]](), budget // 8
-    shape: tuple[int, ...]
+    found, left = dict[Hashable, dict[str, list[Tensor]]](), budget // 8
     for name, form in forms.items():
-        if type(form) is Dense:
-            shape, held, most = (), form.held, form.values.numel()
-            numbers = most
-        elif type(form) is Outer and form.flat is not None:
-            shape, held, numbers = (form.fan_out, form.fan_in), form.flat, form.samples * (form.fan_out + form.fan_in)
-            most = form.samples * shape[1 - form.smallest]
+        if type(form) is Outer and form.flat is not None:
+            held, shape, numbers = [*form.flat], (form.fan_out, form.fan_in), form.samples * (form.fan_out + form.fan_in)
+        elif type(form) is Dense:
+            held, shape, numbers = [form.values], (-1, -1), form.values.numel()
         else:
             continue
-        dtype = held[0].dtype
-        if most > SMALL or numbers * dtype.itemsize > left or dtype not in (torch.float32, torch.float64):
-            continue
-        left -= numbers * dtype.itemsize
-        held = held if shape or len(form.shape) == 1 else (form.matrix(),)
-        found.setdefault((dtype, held[0].device, shape), {})[name] = held
+        dtype, device, is_flat = held[0].dtype, held[0].device, type(form) is Outer or len(form.shape) == 1
+        if numbers <= SMALL and dtype in (torch.float32, torch.float64) and (left := left - numbers * dtype.itemsize) >= 0:
+            found.setdefault((dtype, device, shape), {})[name] = held if is_flat else [form.matrix()]
     return [group for group in found.values() if len(group) > 1]
 
 
@@ -102,34 +96,11 @@ def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
         factors = [*zip(*group.values())]
         if len(factors) == 1:
             parts.append(torch.cat(factors[0], 1))
-            continue
-        left, right = (row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors)
-        parts.append((left * right).view(samples, len(group)))
+        else:
+            products = reduce(torch.mul, [row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors])
+            parts.append(products.view(samples, len(group)))
     joined = {name for group in groups for name in group}
     return joint_norms([*parts, *[form.norms(budget) for name, form in forms.items() if name not in joined]], samples)
-
-
-def sums_of(forms: Forms, weights: Callable[[Tensor], Tensor], budget: int) -> dict[str, Tensor]:
-    """The weighted sums of rows of those small parameters that are read at once.
-
-    weights: gives N, or K N, on a tensor's device, in its dtype or a wider one"""
-    found = dict[str, Tensor]()
-    for group in small_alike(forms, budget):
-        factors = [*zip(*group.values())]
-        like = factors[0][0]
-        w = weights(like).to(like.dtype)
-        if len(factors) == 1:
-            sums = (w @ torch.cat(factors[0], 1)).split([x.shape[1] for x in factors[0]], -1)
-        elif w.ndim == 1 and like.shape[1] * factors[1][0].shape[1] <= SMALL:
-            left, right = map(torch.stack, factors)
-            left, right = (left * w[:, None], right) if left.shape[2] < right.shape[2] else (left, right * w[:, None])
-            sums = torch.bmm(left.mT, right).unbind()
-        else:
-            continue
-        for name, total in zip(group, sums):  # in memory of its own, as it becomes a gradient
-            shape = (*w.shape[:-1], *forms[name].shape)
-            found[name] = total.clone() if total.shape == shape else total.clone().view(shape)
-    return found
 
 
 def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -338,21 +309,29 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
     def _totals(self, w: Tensor, budget: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
         forms' own dtype"""
-        (forms, factor), weights = without_factor(self), dict[tuple[torch.device, torch.dtype], Tensor]()
+        (forms, factor), found = without_factor(self), dict[str, Tensor]()
 
-        def given(like: Tensor) -> Tensor:
-            kind = like.device, like.dtype
-            if kind not in weights:
-                wide = torch.promote_types(w.dtype, accumulation_dtype(like.dtype))
-                weights[kind] = w.to(like.device, wide) * factor
-            return weights[kind]
+        @cache
+        def given(device: torch.device, dtype: torch.dtype) -> Tensor:
+            return w.to(device, torch.promote_types(w.dtype, accumulation_dtype(dtype))) * factor
 
-        found = sums_of(forms, given, budget)
+        for group in small_alike(forms, budget):
+            factors = [*zip(*group.values())]
+            own = given((like := factors[0][0]).device, like.dtype).to(like.dtype)
+            if len(factors) == 1:
+                sums = (own @ torch.cat(factors[0], 1)).split([x.shape[1] for x in factors[0]], -1)
+            elif w.ndim == 1 and like.shape[1] * factors[1][0].shape[1] <= SMALL:
+                left, right = map(torch.stack, factors)
+                sums = torch.bmm(left.mT, right * own[:, None]).unbind()
+            else:
+                continue
+            # In memory of their own, as each becomes a gradient.
+            found |= {n: total.clone().view(*w.shape[:-1], *forms[n].shape) for n, total in zip(group, sums)}
         for name, form in forms.items():
             if name in found:
                 yield name, found[name]
                 continue
-            total = form.weighted_sum(given(like := form.like), budget)
+            total = form.weighted_sum(given((like := form.like).device, like.dtype), budget)
             yield name, total.to(like.dtype) if narrow else total
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:

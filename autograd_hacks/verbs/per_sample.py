@@ -84,8 +84,7 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
-    told = [use.documents for use in _uses(record) if use.documents is not None and use.documents.is_of_tokens]
-    if told:
+    if told := [use.documents for use in _uses(record) if use.documents is not None and use.documents.is_of_tokens]:
         if len(record.segments) > 1:
             count = len(record.segments)
             raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
@@ -181,9 +180,8 @@ def compute_grad1(
             with spread.reading():
                 forms = read(model, seen, recorder, loss_type, scale)
                 with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
-                    drop_rows([p for name, p in parameters.items() if name not in forms])
-                    for name, form in forms.items():
-                        write_rows(name, parameters[name], seen[name], form, recorder.pool)
+                    for name, parameter in parameters.items():
+                        write_rows(name, parameter, seen[name], forms.get(name), recorder.pool)
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(parameters.values())
             raise
@@ -207,18 +205,14 @@ def _samples(forms: Mapping[str, Form | None]) -> int:
 
 def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool) -> None:
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
-    attributes, out = parameter.__dict__, None
+    key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
     if form is not None and form.writes_in_place:
-        shape = (form.samples, *form.shape)  # not a view, so that the pool can reuse the memory
-        if pool.keeps(form.samples * form.shape.numel() * like.dtype.itemsize):
-            key = f"grad1 of {name}"
-            pool.give_back(key, attributes.pop("grad1", None))
-            out = pool.take(key, shape, like)
-        else:
-            out = like.new_empty(shape)
+        pool.give_back(key, attributes.pop("grad1", None))
+        out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     attributes.pop("grad1", None)  # free the old rows before writing new ones
     rows = None if form is None else form.dense(out)
-    attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
+    if parameter.requires_grad:
+        attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
@@ -328,8 +322,8 @@ def mark_set(recorder: Recorder) -> None:
 
 def _is_part(grad: Tensor) -> bool:
     """Whether a gradient is a view of larger memory and may be written in place, which a tensor of a graph may not."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad:
         return False
     base = grad._base
     is_flat = base is not None and base.ndim == 1 < grad.ndim
-    return is_flat or grad.untyped_storage().nbytes() > grad.nbytes
+    return (is_flat or grad.untyped_storage().nbytes() > grad.nbytes) and not grad.is_inference()
