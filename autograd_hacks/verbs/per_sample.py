@@ -209,7 +209,8 @@ def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, po
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
-    attributes.pop("grad1", None)  # free the old rows before writing new ones
+    else:
+        attributes.pop("grad1", None)  # free the old rows before writing new ones
     rows = None if form is None else form.dense(out)
     if parameter.requires_grad:
         attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
