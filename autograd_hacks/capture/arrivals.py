@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from autograd_hacks.capture.calls import LayerCall, Note
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import GraphAlive, NodeUse, Use
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
@@ -24,7 +25,7 @@ EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 class Receiver(Protocol):
     """What gets the gradients at uses: see `Backward`."""
 
-    def take(self, call: LayerCall, grad: Tensor | None) -> bool: ...
+    def take(self, note: Note, grad: Tensor) -> bool: ...
 
     def receive(
         self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: "AtOutput | None"
@@ -59,11 +60,11 @@ class AtOutput(GraphAlive):
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("call", "graph", "inputs", "live", "number", "receiver", "shape", "slot")
+    __slots__ = ("graph", "inputs", "live", "noted", "number", "receiver", "shape", "slot")
 
     def __init__(
         self,
-        call: LayerCall,
+        noted: LayerCall | Note,
         graph: GraphAlive | None,
         receiver: Receiver,
         slot: int,
@@ -72,30 +73,39 @@ class AtOutput(GraphAlive):
         inputs: frozenset[Node],
     ) -> None:
         self.receiver, self.slot, self.shape = receiver, slot, output.shape
-        self.number = (output if output._base is None else output._base).output_nr  # the number of this output at its node
+        base = output._base
+        self.number = (output if base is None else base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
-        self.call: LayerCall | None = call
+        self.noted: LayerCall | Note | None = noted
         self.graph = graph
 
     @property
     def is_over(self) -> bool:
-        return self.call is None
+        return self.noted is None
+
+    @property
+    def call(self) -> LayerCall | None:
+        return None if self.noted is None else self.noted.made(weakref.ref(self))
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        if self.call is None:
+        noted, grad = self.noted, grads[self.number]
+        if noted is None:
             return
-        grad = grads[self.number]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if not self.receiver.take(self.call, grad):
+        if grad is None or type(noted) is not Note or not self.receiver.take(noted, grad):
             if node is None and torch.is_grad_enabled():
                 node = current_node()
-            self.receiver.receive(self.call, self.slot, (grad,), node, self)
-        if not (keeps_graph() if keeps is None else keeps):
-            # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
-            self.call = self.graph = self.live = None
-            self.inputs = frozenset()
+            self.receiver.receive(noted.made(weakref.ref(self)), self.slot, (grad,), node, self)
+            if keeps_graph() if keeps is None else keeps:
+                return
+        # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
+        self.noted = self.graph = self.live = None
+        self.inputs = _NO_NODES
+
+
+_NO_NODES = frozenset[Node]()
 
 
 class Link(NamedTuple):

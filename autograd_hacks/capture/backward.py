@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, reach_of
+from autograd_hacks.capture.calls import Note
 from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
-from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.forms import add
@@ -26,6 +27,7 @@ from autograd_hacks.support.internals import (
     hooks_before,
     is_batched,
     is_transformed,
+    keeps_graph,
     will_execute,
 )
 from autograd_hacks.support.restored import kept
@@ -57,7 +59,8 @@ class Backward:
         self.answered = False  # whether a pass has arrived since the last forward began
         self.unanswered = 0  # how many forwards there were since the last pass
         self.called: set[int] = set()  # the layers (id) that were called since the last forward or pass
-        self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
+        # A parameter (name and id), and the state of its .grad.
+        self._left: tuple[str, int, tuple[int, int] | None] | None = None
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
@@ -143,10 +146,9 @@ class Backward:
         call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
-        leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
-        states = ((edge.name, self.record.state_of_grad(edge.name, edge.parameter)) for edge in leaves)
-        left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
+        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf and not ended.captures)
+        states = ((name, id(p), self.record.state_of_grad(name, p)) for name, p in leaves)
+        left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
 
     def inner_now(self) -> Inner | None:
@@ -154,29 +156,28 @@ class Backward:
         inner = self.inner
         return inner if inner is not None and current_task() in (inner.task, inner.own) else None
 
-    def take(self, call: LayerCall, grad: Tensor | None) -> bool:
+    def take(self, note: Note, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        usual, inner = self._usual, self.inner  # after an inner pass the outer one may come here, too
-        if usual is None or grad is None or call.leaves is not usual.leaves or inner is not usual.inner:
+        usual = self._usual  # after an inner pass the outer one may come here, too
+        if usual is None or note.within is not usual.within or self.inner is not usual.inner:
             return False
         if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
             return False
-        if not usual.leaves.keys() >= call.known.ids:
+        known, calls, current = note.known, note.within.calls, usual.current
+        if calls is None or calls[note.number] is None or not note.within.leaves.keys() >= known.ids:
             return False
-        if inner is not None:
-            if (call, 0) in inner.filed:
-                return True
-            inner.filed.add((call, 0))
-        usual.current.received[call] = OutputGrads([grad.detach()], [version_of(grad)], call.known.locals)
-        for name in call.known.names:
-            usual.current.calls_of.setdefault(name, []).append(call)
+        current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        current.named.update(known.names)
         return True
 
     def _usual_after(self, use: Use, current: Pass) -> Usual | None:
         """What is known of a pass after its first use; None if it may do more than the usual."""
-        leaves, inner = use.leaves if isinstance(use, LayerCall) else None, self.inner_now()
-        if leaves is None or current.captures or current.higher_order or self.record.on_arrival is not None:
+        within, inner = use.within, self.inner_now()
+        if within is None or within.calls is None or current.captures or current.higher_order or current.is_hess:
             return None
+        if self.record.on_arrival is not None or (keeps_graph() if inner is None else inner.keeps):
+            return None
+        leaves = within.leaves
         if inner is None:
             if not self.wants_grad:
                 return None
@@ -187,7 +188,7 @@ class Backward:
         else:
             reaches_all = len(inner.ways) == len(leaves) and set(inner.ways.values()) == {EXECUTED}
         tasks = (current.task,) if inner is None else (inner.task, inner.own)
-        return Usual(current, tasks, inner, leaves, self.record.segments) if reaches_all else None
+        return Usual(current, tasks, inner, within, self.record.segments) if reaches_all else None
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
@@ -260,10 +261,7 @@ class Backward:
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, use)
-        is_first = not current.received
-        received = current.received.get(use)
-        if received is None:
-            received = current.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
+        is_first, received = not (current._received or current.arrived), current.received_at(use)
         for number, grad in enumerate(grads, slot):
             if grad is not None:
                 grad = grad.detach() if live is None and not makes_graph and grad.requires_grad else grad
@@ -276,7 +274,7 @@ class Backward:
         for local in ways:
             if local not in received.reached:
                 received.reached += (local,)
-                current.calls_of.setdefault(edges[local].name, []).append(use)
+                current._calls_of.setdefault(edges[local].name, []).append(use)
         if is_first:
             self._usual = self._usual_after(use, current)
         self.answered = True
@@ -332,6 +330,10 @@ class Backward:
             seen.grad_fn.register_prehook(self._note_sum)
         return seen
 
+    def skips(self, parameter: int) -> bool:
+        """Whether nothing is to be noted of a parameter (id) at which no gradient arrives, as with ``param_grad=False``."""
+        return self.record.on_arrival is None and (self._left is None or self._left[1] != parameter)
+
     def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
         if self.hears() and grads[0] is not None:
             self.enter(current_task()).mixes = True
@@ -340,26 +342,25 @@ class Backward:
         if not self.hears():
             return
         record, running, left = self.record, self.running, self._left
-        if grad is None and left is None and record.on_arrival is None:  # as for each parameter without gradients
-            return
         name = record.names.get(parameter) or record.name_of(parameter)
         is_left, own = left is not None and left[0] == name, False
         if grad is None and not is_left and record.on_arrival is None:
             return
-        uses = () if running is None else running.calls_of.get(name, ())
+        uses = () if running is None else running._calls_of.get(name, ())
+        is_usual = running is not None and name in running.named
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
-        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
+        if running is not None and grad is not None and (uses or is_usual) and not (is_known or name in running.beside):
             running.note_along(name, grad)
         is_around = running is not None and name in running.skipped and name not in running.brought
         if running is not None and (is_left or not self.wants_grad):
-            own = not running.captures and any(use.is_own for use in uses)
+            own = not running.captures and (is_usual or any(use.is_own for use in uses))
         if record.on_arrival is not None and not (is_around and self.inner is None):
             self.reached(name, grad)
         if running is not None and own and left is not None and is_left:
-            running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
+            running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
         if grad is None:
             return
-        if running is None or not uses:
+        if running is None or not (uses or is_usual):
             record.unseen[name] = record.forwards
             return
         if not running.captures and self.inner is None:
@@ -428,11 +429,13 @@ def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
 class _Arrival:
     """A hook on a parameter."""
 
-    __slots__ = ("backward", "parameter")
+    __slots__ = ("backward", "id", "parameter")
 
     def __init__(self, backward: Backward, parameter: Tensor) -> None:
-        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
+        self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         heard_by, at = self.backward(), self.parameter()
-        return None if heard_by is None or at is None else heard_by.arrive(at, grad)
+        if heard_by is None or at is None or (grad is None and heard_by.skips(self.id)):
+            return None
+        return heard_by.arrive(at, grad)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch.nn as nn
@@ -24,6 +25,7 @@ NESTED = (
     "x.to_padded_tensor(0.0), and a mask for the padding."
 )
 
+_TRAINING = attrgetter("training")
 MOST = 32
 """How many kinds of forwards a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
 
@@ -130,7 +132,7 @@ class Kinds:
         samples = batch.samples(axis)
         if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             return Known(self.static, 0)
-        key = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
+        key = path, batch.signature(), samples == 1, tuple(map(_TRAINING, modules))
         kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
         if len(self.seen) > MOST:
             del self.seen[next(iter(self.seen))]

@@ -10,17 +10,17 @@ graph: parameters' gradients are computed, and `Backward` restores ``.grad``.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, reach_of
+from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, reach_of
 from autograd_hacks.capture.backward import Backward, may_skip
 from autograd_hacks.capture.kinds import Kind
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.records import Inner
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph, will_execute
@@ -34,48 +34,60 @@ class Behind:
 
     def __init__(self, backward: Backward, kind: Kind, ran: Ran, off: OffGraph, is_hooked: bool) -> None:
         self.is_hooked = is_hooked  # whether the user has put hooks on its nodes, which must run
-        self.backward, self.kind, self.outputs = (
-            backward,
-            kind,
-            [x for x in ran.outputs[: ran.count] if x.grad_fn is not None],
-        )
+        self.backward, self.kind = backward, kind
+        self.outputs = [x for x in ran.outputs[: ran.count] if x.grad_fn is not None]
         self.has_graphs = False  # whether passes made graphs, which lead into this one
-        leaves: dict[Any, str] = ran.leaves
-        is_own = backward.record.is_parameter
-        self.parameters: dict[str, Any] = {name: leaf for leaf, name in leaves.items() if is_own(leaf.variable)}
+        # The hooks at uses, with their nodes.
+        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for noted in ran.noted for own in noted.hooks)]
+        if off.ends is None:
+            off.ends = self._ends(ran)
+            off.note_ends(off.ends)
+        self.lowest, self.parameters, others = off.ends
+        self.trained = [ran.parameters[name] for name in self.parameters]
         # Gradients continue from here: leaves that aren't the model's, and the nodes that made its arguments.
-        own = set(self.parameters.values())
-        self.others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
         given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.nodes}
-        self.inputs: list[Tensor] = [*(leaf.variable for leaf in self.others), *given.values()]
-        self.edges = [GradientEdge(leaf, 0) for leaf in self.others]
+        self.inputs: list[Tensor] = [*(leaf.variable for leaf in others), *given.values()]
+        self.edges = [GradientEdge(leaf, 0) for leaf in others]
         self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
-        self.hooks: dict[Node, list[AtNode | AtOutput]] = {}
-        hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks]
-        hooks += [(node, hook) for noted in ran.noted for node, hook in noted.hooks]
-        for node, hook in hooks:
-            self.hooks.setdefault(node, []).append(hook)
-        if off.lowest is None:
-            off.lowest = [node for node in self.hooks if not self._leads_on(node)]
-            off.note_lowest(off.lowest)
-        self.lowest = off.lowest
+
+    def _ends(self, ran: Ran) -> Ends:
+        is_own = self.backward.record.is_parameter
+        parameters = {name: leaf for leaf, name in ran.leaves.items() if is_own(ran.parameters[name])}
+        own, hooked = set(parameters.values()), dict.fromkeys([node for node, _ in self.hooks])
+        others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
+        stops = hooked.keys() | set(others)
+        return Ends([node for node in hooked if not self._leads_on(node, stops)], parameters, others)
+
+    def at(self, nodes: Collection[Node]) -> dict[Node, list[AtNode | AtOutput]]:
+        """The hooks on some nodes."""
+        found: dict[Node, list[AtNode | AtOutput]] = {node: [] for node in nodes}
+        for node, hook in self.hooks:
+            if node in found:
+                found[node].append(hook)
+        return found
+
+    def ways(self) -> dict[str, str]:
+        """What the running pass does at parameters; see `reach_of`.  Raises ParamGradSkipped if it is to take gradients."""
+        try:
+            return {name: EXECUTED for name, leaf in self.parameters.items() if will_execute(leaf)}
+        except RuntimeError:  # it takes some
+            ways = {name: way for name, leaf in self.parameters.items() if (way := reach_of(leaf))}
+            taken = [p for name, p in zip(self.parameters, self.trained) if ways.get(name) == CAPTURED]
+            self.backward.check_captured(taken)
+            return ways
 
     def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
         """By parameter, how many gradients arrive at its uses in a pass that begins at the given outputs."""
-        nodes = Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
-        return Counter(name for node in self.hooks.keys() & nodes for name in self.names_at(node))
+        hooks = self.at(Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes)
+        return Counter(name for own in hooks.values() for name in names_at(own))
 
-    def names_at(self, node: Node) -> list[str]:
-        """The parameters of a node's uses."""
-        uses = [hook.use if isinstance(hook, AtNode) else hook.call for hook in self.hooks[node]]
-        return [edge.name for use in uses if use is not None for edge in use.edges.values()]
-
-    def _leads_on(self, node: Node) -> bool:
+    @staticmethod
+    def _leads_on(node: Node, stops: Collection[Node]) -> bool:
         """Whether every pass to lower uses goes through this node too, so that its own hook notices."""
         waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
         while waiting:
             at = waiting.pop()
-            if at in self.hooks or at in self.others:
+            if at in stops:
                 return True
             if at not in seen:
                 seen.add(at)
@@ -83,13 +95,18 @@ class Behind:
         return False
 
 
+def names_at(hooks: Iterable[AtNode | AtOutput]) -> list[str]:
+    """The parameters of the uses that have hooks."""
+    uses = [hook.use if isinstance(hook, AtNode) else hook.call for hook in hooks]
+    return [edge.name for use in uses if use is not None for edge in use.edges.values()]
+
+
 def may_stand_behind(kind: Kind, ran: Ran) -> bool:
     """Whether a forward's outputs may leave their graph.
 
     They may after a first pass that made no graph, if nothing else needs gradients of
     parameters."""
-    leaves: Iterable[Any] = ran.leaves
-    if kind.derives is not False or not all(may_skip(leaf.variable) for leaf in leaves):
+    if kind.derives is not False or not all(may_skip(ran.parameters[name]) for name in ran.leaves.values()):
         return False
     return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
@@ -99,8 +116,7 @@ def without_grad(backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output
 
     is_hooked: whether the user has registered hooks on gradients in the forward"""
     behind = Behind(backward, kind, ran, off, is_hooked)
-    parameters = [leaf.variable for leaf in behind.parameters.values()]
-    views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
+    views = iter(_Behind.apply(behind, *behind.inputs, *behind.trained))
     taken = {id(x): next(views) for x in behind.outputs}
     return map_tensors(lambda x: taken.get(id(x), x), output)
 
@@ -122,30 +138,30 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     backward = behind.backward
     if backward.inner is not None:  # the inner pass is a later forward's, and passes gradient on to this one itself
         return [None] * len(behind.inputs)
-    ways = {name: way for name, leaf in behind.parameters.items() if (way := reach_of(leaf))}
-    backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
+    ways = behind.ways()
     behind.has_graphs |= torch.is_grad_enabled()
     behind.kind.derives = behind.kind.derives or behind.has_graphs
     # Passes may come around the function too, through tensors that the model did not return.
-    is_around = any(will_execute(node) for node in behind.hooks)
+    is_around = any(will_execute(node) for node, _ in behind.hooks)
     keeps = behind.has_graphs or is_around or keeps_graph()
     roots = [(x, g) for x, g in zip(behind.outputs, grads) if g is not None]
     lowest = behind.lowest if ways else []
+    hooks = behind.at(lowest)
     # The gradients that are still to be compared with rows.
     record = backward.record
     is_hooked = behind.is_hooked or backward.has_new_hooks()
     names = {name for name in ways if record.comparing or is_around or is_hooked}
     for node in lowest if record.gathered else ():
-        is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
+        is_node = any(isinstance(hook, AtNode) for hook in hooks[node])
         if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass
-            names |= {name for name in behind.names_at(node) if name in ways}
+            names |= {name for name in names_at(hooks[node]) if name in ways}
     wanted = [*behind.edges, *(GradientEdge(behind.parameters[name], 0) for name in names)]
     numbers = [(node, number) for node in lowest for number in range(len(made(node)))]
     wanted += [GradientEdge(node, number) for node, number in numbers]
     if not roots or not wanted:
         return [None] * len(behind.inputs)
     counts = {} if record.on_arrival is None else behind.counts([x for x, _ in roots])
-    inner = Inner(current_task(), ways, counts, frozenset(names))
+    inner = Inner(current_task(), keeps, ways, counts, frozenset(names))
     if ways and not backward.is_silent:
         backward.enter(inner.task).skipped.update(ways)
     with kept(backward, "inner"):
@@ -161,6 +177,6 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             arrived[node].append(grad)
         for node, own in arrived.items():
             if any(grad is not None for grad in own):
-                for hook in behind.hooks[node]:
+                for hook in hooks[node]:
                     hook(tuple(own), node, keeps)
     return list(found[: len(behind.edges)])

@@ -1,8 +1,7 @@
 """The log of the running forward: its layer calls, as they come.  No mathematics, and nothing is decided here."""
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.calls import Layer, LayerCall, Note, Within, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import GraphAlive, LayerCall, packed_into
-from autograd_hacks.formulas.call import Settings
+from autograd_hacks.capture.uses import GraphAlive
 from autograd_hacks.formulas.norms import STATISTICS
-from autograd_hacks.formulas.table import Rule, rule_for
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
@@ -49,9 +48,17 @@ class Noted(NamedTuple):
 
     Where its samples are is found when the forward has ended."""
 
-    call: LayerCall
-    hooks: list[tuple[Node, AtOutput]]  # on its outputs' nodes
+    noted: LayerCall | Note
+    hooks: Sequence[tuple[Node, AtOutput]]  # on its outputs' nodes
     inputs: frozenset[Node]  # the nodes that made its arguments
+
+    @property
+    def call(self) -> LayerCall:
+        return self.noted.made(weakref.ref(self.hooks[0][1])) if isinstance(self.noted, Note) else self.noted
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.noted.known.layer
 
     @property
     def is_empty(self) -> bool:
@@ -72,41 +79,13 @@ class Noted(NamedTuple):
         )
 
 
+_WITH_STATISTICS = {getattr(torch._C._functions, name, None) for name in STATISTICS}
+
+
 def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
     """Tells calls where their samples are, if nothing but sizes shows it."""
     for noted in calls if samples else ():
         noted.call.layouts = noted.usual_layouts(samples or 0)
-
-
-@dataclass(eq=False)
-class Layer:
-    """What stays the same from call to call of a layer with a rule."""
-
-    layer: nn.Module
-    rule: Rule
-    owned: tuple[tuple[str, Tensor | None, bool], ...]  # what the rule covers: the name in the layer, whether it trains
-    read: tuple[tuple[str, Tensor], ...]  # those that aren't None, and its buffers
-    tensors: tuple[Tensor, ...]  # the same without names
-    buffers: tuple[Tensor | None, ...]
-    wanted: tuple[tuple[str, Tensor, str], ...]  # those whose rows are wanted, with the name in the model
-    ids: frozenset[int]  # of these
-    locals: tuple[str, ...]  # their names in the layer
-    names: tuple[str, ...]  # and in the model
-    is_plain: bool  # whether its calls may be noted in few words
-    settings: Settings  # a stride, an epsilon: they may differ from call to call
-
-    def holds(self, layer: nn.Module) -> bool:
-        own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
-        if layer is not self.layer or len(own) != len(self.owned) or not self.settings.are_of(layer):
-            return False
-        for (local, p), (name, before, trains) in zip(own.items(), self.owned):
-            if p is not before or local != name or (p is not None and p.requires_grad is not trains):
-                return False
-        if layer._buffers or self.buffers:
-            buffers = layer._buffers.values()
-            if len(buffers) != len(self.buffers) or any(x is not y for x, y in zip(buffers, self.buffers)):
-                return False
-        return rule_for(layer) is self.rule
 
 
 class Forward:
@@ -118,9 +97,11 @@ class Forward:
         self.running: str | None = None  # the path of the module whose forward runs
         self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
+        self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
+        self._within: Within | None = None  # what the calls so far share
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -147,7 +128,14 @@ class Forward:
 
     def restart(self) -> None:
         """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._random_states = [], {}
+        self.noted, self._random_states, self._within, self.hooks = [], {}, None, 0
+
+    @property
+    def within(self) -> Within:
+        """What the calls of the running forward share."""
+        if self._within is None:
+            self._within = Within(self.record.forwards, self.record.told, self.samples)
+        return self._within
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -158,20 +146,17 @@ class Forward:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
+        if output is not None and not kwargs and len(args) == 1 and self._is_as_usual():
+            known = self._known(path, layer)
+            if known is not None and known.is_plain and self._note_plainly(known, args, output, is_first):
+                return output
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
         task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
-        known = self.layers.get(path)
-        if known is None or not known.holds(layer):
-            if (rule := rule_for(layer)) is None:
-                return output
-            known = self.layers[path] = self._layer(path, layer, rule)
-        if not known.wanted or not torch.is_grad_enabled():
-            return output
-        is_plain = task == NO_TASK and self.running is not None and known.is_plain and drew is None and not kwargs
-        if is_plain and self._note_plainly(known, path, args, output, is_first):
+        known = self._known(path, layer)
+        if known is None or not known.wanted or not torch.is_grad_enabled():
             return output
         outputs = tensors_of(output)
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
@@ -201,67 +186,68 @@ class Forward:
             graph=weakref.ref(graph),
             is_first=is_first,
             told=self.record.told,
+            within=self.within if self.running is not None else None,
         )
         if self.running is None and task != NO_TASK and self.record.told is not self.static:
             call.why_refused = INSIDE_PASS
         output, hooks = attach(call, graph, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
+            self.hooks += len(hooks)
         return output
 
-    def _note_plainly(self, known: Layer, path: str, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
-        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that.
+    def _is_as_usual(self) -> bool:
+        """Whether a call in the running forward is to be recorded, and no backward pass, transform or tracer runs."""
+        if self.running is None or self._random_states or current_task() != NO_TASK or not torch.is_grad_enabled():
+            return False
+        return not (is_transformed() or is_traced() or self.backward.is_silent) and Switch.on()
 
-        What is asked about it later it works out from these."""
-        x = args[0] if len(args) == 1 else None
-        if type(x) is not Tensor or type(output) is not Tensor or x.is_nested or x.layout is not torch.strided:
+    def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
+        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that."""
+        x = args[0]
+        if (
+            not known.wanted
+            or type(x) is not Tensor
+            or type(output) is not Tensor
+            or x.is_nested
+            or x.layout is not torch.strided
+        ):
             return False
         node, base = output.grad_fn, output._base
         if base is not None and node is not None:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        call, record, made_by = LayerCall.__new__(LayerCall), self.record, x.grad_fn
-        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
-        hook = AtOutput(call, None, self.backward, 0, output, (args, _NONE), inputs)
-        call.__dict__ = {
-            "path": path,
-            "layer": known.layer,
-            "known": known,
-            "is_usual": True,
-            "args": (x.detach(),),
-            "kwargs": _NONE,
-            "training": known.layer.training,
-            "overwritten": versions_among(x, *known.tensors),
-            "precision": autocast_dtype(output.device) if is_any_autocast_on() else None,
-            "forward": record.forwards,
-            "samples": self.samples,
-            "told": record.told,
-            "graph": weakref.ref(hook),
-            "saved": saved_by(node, STATISTICS) if known.rule.is_node and is_first and base is None else None,
-        }
-        if not is_first:
-            call.is_first = False
+        made_by, training, saved = x.grad_fn, known.layer.training, None
+        if known.rule.is_node and is_first and base is None and type(node) in _WITH_STATISTICS:
+            saved = saved_by(node, STATISTICS)
+        precision = autocast_dtype(output.device) if is_any_autocast_on() else None
+        versions = versions_among(x, *known.tensors)
+        number, inputs = len(self.noted), _NO_NODES if made_by is None else frozenset((made_by,))
+        note = Note(known, self.within, number, x.detach(), versions, training, precision, saved, is_first)
+        hook = AtOutput(note, None, self.backward, 0, output, (args, _NONE), inputs)
         if self.is_taped:
-            _ = call.edges  # to find them later would be a step of the tape
+            _ = note.made(weakref.ref(hook)).edges  # to find them later would be a step of the tape
         put_on(node, hook)
-        self.noted.append(Noted(call, [(node, hook)], inputs))
+        self.noted.append(Noted(note, ((node, hook),), inputs))
+        self.hooks += 1
+        self.backward.called.add(id(known.layer))
         return True
 
-    def _layer(self, path: str, layer: nn.Module, rule: Rule) -> Layer:
-        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
-        owned = tuple([(local, p, p is not None and p.requires_grad) for local, p in own.items()])
-        read: list[tuple[str, Tensor]] = [(local, p) for local, p in own.items() if p is not None]
-        named = [(local, p, self.record.name_of(p, path, local)) for local, p in read if p.requires_grad]
-        wanted = tuple([one for one in named if one[2] not in self.record.left_out])
+    def _known(self, path: str, layer: nn.Module) -> Layer | None:
+        """The layer as it is now; None if it has no rule."""
+        known = self.layers.get(path)
+        if known is not None and known.holds(layer):
+            return known
+        if (rule := rule_for(layer)) is None:
+            return None
+        own = rule.parameters_of(layer).items()
+        named = [(local, p, self.record.name_of(p, path, local)) for local, p in own if p.requires_grad]
+        wanted = [one for one in named if one[2] not in self.record.left_out]
         for _, p, _ in wanted:
             self.backward.watch(p)
-        buffers = tuple(layer._buffers.values())
-        read += [(local, x) for local, x in layer._buffers.items() if x is not None]
-        is_plain, tensors = not rule.recomputes and rule.count is None, tuple([x for _, x in read])
-        ids, names = frozenset([id(p) for _, p, _ in wanted]), tuple([name for _, _, name in wanted])
-        local, now = tuple([local for local, _, _ in wanted]), Settings(layer)
-        return Layer(layer, rule, owned, tuple(read), tensors, buffers, wanted, ids, local, names, is_plain, now)
+        known = self.layers[path] = Layer(path, layer, rule, wanted)
+        return known
 
     def _locate(self, layer: nn.Module) -> int:
         """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
+from autograd_hacks.capture.calls import Within
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
@@ -22,6 +23,7 @@ from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse, Who
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.formulas.views import STEPS
+from autograd_hacks.graph.trace import Trace
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.graph import (
     CHECKPOINT,
@@ -61,6 +63,8 @@ class Ran:
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
     documents: Documents | None = None  # the documents packed into its samples, if rows are per document
+    within: Within | None = None  # what its calls share
+    trace: Trace | None = None  # the graph behind the outputs, once it was read
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -86,8 +90,10 @@ class Ran:
     @cached_property
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
+        names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
+        if trace is None:
+            return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
+        return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class Ran:
     @cached_property
     def ends_of_graph(self) -> list[Any]:
         """All leaves: parameters and others."""
-        return self.graph.leaves
+        return self.graph.leaves if self.trace is None else [self.trace.nodes[k] for k in self.trace.leaves]
 
     def is_fixed(self, address: int) -> bool:
         """Whether a memory address is a parameter's or a buffer's."""
@@ -114,12 +120,15 @@ class Ran:
     @cached_property
     def nodes(self) -> Collection[Node]:
         """All nodes."""
-        return self.graph.nodes
+        return self.graph.nodes if self.trace is None else self.trace.number
 
     @cached_property
     def checkpoints(self) -> list[Any]:
         """The nodes of reentrant checkpoints."""
-        return [node for node in self.nodes if node.name() == CHECKPOINT]
+        if self.trace is None:
+            return [node for node in self.nodes if node.name() == CHECKPOINT]
+        is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
+        return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
@@ -178,6 +187,19 @@ class Ran:
                 waiting += [value.node for value in inputs_of(node)]
 
 
+class Ends(NamedTuple):
+    """Where passes through a forward end.
+
+    lowest: nodes with hooks, from which gradient reaches all others
+    parameters: the leaves of the model's own, by name
+    others: other leaves
+    """
+
+    lowest: Sequence[Node]
+    parameters: Mapping[str, Node]
+    others: Sequence[Any]
+
+
 class OffGraph:
     """The uses of parameters at nodes of a finished forward's graph."""
 
@@ -189,8 +211,8 @@ class OffGraph:
         self.known_below: dict[Node, frozenset[str]] = {}
         self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
-        self.lowest: list[Node] | None = None  # if known, the nodes with hooks from which gradient reaches all others
-        self.note_lowest: Callable[[Sequence[Node]], None] = lambda _: None
+        self.ends: Ends | None = None  # if known
+        self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""
@@ -209,6 +231,7 @@ class OffGraph:
         """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
         for node, use in self.uses(edge_of, forward):
             use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
+            use.within = self.ran.within
             graph = GraphAlive()
             use.graph = weakref.ref(graph)
             hook = AtNode(use, graph, receiver)

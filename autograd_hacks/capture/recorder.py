@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import SIMPLE, Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
 
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
@@ -67,12 +67,14 @@ class Recorder:
         self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
         self._known: Known | None = None  # what is known of the running forward
+        # All parameters in the last forward, whether each was trainable, and those that were.
+        self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
         self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
 
     def read_by(self, kinds: Kinds) -> None:
         """Reads forwards by other settings from now on."""
-        self.kinds = kinds
+        self.kinds, self._trained_before = kinds, None
         self.record.told = self.forward.static = kinds.static
 
     def attach(self) -> None:
@@ -92,7 +94,7 @@ class Recorder:
         if any(p.grad is not None for p in ours):
             return
         passes = (recorded for s in self.record.segments if not s.replaced for recorded in s.passes)
-        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.calls_of}
+        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.names()}
         if missing := [name for p in ours if (name := self.record.names.get(p)) in reached]:
             raise ParamGradSkipped(
                 f"{type(optimizer).__name__}.step() moved nothing: .grad is None for all parameters that had a backward "
@@ -183,10 +185,11 @@ class Recorder:
         returned_count = len(outputs)
         modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(modules, outputs, self._began)
-        trained = partial(self.record.trained, parameters, path)
+            outputs += _kept_by(self.tree, outputs, self._began)
+        trained = partial(self._trained, parameters, path)
         ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        own_hooks = self.backward.hooks - self._own_hooks + sum(len(each.hooks) for each in noted)
+        ran.within = self.forward.within
+        own_hooks = self.backward.hooks - self._own_hooks + self.forward.hooks
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)
         with plainly_saved():
@@ -194,6 +197,13 @@ class Recorder:
         self.batch = self.marks = None  # they hold the arguments
         self.backward.hooks_before, self._users_hooks = count(), []
         return returned
+
+    def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
+        """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
+        trains, known = [p.requires_grad for p in parameters.values()], self._trained_before
+        if path or self.record.gathered or known is None or known[0] is not parameters or known[1] != trains:
+            known = self._trained_before = parameters, trains, self.record.trained(parameters, path)
+        return known[2]
 
     def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
         """The modules of what runs: of the model, or of a part."""
@@ -297,28 +307,16 @@ class Recorder:
         return edge
 
 
-_OF_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-
-
-_SIMPLE = {int, float, bool, str, type(None)}
-"""Types that hold no tensor."""
-
-
-def _kept_by(modules: Iterable[nn.Module], outputs: Sequence[Tensor], began: int) -> list[Tensor]:
+def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
 
     began: the number of the first node that it could make"""
     found = dict[int, Tensor]()
-    for module in modules:
-        attributes = vars(module)
-        own_names = attributes.keys() - _OF_MODULE
-        for name in sorted([name for name in own_names if type(attributes[name]) not in _SIMPLE]):
-            value = attributes[name]
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            if isinstance(value, Tensor) or not {type(x) for x in items} <= _SIMPLE:  # most are sizes
-                own = tensors_of(value)
-                found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
+    for value in tree.kept():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:  # most are sizes
+            own = tensors_of(value)
+            found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
     for x in outputs:
         found.pop(id(x), None)
     return [x for x in found.values() if not x.is_nested]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
+from autograd_hacks.capture.calls import LayerCall, Note, Within, gone
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
@@ -52,8 +52,12 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
-    received: dict[Use, OutputGrads] = field(default_factory=dict)
-    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the calls that lead to it
+    # What came to usual calls, in few words, and in between what came to others: a note, the gradient and its version; or a
+    # use.  `received` and `calls_of` have all of it.
+    arrived: list[tuple[Note, Tensor, int] | tuple[Use]] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead
+    _received: dict[Use, OutputGrads] = field(default_factory=dict)
+    _calls_of: dict[str, list[Use]] = field(default_factory=dict)
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
@@ -74,6 +78,67 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
+
+    @property
+    def received(self) -> dict[Use, OutputGrads]:
+        """The gradients at all uses, in the order in which they came."""
+        arrived, self.arrived = self.arrived, []
+        for own in arrived:
+            if len(own) == 1:
+                self._received[own[0]] = self._received.pop(own[0])  # it came after those before it
+                continue
+            note, grad, version = own
+            call = note.made(gone)
+            if (before := self._received.get(call)) is not None:  # a graph that a pass made led here, too
+                grad = before.first + grad
+                version = version_of(grad)
+            self._received[call] = OutputGrads([grad], [version], note.known.locals)
+            for name in note.known.names:
+                if before is None or call not in self._calls_of.get(name, ()):
+                    self._calls_of.setdefault(name, []).append(call)
+        return self._received
+
+    @property
+    def calls_of(self) -> dict[str, list[Use]]:
+        """By parameter, the calls that lead to it."""
+        _ = self.received
+        return self._calls_of
+
+    def names(self) -> set[str]:
+        """The parameters to which uses lead."""
+        return self.named | self._calls_of.keys()
+
+    def received_at(self, use: Use) -> OutputGrads:
+        """What came to a use so far, to be added to."""
+        found = (self.received if isinstance(use, LayerCall) else self._received).get(use)
+        if found is None:
+            found = self._received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
+            if self.arrived:
+                self.arrived.append((use,))
+        return found
+
+    def in_order(self) -> list[tuple[Note, Tensor, int] | tuple[Use, OutputGrads]]:
+        """What came to all uses, to usual calls in few words."""
+        later = {own[0] for own in self.arrived if len(own) == 1}
+        first = [(use, grads) for use, grads in self._received.items() if use not in later]
+        return [*first, *((own[0], self._received[own[0]]) if len(own) == 1 else own for own in self.arrived)]
+
+    def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that the pass reaches at the model's own uses, with their names."""
+        for own in self.arrived:
+            if len(own) == 3:
+                yield from ((name, p) for _, p, name in own[0].known.wanted)
+        edges = (use.edges[local] for use, grads in self._received.items() if use.is_own for local in grads.reached)
+        yield from ((edge.name, edge.parameter) for edge in edges)
+
+    def witnesses(self) -> Iterator[tuple[Use, OutputGrads]]:
+        """The uses, but of the usual calls in a forward only one, since what a forward tells is the same for all."""
+        yield from self._received.items()
+        seen = set[tuple[Within, bool]]()
+        for own in self.arrived:
+            if len(own) == 3 and (like := (own[0].within, not own[0].known.path)) not in seen:  # the model itself is none
+                seen.add(like)
+                yield own[0].made(gone), OutputGrads([own[1]], [own[2]], own[0].known.locals)
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
@@ -153,7 +218,7 @@ class Segment:
         """The number of samples, if all calls and losses agree.  Else raises BatchSizeError, which lists all numbers."""
         told: list[tuple[Use | Announcement, int]] = []
         for recorded in self.passes:
-            if recorded.is_hess and any(call.documents is not None for call in recorded.received):
+            if recorded.is_hess and any(call.documents is not None for call, _ in recorded.witnesses()):
                 raise BatchSizeError(
                     f"{recorded.losses and recorded.losses.what} gives rows of samples' entries, but "
                     "add_hooks(segments=...) asks for rows of documents. Call add_hooks(model) without segments before the "
@@ -161,8 +226,11 @@ class Segment:
                 )
             if recorded.losses:
                 told.append((recorded.losses, recorded.losses.shape[0]))
-            told += [(call, call.batch_size(grads)) for call, grads in reversed(recorded.received.items())]
+            told += [(call, call.batch_size(grads)) for call, grads in reversed([*recorded.witnesses()])]
         if len({size for _, size in told}) > 1:
+            told = [(own, size) for own, size in told if isinstance(own, Announcement)]
+            every = (pair for recorded in self.passes for pair in reversed(recorded.received.items()))
+            told += [(call, call.batch_size(grads)) for call, grads in every]
             sizes: dict[str, int] = {}
             for teller, size in told:
                 sizes.setdefault(teller.what, size)
@@ -179,7 +247,7 @@ class Segment:
         return told[0][1]
 
     def can_be_run_again(self) -> bool:
-        graphs = (call.graph() for recorded in self.passes for call in recorded.received)
+        graphs = (call.graph() for recorded in self.passes for call in recorded._received)
         return any(graph is not None and not graph.is_over for graph in graphs)
 
 
@@ -188,6 +256,7 @@ class Inner:
     """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
 
     task: int  # of the outer pass
+    keeps: bool  # whether it keeps its graph
     ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
     left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
     arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
@@ -196,14 +265,14 @@ class Inner:
 
 
 class Usual(NamedTuple):
-    """A pass through one forward that reaches all of its parameters and does nothing else.
+    """A pass through one forward that reaches all of its parameters, frees its graph and does nothing else.
 
     Of what comes to the forward's usual calls nothing is left to decide, so it is filed at once."""
 
     current: Pass
     tasks: tuple[int, ...]  # its own, and that of a pass inside it
     inner: Inner | None
-    leaves: Mapping[int, Node]  # where parameters (id) end the forward's graph
+    within: Within  # the forward
     segments: Sequence[Segment]  # the record's, as they were
 
 

@@ -11,22 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient, UnsupportedLayer, where
-from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
-from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.formulas.call import Call, Settings
 from autograd_hacks.formulas.met import Met
-from autograd_hacks.formulas.table import BY_OWNERS, NODES, Rule, rule_for
+from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.support.graph import Value, kept_by, node_of
+from autograd_hacks.support.graph import Value, kept_by
 from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
-from autograd_hacks.support.trees import Versions, holds_numbers, is_packed, map_tensors, versions_of
+from autograd_hacks.support.trees import Versions, holds_numbers, versions_of
 
 Pull = Callable[[str, Form], Form]
 """``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
@@ -103,6 +100,7 @@ class Use:
     told: Told | None = field(default=None, repr=False)  # what was read of the forward
     documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
     why_refused: str = ""  # why its parameters have no rows in this forward
+    within: Any = field(default=None, repr=False)  # what the calls in its forward share: see `capture/calls.py`
 
     @property
     @abstractmethod
@@ -176,157 +174,6 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
         return tensor
     return tensor.to(dtype)
-
-
-@dataclass(eq=False, kw_only=True)
-class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads.
-
-    The log notes a usual call in few words, because most of what may be asked about a call is asked about none.
-    """
-
-    slots: int = 1
-    settings: Settings = field(repr=False)  # of the layer at the call
-    is_usual: bool = False  # whether it has one argument, one output, and a rule that recomputes nothing
-    leaves: Mapping[int, Node] | None = field(default=None, repr=False)  # then: where parameters (id) end the graph
-
-    def __getattr__(self, name: str) -> Any:
-        """What a usual call's note leaves out.
-
-        known: the layer as it was    overwritten: how often its input and what it reads had been"""
-        own = vars(self)
-        if name == "edges":
-            leaves = self.leaves or {}
-            value: Any = {
-                local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
-            }
-        elif name == "state":
-            value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
-        elif name == "versions":
-            value = [(self.args[0], own["overwritten"][0])]
-        elif name == "settings":
-            value = own["known"].settings
-        else:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        own[name] = value
-        return value
-
-    @property
-    def what(self) -> str:
-        return f"{self.place}, input {', '.join(str(tuple(x.shape)) for x, _ in self.versions)}"
-
-    @property
-    def place(self) -> str:
-        return where(self.path, self.layer)
-
-    @property
-    def given(self) -> list[Tensor]:
-        """The tensors among the layer's arguments."""
-        return [x for x, _ in self.versions]
-
-    def batch_size(self, grads: OutputGrads) -> int:
-        if self.documents is not None:
-            return self.documents.losses
-        return self._rows(grads) if self.samples is None else self.samples
-
-    def _rows(self, grads: OutputGrads) -> int:
-        """The size of axis 0 of the outputs, or the count by the layer's rule if it has one."""
-        rule = rule_for(self.layer)
-        if rule is not None and rule.count is not None:
-            return rule.count(self.layer, self.args, self.kwargs)
-        return grads.first.shape[0] if grads.first.ndim else 1
-
-    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
-        call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
-        rule, layout = rule_for(self.layer), self.layouts[0] if self.samples is not None and self.layouts else None
-        if self.documents is not None:
-            features = None if rule is None or rule.features is None else rule.features(self.layer)
-            shape = grads.first.shape
-            found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
-            by_position = check_told(found, self.place, shape)
-            forms = call._by_rule(rule, grads, by_position if by_position.fold else None, self.documents.ids.numel())
-            return {name: self.documents.rows(form) for name, form in forms.items()}
-        if self.labels is not None:
-            forms = call._by_rule(rule, grads, None, len(self.labels))
-            return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
-        if rule is not None and rule.features is not None and layout is not None:
-            self._check_layout(layout, grads.first.shape)
-            return call._by_rule(rule, grads, layout if layout.axis or layout.fold else None, self.samples or 0)
-        rows = self._rows(grads)
-        forms = call._by_rule(rule, grads, None, rows)
-        if layout is None or not layout.fold:
-            return forms
-        labels = layout.rows(rows, self.samples or 0, grads.first.device)
-        return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
-
-    def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
-        """The forms that the layer's rule returns, after a check of their shapes.
-
-        layout: where the samples are; None if they are where the rule expects them
-        rows: how many rows it must return
-        """
-        if rule is None:
-            raise UnsupportedLayer(f"{self.place}: its rule was removed after the forward pass. Repeat the step")
-        dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
-
-        def as_expected(tensor: Tensor) -> Tensor:
-            tensor = ready(tensor, dtype)
-            return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
-
-        args, kwargs, at, saved = self.args, self.kwargs, tuple(grads.at), self.saved
-        is_ready = layout is None
-        for x in (*args, *kwargs.values(), *at) if is_ready else ():
-            is_ready = is_ready and type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
-        if not is_ready:
-            args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
-            at = tuple([g if g is None else as_expected(g) for g in at])
-            saved = {name: as_expected(x) for name, x in saved.items()} if saved else saved
-        more, layer = (self.outputs, self.precision, self._is_compared(grads), saved), self.settings.put_back(self.layer)
-        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
-        try:
-            forms = rule.formula(layer, call)
-        except (BatchSizeError, SamplesMixed) as error:
-            raise type(error)(f"{self.place} {error}") from None
-        if type(forms) is not dict and not isinstance(forms, Mapping):
-            raise self._no_forms(forms)
-        return {name: self._checked(forms, name, rows) for name in grads.reached}
-
-    def _no_forms(self, forms: object) -> TypeError:
-        return TypeError(f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
-
-    def _is_compared(self, grads: OutputGrads) -> bool:
-        """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
-        return self.told is None or self.random_state is not None or looks_free(grads.first)
-
-    def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
-        if name not in forms:
-            raise UnsupportedLayer(
-                f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
-                "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
-            )
-        form, shape = forms[name], self.edges[name].parameter.shape
-        if not isinstance(form, Form):
-            raise self._no_forms(forms)
-        if form.samples != rows or form.shape != shape:
-            raise BatchSizeError(
-                f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
-                f"{name!r}; expected {(rows, *shape)}: samples first, then the parameter's shape."
-            )
-        return form
-
-    def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
-        """Raises if the output's shape doesn't fit the number and place of its samples."""
-        size = shape[layout.axis] if layout.axis < len(shape) else None
-        if size is None or (size % (self.samples or 1) if layout.fold else size != self.samples):
-            raise BatchSizeError(
-                f"{self.place}: the numbers of samples disagree. The model got {self.samples}, "
-                f"but this layer returned shape {tuple(shape)}; expected the samples as {layout}."
-            )
-
-
-def packed_into(call: Call) -> PackedSequence | None:
-    """The packed sequence among a layer's arguments."""
-    return next((x for x in (*call.args, *call.kwargs.values()) if is_packed(x)), None)
 
 
 @dataclass(frozen=True)

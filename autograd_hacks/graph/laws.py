@@ -39,6 +39,7 @@ class Kind:
     by_values: whether the law reads saved tensors
     is_stateless: whether its backward depends on nothing but what it shows
     has_operands: whether it saves tensors
+    keeps_sizes: whether the sizes of its outputs follow from its numbers and the sizes of its inputs, if all have a graph
     overwritten: how many of its first inputs only lend their memory
     """
 
@@ -50,6 +51,7 @@ class Kind:
     by_values: bool = False
     is_stateless: bool = False
     has_operands: bool = True
+    keeps_sizes: bool = False
     overwritten: int = 0
 
     @property
@@ -67,6 +69,12 @@ class Kind:
         if not self.numbers:
             return {}
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
+
+
+_SIZED = """add sub mul div neg abs exp log sqrt rsqrt reciprocal tanh sigmoid relu gelu silu elu leaky_relu softplus
+hardswish hardsigmoid mish erf sin cos native_dropout clone alias t transpose permute unsqueeze mm addmm bmm
+baddbmm native_layer_norm _softmax _log_softmax"""
+"""Operations whose output's sizes are a function of the sizes of their inputs.  None has a mask or an index of its own."""
 
 
 def node_name(operation: str) -> str:
@@ -90,8 +98,8 @@ def kind_of_name(name: str, kind: type) -> Kind:
     for table, by_values in ((VALUES, True), (MOVES, False)):
         if (own := table.get(operation)) is not None:
             return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
-    overwritten = 1 if operation == "copy" else 0
-    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True, overwritten=overwritten)
+    more = {"overwritten": 1 if operation == "copy" else 0, "keeps_sizes": operation in _SIZED.split()}
+    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True, **more)
 
 
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:

@@ -1,12 +1,14 @@
 """One forward's graph as plain numbers, and the key under which it is remembered.
 
 Nodes are numbered in the order in which they are met from the roots.  The key holds all that laws by rule can read: kinds,
-the saved numbers that laws name, sizes, edges, parameters by identity and other leaves by order.
+the saved numbers that laws name, edges, parameters by identity and other leaves by order; and all sizes that don't follow
+from these and from other sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from torch import Tensor
@@ -25,6 +27,13 @@ class Nested(Exception):
     """A value is a nested tensor, which has no axes."""
 
 
+def _sizes(node: Any) -> tuple[Any, ...]:
+    made = node._input_metadata
+    if made[0].is_nested_tensor:
+        raise Nested
+    return (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
+
+
 class Trace:
     """The graph behind some values.
 
@@ -32,56 +41,74 @@ class Trace:
     parameters: the identities of the model's parameters
     ends: nodes at which to stop
 
-    ``number`` gives a node's number.
+    ``number`` gives a node's number; ``variables`` are the tensors at ``leaves``.
     """
 
-    __slots__ = (
-        "edges", "ends", "fixed", "key", "kinds", "leaves", "nodes", "number", "numbers", "parameters", "roots", "shapes"
-    )  # fmt: skip
-
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
-        nodes: list[Any] = list(dict.fromkeys(node for node, _ in roots))
+        nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
         leaves: list[int] = []
+        variables: list[Tensor] = []
         fixed: list[int] = []  # those that are parameters, of this model or of one that it hides
-        found: list[tuple[Kind, Any, Any, tuple[tuple[int, int] | None, ...]]] = []
-        key: list[Hashable] = [tuple((place[node], number) for node, number in roots)]
-        find, known = place.get, _BY_TYPE.get
+        ids: list[int] = []  # of the tensors at these
+        kinds: list[Kind] = []
+        edges: list[tuple[tuple[int, int] | None, ...]] = []
+        read: list[Any] = []  # the numbers and sizes that don't follow from others
+        find, known, of_leaf, parameter = place.get, _BY_TYPE.get, Leaf, Parameter
         for node in nodes:  # the list grows
             kind = type(node)
-            if kind is Leaf:
+            if kind is of_leaf:
                 x = node.variable
-                leaves.append(len(found))
-                if id(x) in parameters or isinstance(x, Parameter):
-                    fixed.append(len(found))
-                    key.append(id(x))
-                found.append((LEAF, None, (tuple(x.shape),), ()))
+                if id(x) in parameters or isinstance(x, parameter):
+                    fixed.append(len(edges))
+                    ids.append(id(x))
+                leaves.append(len(edges))
+                variables.append(x)
+                kinds.append(LEAF)
+                edges.append(())
+                read.append(x.shape)
                 continue
-            made = node._input_metadata
-            if made[0].is_nested_tensor:
-                raise Nested
-            sizes: Any = (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
             if ends and node in ends:
-                found.append((END, None, sizes, ()))
+                kinds.append(END)
+                edges.append(())
+                read.append(_sizes(node))
                 continue
             own = known(kind) or kind_of(node)
+            is_known = own.keeps_sizes
             ahead: list[tuple[int, int] | None] = []
-            for other, number in node.next_functions:
+            for edge in node.next_functions:
+                other = edge[0]
                 if other is None:
                     ahead.append(None)
+                    is_known = False
                     continue
                 k = find(other)
                 if k is None:
                     k = place[other] = len(nodes)
                     nodes.append(other)
-                ahead.append((k, number))
-            found.append((own, None if own.get is None else own.get(node), sizes, tuple(ahead)))
-        kinds, numbers, shapes, edges = zip(*found) if found else ((), (), (), ())
+                ahead.append((k, edge[1]))
+            kinds.append(own)
+            edges.append(tuple(ahead))
+            if own.get is not None:
+                read.append(own.get(node))
+            if not is_known:
+                read.append(_sizes(node))
         self.number: Mapping[Any, int] = place
-        self.nodes, self.kinds, self.numbers, self.shapes, self.edges = nodes, kinds, numbers, shapes, edges
+        self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
-        self.parameters, self.ends, self.leaves, self.fixed = parameters, ends, leaves, fixed
-        self.key: Hashable = (tuple(key), tuple(fixed), tuple(found))
+        self.parameters, self.ends, self.leaves, self.variables, self.fixed = parameters, ends, leaves, variables, fixed
+        self.key: Hashable = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
+
+    @cached_property
+    def shapes(self) -> Sequence[tuple[Any, ...]]:
+        """The sizes of each node's outputs."""
+        leaves = iter(self.variables)
+        return [(next(leaves).shape,) if kind is LEAF else _sizes(node) for node, kind in zip(self.nodes, self.kinds)]
+
+    @cached_property
+    def numbers(self) -> Sequence[Any]:
+        """The saved numbers that each node's law reads."""
+        return [None if kind.get is None else kind.get(node) for node, kind in zip(self.nodes, self.kinds)]
 
     def leaf(self, k: int) -> Tensor:
         x: Tensor = self.nodes[k].variable

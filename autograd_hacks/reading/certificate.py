@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Pass, Record
-from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS, directions

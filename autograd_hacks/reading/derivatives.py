@@ -15,10 +15,11 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.calls import LayerCall, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import LayerCall, NodeUse, Use, packed_into
+from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
 from autograd_hacks.graph.trace import END, LEAF
 from autograd_hacks.reading.reader import Reader, label_of, ran_behind

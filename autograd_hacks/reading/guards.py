@@ -6,10 +6,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
-from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
     ON_PASSES,
@@ -57,7 +58,7 @@ def check_known(model: nn.Module, record: Record) -> None:
     """Raises if layers used whole parameters that can't be matched to shards.  They would look like unused parameters."""
     known = set(record.names.values()) if gathering(model) else set()
     passes = (recorded for segment in record.segments for recorded in segment.passes)
-    strange = [name for recorded in passes for name in recorded.calls_of if known and name not in known]
+    strange = [name for recorded in passes for name in recorded.names() if known and name not in known]
     if strange or (known and record.unseen.keys() - known):
         raise NothingRecorded(
             "fully_shard gathered parameters that the hooks don't know: a part of the model was called before the model "
@@ -93,11 +94,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
-        if not record.told.refused.keys().isdisjoint(recorded.calls_of):
+        if not record.told.refused.keys().isdisjoint(recorded.names()):
             raise _refusal(record.told.mixing or record.told.untold)
         if recorded.refused:
             raise _refusal(recorded.refused)
-        wrong = [reason for name, reason in record.told.disproven.items() if name in recorded.calls_of]
+        wrong = [reason for name, reason in record.told.disproven.items() if name in recorded.names()]
         if wrong:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # this may be why
@@ -159,7 +160,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             "end with the transform, so its rows would be missing. Compute derivatives by "
             "torch.autograd.grad(create_graph=True), and rows of outputs by per_sample_jacobian."
         )
-    uses = [use for segment in record.segments for recorded in segment.passes for use in recorded.received]
+    uses = [use for recorded in record.passes for use, _ in recorded.witnesses()]
     if uses and not any(use.is_own for use in uses):
         raise UnseenGradient(
             f"{', '.join(past)}: used by a method that isn't forward. {uses[0].place} was called by itself, and the model "
@@ -179,15 +180,16 @@ def check_independent(recorder: Recorder) -> None:
     if not recorder.kinds.independent or recorder.is_aside:
         return
     passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
-    for use in {use for recorded in passes for use in recorded.received}:
+    for use in {use for recorded in passes for use, _ in recorded.witnesses()}:
         check_shown(use)
 
 
 def check_documents(recorder: Recorder) -> None:
     """Raises if rows of documents were requested and can't be assigned."""
-    for recorded in (recorded for segment in recorder.record.segments for recorded in segment.passes):
-        for use, own in recorded.received.items():
-            check_own_documents(use, own, recorder.segments is not None)
+    is_asked, passes = recorder.segments is not None, recorder.record.passes
+    if is_asked or any(use.documents is not None for recorded in passes for use, _ in recorded.witnesses()):
+        for use, own in (pair for recorded in passes for pair in recorded.received.items()):
+            check_own_documents(use, own, is_asked)
 
 
 def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:

@@ -6,7 +6,6 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
+from autograd_hacks.capture.calls import Note, packed_into
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Whose, packed_into
+from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -29,7 +29,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import CHECKPOINT, Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -51,7 +51,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
-    lowest: see `OffGraph`; None as long as nobody has looked for them
+    ends: see `OffGraph`; None as long as nobody has looked for them
     below: the parameters on which the values of uses depend, by node
     """
 
@@ -64,12 +64,13 @@ class Read:
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
     links: Sequence[Link] = ()
-    lowest: list[int] | None = None
+    ends: tuple[list[int], dict[str, int], list[int]] | None = None
     below: dict[int, frozenset[str]] | None = None
 
-    def note_lowest(self, number: Mapping[Node, int], nodes: Sequence[Node]) -> None:
-        if all(node in number for node in nodes):
-            self.lowest = [number[node] for node in nodes]
+    def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
+        if all(node in number for node in ends.lowest):
+            parameters = {name: number[leaf] for name, leaf in ends.parameters.items()}
+            self.ends = [number[node] for node in ends.lowest], parameters, [number[leaf] for leaf in ends.others]
 
 
 class Reader:
@@ -99,12 +100,7 @@ class Reader:
             self.walk = walk(self.trace, labels, samples, memory)
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
-        self.number = self.trace.number
-        names = {id(p): name for name, p in ran.parameters.items()}
-        ran.ends_of_graph = [nodes[k] for k in self.trace.leaves]
-        ran.nodes = self.number
-        ran.checkpoints = [node for node, k in zip(nodes, kinds) if k in lawless and k.name == CHECKPOINT]
-        ran.leaves = {leaf: names[id(leaf.variable)] for leaf in ran.ends_of_graph if id(leaf.variable) in names}
+        self.number, ran.trace = self.trace.number, self.trace
         self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
         self.key = self._key()
 
@@ -131,17 +127,18 @@ class Reader:
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
         key, number = list[Hashable](), self.number
-        for call, hooks, inputs in self.ran.noted:
+        for noted, hooks, inputs in self.ran.noted:
             if len(hooks) != 1:
                 return None
-            ((node, hook),) = hooks
-            if not call.known.is_plain:
+            ((node, hook),), known = hooks, noted.known
+            if not known.is_plain:
                 return None
             at = None
-            given = call.args[0] if call.args and not inputs else None
-            if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
-                at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
-            key += (weakref.ref(call.known), number.get(node), hook.number, hook.shape, at)
+            if not inputs:
+                given = noted.x if isinstance(noted, Note) else noted.args[0] if noted.args else None
+                if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
+                    at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
+            key.append((known.ref, number.get(node), hook.number, hook.shape, at))
         return tuple(key)
 
     def known(self) -> Read | None:
@@ -155,6 +152,10 @@ class Reader:
         found = Read()
         apart = self.ran.taken_apart()
         found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
+        nobody = torch.zeros(0, dtype=torch.long, device="cpu")
+        for n, noted in enumerate(self.ran.noted):
+            if noted.is_empty and (whose := found.calls[n]) is not None:
+                found.calls[n] = whose._replace(labels=nobody)
         self._find_uses(found)
         if self.walk.mixed:
             mix = next((own for own in self.walk.mixes if own.node >= 0), None)
@@ -277,23 +278,18 @@ class Reader:
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
         refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
-        leaves: Iterable[Any] = names
-        leaf_of = {id(leaf.variable): leaf for leaf in leaves}
+        if (within := ran.within) is not None:
+            within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+            within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
-            call = noted.call
-            call.told, call.samples = off.told, samples
-            if refused:
-                call.why_refused = next((refused[e.name] for e in call.edges.values() if e.name in refused), "")
-            if whose is None:
-                call.edges = {}  # its rows come from where its output meets the batch
-            else:
-                call.layouts, call.labels, call.is_unseen = whose
-                call.leaves = leaf_of if call.is_usual else None
-            if noted.is_empty:
-                call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
-        if found.lowest is not None:
-            off.lowest = [nodes[k] for k in found.lowest]
-        off.note_lowest = partial(found.note_lowest, self.number)
+            call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
+            if call is not None:
+                call.follow(whose)
+        if found.ends is not None:
+            lowest, parameters, others = found.ends
+            own = {name: nodes[k] for name, k in parameters.items()}
+            off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
+        off.note_ends = partial(found.note_ends, self.number)
         off.found |= self.found_in_graph(found)
         if found.below is None:
             found.below = {j: off.below(nodes[j]) for values, _ in found.uses.values() for j, _, _ in values}

@@ -28,7 +28,7 @@ def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
 
 def check_ordinary(record: Record, what: str) -> None:
     """Raises if the record holds passes of `backprop_hess`, or of tokens.  what: is to be read, for messages"""
-    uses = (use for segment in record.segments for recorded in segment.passes for use in recorded.received)
+    uses = (use for recorded in record.passes for use, _ in recorded.witnesses())
     check_no_tokens(any(use.documents is not None and use.documents.is_of_tokens for use in uses), what)
     if record.hess_type is not None:
         raise NothingRecorded(

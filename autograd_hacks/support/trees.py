@@ -192,6 +192,13 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
+SIMPLE = {int, float, bool, str, type(None)}
+"""Types that hold no tensor."""
+
+_OF_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
 class Tree:
     """A model's modules and parameters.  To see that they are those of before takes a fraction of finding them."""
 
@@ -201,12 +208,13 @@ class Tree:
         self._children: list[tuple[nn.Module | None, ...]] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._owned: list[tuple[str, int]] | None = None
+        self._attributes: list[tuple[int, list[str]]] = []  # of each module: how many, and the names of its own ones
 
     def modules(self) -> list[nn.Module]:
-        """`modules_of` the model."""
+        """`modules_of` the model.  The same list as long as the model has the same ones."""
         if self._children is None or [tuple(m._modules.values()) for m in self._modules] != self._children:
             model = self._model()
-            self._modules, self._owned = [] if model is None else modules_of(model), None
+            self._modules, self._owned, self._attributes = [] if model is None else modules_of(model), None, []
             self._children = [tuple(m._modules.values()) for m in self._modules]
         return self._modules
 
@@ -221,6 +229,17 @@ class Tree:
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
         return modules, self._parameters
+
+    def kept(self) -> Iterator[Any]:
+        """What modules keep in attributes of their own, but for simple values."""
+        self._attributes = self._attributes or [(0, [])] * len(self._modules)
+        for n, module in enumerate(self._modules):
+            own = vars(module)
+            count, names = self._attributes[n]
+            if len(own) != count or not own.keys() >= set(names):
+                names = sorted(own.keys() - _OF_MODULE)
+                self._attributes[n] = len(own), names
+            yield from [own[name] for name in names if type(own[name]) not in SIMPLE]
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:

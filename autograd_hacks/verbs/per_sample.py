@@ -84,11 +84,12 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
-    if told := [use.documents for use in _uses(record) if use.documents is not None and use.documents.is_of_tokens]:
+    documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
+    if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
             raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
-        samples, *entries_of = told[0].ids.shape
+        samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
     made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
     again = partial(grads_of, spread=spread, loss_type=loss_type, scale=scale, only=names)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.capture.log import Layer
-from autograd_hacks.capture.uses import LayerCall
+from autograd_hacks.capture.calls import Layer, LayerCall
 from autograd_hacks.reading.reader import Read
 
 

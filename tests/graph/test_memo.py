@@ -1,11 +1,13 @@
 """Forwards whose graphs look alike are told apart, and what a memo keeps is what a walk would find."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, root_label, traced
-from pairs import PAIRS, N, eye
+from pairs import PAIRS, N, eye, leaf
 from torch import Tensor
 
 from autograd_hacks.graph.label import At, Label, same
@@ -143,3 +145,49 @@ def test_another_default_device_changes_nothing() -> None:
     finally:
         torch.set_default_device(None)
     assert_same(walk, walked(trace, {0: At(0)}, N, memory))
+
+
+A, B, C, D = (leaf(2, 3), leaf(3, 2), leaf(2, 2), leaf(1, 3))
+SIZES: dict[str, Callable[[], list[Tensor]]] = {
+    # Each list has the same kinds of nodes on inputs of the same sizes; a hidden operand or a number makes other sizes.
+    "add": lambda: [D + torch.ones(n, 3).double() for n in (1, 2)],
+    "sub": lambda: [D - torch.ones(n, 3).double() for n in (1, 2)],
+    "mul": lambda: [D * torch.ones(n, 3).double() for n in (1, 2)],
+    "div": lambda: [D / torch.ones(n, 3).double() for n in (1, 2)],
+    "mm": lambda: [A.mm(torch.ones(3, n).double()) for n in (1, 2)],
+    "addmm": lambda: [torch.addmm(D, A.mT.mm(C), torch.ones(2, 3).double() * n) for n in (1, 2)]
+    + [torch.addmm(D, torch.ones(n, 2).double(), A) for n in (1, 2)],
+    "bmm": lambda: [A[None].bmm(torch.ones(1, 3, n).double()) for n in (1, 2)],
+    "baddbmm": lambda: [
+        torch.baddbmm(D[:, :1, None], torch.ones(n, 1, 3).double(), torch.ones(n, 3, 2).double()) for n in (1, 2)
+    ],
+    "transpose": lambda: [A[None].transpose(0, n) for n in (1, 2)],
+    "permute": lambda: [A[None].permute(order) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))],
+    "unsqueeze": lambda: [A.unsqueeze(n) for n in (0, 1, 2)],
+    "where": lambda: [torch.where(torch.ones(n, 1, 3).bool(), A, A * 2) for n in (1, 2)],
+    "masked_fill": lambda: [D.masked_fill(torch.zeros(n, 3).bool(), 0.0) for n in (1, 2)],
+    "expand": lambda: [D.expand(n, 3) for n in (1, 2)],
+    "view": lambda: [A.view(shape) for shape in ((6,), (3, 2), (1, 6))],
+    "slice": lambda: [A[:, :n] for n in (1, 2)],
+    "then": lambda: [(D * torch.ones(n, 3).double()).tanh().t() for n in (1, 2)],
+    "pad": lambda: [F.pad(A, (n, 0)) for n in (1, 2)],
+    "pool": lambda: [F.avg_pool1d(A[None], n, 1) for n in (1, 2)],
+    "conv": lambda: [F.conv1d(A[None], B[:2, :, None], padding=n) for n in (0, 1)],
+    "sum": lambda: [A.sum(1, keepdim=keeps) for keeps in (False, True)],
+    "stack": lambda: [torch.stack([A, A], n) for n in (0, 1, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_dont_follow_from_others_are_part_of_the_key(name: str) -> None:
+    every = SIZES[name]()
+    assert len({x.shape for x in every}) > 1
+    keys = {traced([x])[0].key: x.shape for x in every}
+    assert {x.shape for x in every} <= set(keys.values())
+    for x in every:
+        assert keys[traced([x])[0].key] == x.shape
+
+
+def test_sizes_that_a_key_leaves_out_are_found_by_a_walk() -> None:
+    trace, _ = traced([(D * A).tanh().t().mm(C)])
+    assert [own[0] for own in trace.shapes[:4]] == [(3, 2), (3, 2), (2, 2), (2, 3)]

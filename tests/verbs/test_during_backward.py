@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture.uses import LayerCall
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, SamplesMixed, UnseenGradient
 
 

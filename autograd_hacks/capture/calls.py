@@ -1,0 +1,343 @@
+"""A call of a layer with a rule: the few words that the log notes of it, and the call itself, made when somebody asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.utils.rnn import PackedSequence
+
+from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.uses import Edge, GraphAlive, OutputGrads, Use, Whose, ready
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.forms import Form, Grouping, gathered
+from autograd_hacks.forms.numerics import looks_free
+from autograd_hacks.formulas.call import Call, Settings
+from autograd_hacks.formulas.table import Rule, rule_for
+from autograd_hacks.probe.documents import Documents, check_told
+from autograd_hacks.support.graph import node_of
+from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.trees import is_packed, map_tensors, versions_among
+
+
+class Layer:
+    """What stays the same from call to call of a layer with a rule.
+
+    path: its name in the model
+    wanted: the parameters whose rows are wanted, by their names in the layer and in the model
+    """
+
+    def __init__(self, path: str, layer: nn.Module, rule: Rule, wanted: Sequence[tuple[str, Tensor, str]]) -> None:
+        self.path, self.layer, self.rule, self.wanted = path, layer, rule, wanted
+        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
+        self._locals, self._own = tuple(own), [*map(id, own.values())]
+        self._trains = [p is not None and p.requires_grad for p in own.values()]
+        self._buffers = [*map(id, layer._buffers.values())]
+        # What the rule covers, and the buffers: the rule may read them.
+        self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
+        self.tensors = [x for _, x in self.read]
+        self.ids = frozenset([id(p) for _, p, _ in wanted])
+        self.local_set = frozenset([local for local, _, _ in wanted])
+        self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
+        self.is_plain = not rule.recomputes and rule.count is None  # whether its calls may be noted in few words
+        self.settings = Settings(layer)  # a stride, an epsilon: they may differ from call to call
+        self.ref = weakref.ref(self)
+
+    def holds(self, layer: nn.Module) -> bool:
+        own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
+        if layer is not self.layer or (*own,) != self._locals or not self.settings.are_of(layer):
+            return False
+        values = own.values()
+        if [*map(id, values)] != self._own or [p is not None and p.requires_grad for p in values] != self._trains:
+            return False
+        if (layer._buffers or self._buffers) and [*map(id, layer._buffers.values())] != self._buffers:
+            return False
+        return rule_for(layer) is self.rule
+
+
+class Within:
+    """What all calls in one forward share.
+
+    forward: its number    told: what was read of it    samples: N, if its arguments show it
+    """
+
+    __slots__ = ("calls", "documents", "forward", "leaves", "refused", "samples", "told")
+
+    def __init__(self, forward: int, told: Told, samples: int | None) -> None:
+        self.forward, self.told, self.samples = forward, told, samples
+        self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
+        self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
+        self.refused: Mapping[str, str] = {}  # and why some have no rows
+        self.documents: Documents | None = None
+
+
+class Note:
+    """A usual call, of one tensor that gives one, in few words: most of what may be asked about a call is asked about none.
+
+    number: its place in the log
+    versions: how often its input, and what its rule may read, had been overwritten
+    saved: what the layer's node saved
+    """
+
+    __slots__ = ("call", "is_first", "known", "number", "precision", "saved", "training", "versions", "within", "x")
+
+    def __init__(
+        self, known: Layer, within: Within, number: int, x: Tensor, versions: Sequence[int], training: bool,
+        precision: torch.dtype | None, saved: Mapping[str, Tensor] | None, is_first: bool,
+    ) -> None:  # fmt: skip
+        self.known, self.within, self.number, self.x, self.versions = known, within, number, x, versions
+        self.training, self.precision, self.saved, self.is_first = training, precision, saved, is_first
+        self.call: LayerCall | None = None
+
+    def made(self, graph: Callable[[], GraphAlive | None]) -> LayerCall:
+        """The call.  graph: gives its hook, if that is still in the graph"""
+        if self.call is None:
+            self.call = call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default
+            known, within = self.known, self.within
+            call.__dict__ = {
+                "path": known.path,
+                "layer": known.layer,
+                "known": known,
+                "args": (self.x,),
+                "kwargs": {},
+                "training": self.training,
+                "overwritten": self.versions,
+                "precision": self.precision,
+                "forward": within.forward,
+                "samples": within.samples,
+                "told": within.told,
+                "graph": graph,
+                "saved": self.saved,
+                "is_first": self.is_first,
+                "within": within,
+                "documents": within.documents,
+            }
+            if within.calls is not None:
+                call.follow(within.calls[self.number])
+        return self.call
+
+    def forms(self, grad: Tensor, version: int) -> Mapping[str, Form] | None:
+        """The forms of the layer's parameters by their names in it, or None if the call itself has to be asked for them.
+
+        grad: that arrived at the output    version: how often it had been overwritten"""
+        known, within, x = self.known, self.within, self.x
+        layer, whose = known.layer, None if within.calls is None else within.calls[self.number]
+        if whose is None or whose.is_unseen or within.refused or within.documents is not None:
+            return None
+        if not self.is_first or whose.layouts != _FIRST or versions_among(x, grad) != [self.versions[0], version]:
+            return None
+        dtype = known.wanted[0][1].dtype
+        if type(grad) is not Tensor or not (grad.dtype is x.dtype is dtype) or grad.layout is not torch.strided:
+            return None
+        if grad.shape[:1] != (within.samples,) or rule_for(layer) is not known.rule or not within.samples:
+            return None
+        call = _Plain.__new__(_Plain)
+        call.__dict__ = {
+            "note": self,
+            "path": known.path,
+            "layer": known.settings.put_back(layer),
+            "args": (x,),
+            "kwargs": _NONE,
+            "training": self.training,
+            "grads": (grad,),
+            "precision": self.precision,
+            "saved": self.saved,
+        }
+        try:
+            forms = known.rule.formula(call.layer, call)
+        except (BatchSizeError, SamplesMixed):
+            return None
+        if type(forms) is not dict or not forms.keys() >= known.local_set:
+            return None
+        for local, p, _ in known.wanted:
+            form = forms[local]
+            if not isinstance(form, Form) or form.samples != within.samples or form.shape != p.shape:
+                return None
+        return forms
+
+
+_FIRST = (Layout(),)
+_NONE: dict[str, Any] = {}
+
+
+def gone() -> None:
+    """No hook: no pass can arrive at a call again."""
+
+
+class _Plain(Call):
+    """What the formula of a usual call gets."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "state":
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        note = vars(self)["note"]
+        self.state = {local: (p, n) for (local, p), n in zip(note.known.read, note.versions[1:])}
+        return self.state
+
+
+@dataclass(eq=False, kw_only=True)
+class LayerCall(Use, Call):
+    """A call of a layer with a rule: everything that the rule reads."""
+
+    slots: int = 1
+    settings: Settings = field(repr=False)  # of the layer at the call
+
+    def __getattr__(self, name: str) -> Any:
+        """What its note leaves out.
+
+        known: the layer as it was    overwritten: how often its input and what it reads had been"""
+        own = vars(self)
+        if name == "edges":
+            leaves = self.within.leaves if self.within is not None else {}
+            value: Any = {
+                local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
+            }
+        elif name == "state":
+            value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
+        elif name == "versions":
+            value = [(self.args[0], own["overwritten"][0])]
+        elif name == "settings":
+            value = own["known"].settings
+        else:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        own[name] = value
+        return value
+
+    def made(self, graph: object) -> LayerCall:
+        return self
+
+    def follow(self, whose: Whose | None) -> None:
+        """Takes over what was read of its forward.  whose: its outputs are; None if its rule gives no rows"""
+        within = self.within
+        if within is None:
+            return
+        self.told, self.samples = within.told, within.samples
+        if within.refused:
+            self.why_refused = next((within.refused[e.name] for e in self.edges.values() if e.name in within.refused), "")
+        if whose is None:
+            self.edges = {}  # its rows come from where its output meets the batch
+        else:
+            self.layouts, self.labels, self.is_unseen = whose
+
+    @property
+    def what(self) -> str:
+        return f"{self.place}, input {', '.join(str(tuple(x.shape)) for x, _ in self.versions)}"
+
+    @property
+    def place(self) -> str:
+        return where(self.path, self.layer)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the layer's arguments."""
+        return [x for x, _ in self.versions]
+
+    def batch_size(self, grads: OutputGrads) -> int:
+        if self.documents is not None:
+            return self.documents.losses
+        return self._rows(grads) if self.samples is None else self.samples
+
+    def _rows(self, grads: OutputGrads) -> int:
+        """The size of axis 0 of the outputs, or the count by the layer's rule if it has one."""
+        rule = rule_for(self.layer)
+        if rule is not None and rule.count is not None:
+            return rule.count(self.layer, self.args, self.kwargs)
+        return grads.first.shape[0] if grads.first.ndim else 1
+
+    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
+        rule, layout = rule_for(self.layer), self.layouts[0] if self.samples is not None and self.layouts else None
+        if self.documents is not None:
+            features = None if rule is None or rule.features is None else rule.features(self.layer)
+            shape = grads.first.shape
+            found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
+            by_position = check_told(found, self.place, shape)
+            forms = call._by_rule(rule, grads, by_position if by_position.fold else None, self.documents.ids.numel())
+            return {name: self.documents.rows(form) for name, form in forms.items()}
+        if self.labels is not None:
+            forms = call._by_rule(rule, grads, None, len(self.labels))
+            return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
+        if rule is not None and rule.features is not None and layout is not None:
+            self._check_layout(layout, grads.first.shape)
+            return call._by_rule(rule, grads, layout if layout.axis or layout.fold else None, self.samples or 0)
+        rows = self._rows(grads)
+        forms = call._by_rule(rule, grads, None, rows)
+        if layout is None or not layout.fold:
+            return forms
+        labels = layout.rows(rows, self.samples or 0, grads.first.device)
+        return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
+
+    def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+        """The forms that the layer's rule returns, after a check of their shapes.
+
+        layout: where the samples are; None if they are where the rule expects them
+        rows: how many rows it must return
+        """
+        if rule is None:
+            raise UnsupportedLayer(f"{self.place}: its rule was removed after the forward pass. Repeat the step")
+        dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
+
+        def as_expected(tensor: Tensor) -> Tensor:
+            tensor = ready(tensor, dtype)
+            return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
+
+        args, kwargs, at, saved = self.args, self.kwargs, tuple(grads.at), self.saved
+        is_ready = layout is None
+        for x in (*args, *kwargs.values(), *at) if is_ready else ():
+            is_ready = is_ready and type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
+        if not is_ready:
+            args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
+            at = tuple([g if g is None else as_expected(g) for g in at])
+            saved = {name: as_expected(x) for name, x in saved.items()} if saved else saved
+        more, layer = (self.outputs, self.precision, self._is_compared(grads), saved), self.settings.put_back(self.layer)
+        call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
+        try:
+            forms = rule.formula(layer, call)
+        except (BatchSizeError, SamplesMixed) as error:
+            raise type(error)(f"{self.place} {error}") from None
+        if type(forms) is not dict and not isinstance(forms, Mapping):
+            raise self._no_forms(forms)
+        return {name: self._checked(forms, name, rows) for name in grads.reached}
+
+    def _no_forms(self, forms: object) -> TypeError:
+        return TypeError(f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
+
+    def _is_compared(self, grads: OutputGrads) -> bool:
+        """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
+        return self.told is None or self.random_state is not None or looks_free(grads.first)
+
+    def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
+        if name not in forms:
+            raise UnsupportedLayer(
+                f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
+                "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+            )
+        form, shape = forms[name], self.edges[name].parameter.shape
+        if not isinstance(form, Form):
+            raise self._no_forms(forms)
+        if form.samples != rows or form.shape != shape:
+            raise BatchSizeError(
+                f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
+                f"{name!r}; expected {(rows, *shape)}: samples first, then the parameter's shape."
+            )
+        return form
+
+    def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
+        """Raises if the output's shape doesn't fit the number and place of its samples."""
+        size = shape[layout.axis] if layout.axis < len(shape) else None
+        if size is None or (size % (self.samples or 1) if layout.fold else size != self.samples):
+            raise BatchSizeError(
+                f"{self.place}: the numbers of samples disagree. The model got {self.samples}, "
+                f"but this layer returned shape {tuple(shape)}; expected the samples as {layout}."
+            )
+
+
+def packed_into(call: Call) -> PackedSequence | None:
+    """The packed sequence among a layer's arguments."""
+    return next((x for x in (*call.args, *call.kwargs.values()) if is_packed(x)), None)
