@@ -407,7 +407,7 @@ def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
 def may_skip(parameter: Tensor) -> bool:
     """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
     before, after = hooks_before(parameter), hooks_after(parameter)
-    return len(before or ()) <= 1 and len(after or ()) <= 1  # one is this library's own
+    return (before is None or len(before) <= 1) and (after is None or len(after) <= 1)  # one is this library's own
 
 
 def _sum(before: Any, forms: Any) -> Any:

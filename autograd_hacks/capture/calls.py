@@ -128,12 +128,14 @@ class Note:
         grad: that arrived at the output    version: how often it had been overwritten"""
         known, within, x = self.known, self.within, self.x
         layer, whose = known.layer, None if within.calls is None else within.calls[self.number]
-        if whose is None or whose.is_unseen or within.refused or within.documents is not None:
+        if whose is None or whose.is_unseen or within.refused:
             return None
         if not self.is_first or whose.layouts != _FIRST or versions_among(x, grad) != [self.versions[0], version]:
             return None
         dtype = known.wanted[0][1].dtype
-        if type(grad) is not Tensor or not (grad.dtype is x.dtype is dtype) or grad.layout is not torch.strided:
+        if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not torch.strided:
+            return None
+        if x.dtype is not dtype and x.is_floating_point():
             return None
         if grad.shape[:1] != (within.samples,) or rule_for(layer) is not known.rule or not within.samples:
             return None

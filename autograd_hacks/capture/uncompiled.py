@@ -112,8 +112,13 @@ INSTEAD = ("compile", "_replicate_for_data_parallel")  # the second is DataParal
 
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
     """Wraps the model, and compiled modules inside it, so that recorded calls run uncompiled."""
-    for module in recorder.tree.modules() if COMPILER in sys.modules else ():
-        if not isinstance(module._compiled_call_impl, Uncompiled | None) or _is_wrapped(module):
+    modules = recorder.tree.modules() if COMPILER in sys.modules else ()
+    wrapped = {kind for kind in set(map(type, modules)) if _is_wrapped(kind)}
+    for module in modules:
+        own = vars(module)
+        if ("forward" in own or "_compiled_call_impl" in own or type(module) in wrapped) and (
+            not isinstance(module._compiled_call_impl, Uncompiled | None) or _is_wrapped(module)
+        ):
             put_around(module, recorder)
     put_around(model, recorder)
     for name in INSTEAD:
@@ -126,8 +131,8 @@ def put_around(module: nn.Module, recorder: Recorder) -> None:
         vars(module)["_compiled_call_impl"] = Uncompiled(module, recorder, there)
 
 
-def _is_wrapped(module: nn.Module) -> bool:
-    """Whether torch.compile returned the module, or compiled its method ``forward``."""
+def _is_wrapped(module: nn.Module | type[nn.Module]) -> bool:
+    """Whether torch.compile returned the module, or compiled its method ``forward``, or that of a class."""
     forward = getattr(module, "forward", None)
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 

@@ -31,7 +31,7 @@ def _sizes(node: Any) -> tuple[Any, ...]:
     made = node._input_metadata
     if made[0].is_nested_tensor:
         raise Nested
-    return (tuple(made[0].shape),) if len(made) == 1 else tuple([tuple(m.shape) for m in made])
+    return tuple([tuple(m.shape) for m in made])
 
 
 class Trace:
@@ -92,7 +92,9 @@ class Trace:
             if own.get is not None:
                 read.append(own.get(node))
             if not is_known:
-                read.append(_sizes(node))
+                made = node._input_metadata
+                is_plain = len(made) == 1 and not made[0].is_nested_tensor
+                read.append(tuple(made[0].shape) if is_plain else _sizes(node))
         self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]

@@ -94,7 +94,7 @@ def _forms_of(
         forms = [gate.form(names[name]) for gate in gates]
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
-        yield name, _stack(forms, gates, parameter)
+        yield name, forms[0] if len(forms) == 1 else _stack(forms, gates, parameter)
 
 
 class Gate:
@@ -163,6 +163,9 @@ class Gate:
         """J of a parameter; None if no call leads to it.
 
         After `backprop_hess`: a row for each sample of each pass, pass by pass."""
+        if len(self._terms) == 1 and self._adds_up:
+            table = self._terms[0].pop(name, None)
+            return add([*table.values()]) if table else None
         tables = [terms.pop(name, {}) for terms in self._terms]
         if not any(tables):
             return None
@@ -193,8 +196,8 @@ class Gate:
 
 def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tensor) -> Form | None:
     """The rows of all segments.  A segment that did not reach the parameter has zeros."""
-    if len(forms) == 1 or all(form is None for form in forms):
-        return forms[0]
+    if all(form is None for form in forms):
+        return None
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
     filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))

@@ -38,8 +38,7 @@ _MICRO_BATCHES = (
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises if a trainable parameter has no hook, or its layer has none."""
-    modules = recorder.tree.modules()
-    missing = {layer for layer in modules if layer._parameters and layer not in recorder.layers and _trains(layer)}
+    missing = {layer for layer in recorder.unhooked() if _trains(layer)}
     unhooked = [
         where(path, layer)
         for path, layer in (model.named_modules() if missing else ())

@@ -13,8 +13,14 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.forms import scale
+from autograd_hacks.formulas.table import RULES, Rule
 
 N = 6
+
+
+ASIDE = list[Tensor]()
+"""What a model gives to a loss without returning it."""
 
 
 class Net(nn.Module):
@@ -31,6 +37,10 @@ class Net(nn.Module):
         if self.hook is not None:
             u.register_hook(self.hook)
         h = self.a(u.tanh()) if self.flag == "twice" else u.tanh()
+        if self.flag == "aside":
+            ASIDE.append(self.a(u))
+        elif self.flag == "mix":
+            h = h - h.mean(0)
         if self.flag != "skip":
             h = self.b(h) * self.gain + h
         return self.head(h.mean(1))
@@ -132,6 +142,59 @@ def cleared(model: Net, x: Tensor) -> None:
     step(model, x, hook=lambda g: autograd_hacks.clear_backprops(model))
 
 
+def read_aside(model: Net, x: Tensor) -> None:
+    loss = losses(vars_with(model, flag="aside"), x).mean()
+    model.flag = ""
+    (loss + ASIDE.pop().square().mean()).backward()
+
+
+def vars_with(model: Net, **flags: Any) -> Net:
+    vars(model).update(flags)
+    return model
+
+
+def mixed_before(model: Net, x: Tensor) -> None:
+    with autograd_hacks.accumulate(model):
+        step(model, x, flag="mix")
+        step(model, x)
+
+
+def hooked_first(model: Net, x: Tensor) -> None:
+    handle = model.b.register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)
+    step(model, x)
+    handle.remove()
+
+
+def written(kept: str, model: Net, x: Tensor) -> None:
+    """Overwrites what a layer was given, or the gradient at its output, after the pass."""
+    found = list[Tensor]()
+    handle = model.b.register_forward_pre_hook(lambda layer, args: found.append(args[0].detach()))
+    step(model, x, hook=lambda g: found.append(g) if kept == "gradient" else None)
+    handle.remove()
+    found[-1].add_(1)
+
+
+def ruled(model: Net, x: Tensor) -> Tensor:
+    """Another rule, from the pass to the read."""
+    step(model, x)
+    before = RULES[nn.LayerNorm]
+    RULES[nn.LayerNorm] = Rule(lambda layer, call: {n: scale(f, 2.0) for n, f in before.formula(layer, call).items()})
+    try:
+        return autograd_hacks.per_sample_grads(model).norms()
+    finally:
+        RULES[nn.LayerNorm] = before
+
+
+def set_later(model: Net, x: Tensor) -> None:
+    step(model, x)
+    model.norm.normalized_shape = (5, 8)
+
+
+def in_half(model: Net, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        step(model, x)
+
+
 PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "one pass": step,
     "used twice": lambda model, x: step(model, x, flag="twice"),
@@ -157,6 +220,14 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "cleared in the middle": cleared,
     "a parameter that its layer ignores": ignored,
     "a pass within a pass": nested,
+    "read aside": read_aside,
+    "mixed before": mixed_before,
+    "another hook first": hooked_first,
+    "input overwritten": lambda model, x: written("input", model, x),
+    "gradient overwritten": lambda model, x: written("gradient", model, x),
+    "another rule": ruled,
+    "settings changed": set_later,
+    "autocast": in_half,
     "a layer by itself": lambda model, x: (step(model, x), model.a(torch.ones(N, 8)).sum().backward()),
 }
 
