@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, Segment
-from autograd_hacks.capture.uses import NodeUse, Use
+from autograd_hacks.capture.records import Segment
+from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import (
     ON_HOOKS,
@@ -97,11 +97,6 @@ def grads_of(
     return made
 
 
-def _uses(record: Record) -> list[Use]:
-    """All uses that received gradients."""
-    return [use for segment in record.segments for recorded in segment.passes for use in recorded.received]
-
-
 def _read_tokens(
     again: Reader, of: weakref.ref[Recorder], segments: Sequence[weakref.ref[Segment]], model: nn.Module
 ) -> PerSampleGrads:
@@ -113,7 +108,7 @@ def _read_tokens(
             "tokens: the record of the backward pass was freed, or holds several batches. Call tokens() after one batch and "
             "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
-    uses = list(dict.fromkeys(_uses(recorder.record)))
+    uses = list(dict.fromkeys([use for recorded in recorder.record.passes for use in recorded.received]))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
         return again(model, recorder)
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
