@@ -168,8 +168,8 @@ class Reader:
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
         for noted, whose in zip(self.ran.noted, found.calls):
             if whose is not None:
-                names = {edge.name for edge in noted.call.edges.values()}
-                own = {self.number[leaf] for leaf, name in leaves.items() if name in names and leaf in self.number}
+                found_leaves = (self.ran.leaf_of.get(edge.name) for edge in noted.call.edges.values())
+                own = {self.number[leaf] for leaf in found_leaves if leaf in self.number}
                 for node in self.ran.inside(noted):
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
