@@ -189,7 +189,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
 
     None if the layer has its own forward, weight or bias, because the base class's rule would be silently wrong for it.
     """
-    own = vars(layer)
+    own = layer.__dict__
     if not _COMPUTES.isdisjoint(own) and any(callable(own[n]) or isinstance(own[n], Tensor) for n in _COMPUTES & own.keys()):
         return None
     for cls in type(layer).__mro__:
