@@ -152,10 +152,9 @@ class Reader:
         found = Read()
         apart = self.ran.taken_apart()
         found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
-        nobody = torch.zeros(0, dtype=torch.long, device="cpu")
         for n, noted in enumerate(self.ran.noted):
             if noted.is_empty and (whose := found.calls[n]) is not None:
-                found.calls[n] = whose._replace(labels=nobody)
+                found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
         self._find_uses(found)
         if self.walk.mixed:
             mix = next((own for own in self.walk.mixes if own.node >= 0), None)
