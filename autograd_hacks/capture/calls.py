@@ -289,14 +289,9 @@ class LayerCall(Use, Call):
             tensor = ready(tensor, dtype)
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
-        args, kwargs, at, saved = self.args, self.kwargs, tuple(grads.at), self.saved
-        is_ready = layout is None
-        for x in (*args, *kwargs.values(), *at) if is_ready else ():
-            is_ready = is_ready and type(x) is Tensor and x.dtype is dtype and x.layout is torch.strided
-        if not is_ready:
-            args, kwargs = map_tensors(as_expected, args), map_tensors(as_expected, kwargs) if kwargs else {}
-            at = tuple([g if g is None else as_expected(g) for g in at])
-            saved = {name: as_expected(x) for name, x in saved.items()} if saved else saved
+        args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs)
+        at = tuple([g if g is None else as_expected(g) for g in grads.at])
+        saved = {name: as_expected(x) for name, x in (self.saved or {}).items()}
         more, layer = (self.outputs, self.precision, self._is_compared(grads), saved), self.settings.put_back(self.layer)
         call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
         try:

@@ -118,6 +118,7 @@ class Forward:
         if current_task() != NO_TASK:  # checkpointing computes something again: not a forward
             return
         record, backward = self.record, self.backward
+        backward.running = None  # left over from a pass that failed
         record.comparing &= not backward.answered
         record.transformed &= not backward.answered
         record.forwards += 1

@@ -5,42 +5,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from sys import maxsize
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
 from autograd_hacks.capture.calls import Within
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
-from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse, Whose
-from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import Chained, Form
-from autograd_hacks.formulas.views import STEPS
+from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, Planned, ValueUse, Whose
+from autograd_hacks.capture.ways import way_of
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.graph import (
     CHECKPOINT,
     Graph,
     Leaf,
-    Taker,
     Value,
-    dtype_of,
     inputs_of,
     made,
     operands_of,
     shape_of,
 )
-from autograd_hacks.support.internals import SAVED, tree_leaves
+from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import samples_of_rows
 from autograd_hacks.support.parts import memory_of
-from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 
 
@@ -206,167 +201,60 @@ class OffGraph:
     def __init__(self, ran: Ran, told: Told, samples: int) -> None:
         self.ran, self.told, self.samples = ran, told, samples
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
-        self.found: dict[Node, tuple[list[tuple[Value, Taker]], Whose]] = {}  # by the node that takes the values
+        self.found: dict[Node, Planned] = {}  # by the node that takes values of parameters
         self.hooks: list[tuple[Node, AtNode]] = []
-        self.known_below: dict[Node, frozenset[str]] = {}
-        self.by_rule: Mapping[tuple[Node, int], Collection[str]] = {}  # parameters of whose values rules give the rows
+        self._below: dict[Node, frozenset[str]] = {}
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
         self.ends: Ends | None = None  # if known
         self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""
-        if node not in self.known_below:
+        if node not in self._below:
             seen, waiting = {node}, [node]
             while waiting:
                 new = {value.node for value in inputs_of(waiting.pop())} - seen
                 seen |= new
                 waiting += new
-            self.known_below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
-        return self.known_below[node]
+            self._below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
+        return self._below[node]
+
+    def planned(self, node: Node, values: Sequence[tuple[Value, int, Collection[str]]], whose: Whose) -> Planned:
+        """What follows from the graph about the use at a node.
+
+        values: each with the number of the node's input, and the parameters of which a rule gives the rows
+        whose: the samples at the node's outputs"""
+        uses = list[ValueUse]()
+        for value, place, by_rule in values:
+            names = tuple(sorted(self.below(value.node).difference(by_rule)))
+            way = None if type(value.node) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in names})
+            uses.append(ValueUse(place, shape_of(value), names, way))
+        names = tuple(dict.fromkeys([name for use in uses for name in use.names]))
+        return Planned(node.name(), len(made(node)), tuple(uses), names, whose)
 
     def attach(
         self, edge_of: Callable[[str], Edge], forward: int, receiver: Receiver, recomputed_in: Pass | None = None
     ) -> None:
         """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
-        for node, use in self.uses(edge_of, forward):
-            use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
-            use.within = self.ran.within
+        refused = self.refused
+        for node, plan in self.found.items():
             graph = GraphAlive()
-            use.graph = weakref.ref(graph)
+            use = NodeUse(
+                node=plan.node,
+                values=plan.values,
+                edges={name: edge_of(name) for name in plan.names},
+                slots=plan.slots,
+                forward=forward,
+                samples=self.samples,
+                layouts=plan.whose.layouts,
+                labels=plan.whose.labels,
+                graph=weakref.ref(graph),
+                told=self.told,
+                documents=self.documents,
+                why_refused=next((refused[name] for name in plan.names if name in refused), "") if refused else "",
+                recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
+                within=self.ran.within,
+            )
             hook = AtNode(use, graph, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))
-
-    def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
-        for node, (met, whose) in self.found.items():
-            graph = GraphAlive()
-            yield (
-                node,
-                NodeUse(
-                    node=node.name(),
-                    values=[self._value(value, taker) for value, taker in met],
-                    edges={name: edge_of(name) for value, taker in met for name in self._names(value, taker)},
-                    slots=len(made(node)),
-                    forward=forward,
-                    samples=self.samples,
-                    layouts=whose.layouts,
-                    precision=_coarsest([node, *(inner for value, _ in met for inner in _inside(value))]),
-                    labels=whose.labels,
-                    graph=weakref.ref(graph),
-                    told=self.told,
-                    documents=self.documents,
-                    why_refused=self._why_refused(met),
-                ),
-            )
-
-    def _names(self, value: Value, taker: Taker) -> list[str]:
-        """The parameters of a value whose rows are read here."""
-        return sorted(self.below(value.node).difference(self.by_rule.get((taker.node, taker.place), ())))
-
-    def _why_refused(self, met: list[tuple[Value, Taker]]) -> str:
-        names = {name for value, _ in met for name in self.below(value.node)} if self.refused else ()
-        return next((self.refused[name] for name in names if name in self.refused), "")
-
-    def _value(self, value: Value, taker: Taker) -> ValueUse:
-        names, is_complex = self._names(value, taker), dtype_of(value).is_complex
-        if type(value.node) is Leaf:
-            return ValueUse(taker.place, shape_of(value), {names[0]: None}, is_complex)
-        leaves = {name: self.ran.leaf_of[name] for name in names}
-        if len(leaves) == 1 and (steps := _steps(value)) is not None:
-            return ValueUse(taker.place, shape_of(value), dict.fromkeys(leaves, partial(_stepwise, steps)), is_complex)
-        transposed = Transposed(value, leaves)
-        ways = dict.fromkeys(leaves, transposed.pull)
-        return ValueUse(taker.place, shape_of(value), ways, is_complex, transposed.make)
-
-
-def _inside(value: Value) -> set[Node]:
-    """The nodes between a value and its parameters."""
-    found, waiting = set[Node](), [value.node]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and type(node) is not Leaf:
-            found.add(node)
-            waiting += [behind.node for behind in inputs_of(node)]
-    return found
-
-
-def _coarsest(nodes: Sequence[Node]) -> torch.dtype | None:
-    """The lowest-precision dtype among the nodes' outputs."""
-    dtypes = {x.dtype for node in nodes for x in made(node) if x.dtype.is_floating_point}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
-
-
-def _steps(value: Value) -> list[Callable[[Form], Form]] | None:
-    """The changes to a value's form, node by node, if all nodes on the way are views; else None."""
-    found = []
-    while type(value.node) is not Leaf:
-        behind = list(inputs_of(value.node))
-        make = STEPS.get(value.node.name())
-        if make is None or len(behind) != 1:
-            return None
-        if (step := make(value.node, value.number, shape_of(behind[0]))) is None:
-            return None
-        found.append(step)
-        (value,) = behind
-    return found
-
-
-def _stepwise(steps: Sequence[Callable[[Form], Form]], name: str, form: Form) -> Form:
-    for step in steps:
-        form = step(form)
-    return form
-
-
-class Transposed:
-    """φ's vector-Jacobian product, in a graph of its own that the user's passes don't free.
-
-    φ'(θ)ᵀ u is linear in u.  Differentiate its product with v by u: the gradient by v of that is φ'(θ)ᵀ again.
-    """
-
-    def __init__(self, value: Value, leaves: Mapping[str, Any]) -> None:
-        self.names, self.exists = list(leaves), True
-        self._of: tuple[Value, list[Any]] | None = (value, list(leaves.values()))
-
-    def make(self) -> bool:
-        """Makes the graph, during a pass, when it arrives at the value.
-
-        Before that, weights may not be gathered; afterwards φ is freed.  Returns whether torch has the second derivative."""
-        if self._of is None:
-            return self.exists
-        (value, leaves), self._of = self._of, None
-        parameters, own = [leaf.variable for leaf in leaves], made(value.node)[value.number]
-        with torch.enable_grad(), Switch.paused_here():
-            u = torch.zeros(own.shape, dtype=own.dtype, device=own.device, requires_grad=True)
-            edges = [GradientEdge(leaf, 0) for leaf in leaves]
-            # Not leaves: a derivative must not accumulate into these.
-            down = torch.autograd.grad([GradientEdge(value.node, value.number)], edges, [u.clone()], create_graph=True)
-            self.v = [torch.zeros_like(p, requires_grad=True) for p in parameters]
-            try:
-                # torch divides these gradients by counts, but not the gradients of gradients.
-                self.exists = not any(getattr(node, f"{SAVED}scale_grad_by_freq", False) for node in _inside(value))
-                (self.up,) = torch.autograd.grad(down, u, [v.clone() for v in self.v], create_graph=True)
-            except RuntimeError as error:
-                if "derivative for" not in str(error):
-                    raise
-                self.exists = False
-        self.parameters = [p.detach() for p in parameters]
-        return self.exists
-
-    def pull(self, name: str, form: Form) -> Form:
-        at = self.names.index(name)
-        return Chained(form, partial(self._pulled, self.v[at]), self.parameters[at].shape, self.parameters[at])
-
-    def _pulled(self, v: Tensor, rows: Tensor, batched: bool) -> Tensor:
-        options: dict[str, Any] = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
-        try:
-            with torch.enable_grad():
-                return torch.autograd.grad(self.up, v, rows.to(self.up.dtype), is_grads_batched=batched, **options)[0]
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise StaleRecord(
-                f"{', '.join(self.names)}: changed in place after the forward (or another tensor did that its value is made "
-                "of), and per-sample gradients need the old value. Read them before optimizer.step() and before another "
-                "forward."
-            ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,20 +13,18 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.ways import Held, Stepwise, Transposed, Way
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
-from autograd_hacks.formulas.met import Met
+from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.support.graph import Value, kept_by
+from autograd_hacks.support.graph import Leaf, Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
-from autograd_hacks.support.trees import Versions, holds_numbers, versions_of
-
-Pull = Callable[[str, Form], Form]
-"""``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
+from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_of
 
 
 class Whose(NamedTuple):
@@ -176,16 +174,29 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-@dataclass(frozen=True)
-class ValueUse:
+def _coarsest(dtypes: Set[torch.dtype]) -> torch.dtype | None:
+    """The one of the lowest precision."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if len(floating) > 1 else next(iter(floating), None)
+
+
+class ValueUse(NamedTuple):
     """A value computed from parameters, as one input of a node."""
 
     place: int  # the number of the node's input
     shape: torch.Size
-    parameters: Mapping[str, Pull | None]  # by name, how rows go back to it; None if the value is the parameter
-    is_complex: bool = False
-    # Makes the pulls while the graph exists.  Returns whether that was possible.
-    make_ways: Callable[[], bool] | None = None
+    names: tuple[str, ...]  # of the parameters
+    way: Way | None  # how it follows from them; None if it is the parameter
+
+
+class Planned(NamedTuple):
+    """What follows from a graph about a use at one of its nodes."""
+
+    node: str  # its name
+    slots: int
+    values: tuple[ValueUse, ...]
+    names: tuple[str, ...]  # of all parameters
+    whose: Whose
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,6 +208,7 @@ class NodeUse(Use):
 
     node: str  # its name
     values: Sequence[ValueUse]
+    ways: dict[int, Stepwise | Transposed] = field(default_factory=dict)  # by input number, since a pass
 
     @property
     def what(self) -> str:
@@ -216,23 +228,51 @@ class NodeUse(Use):
 
         node: the node itself, with its saved tensors
         """
-        dtype = next(iter(self.edges.values())).parameter.dtype
         found: dict[int, Form | Mapping[str, Form]] = {}
+        between = [node]
         for value in self.values:
-            if not value.parameters.keys().isdisjoint(reached):
-                form = self._by_formula(node, value, grads, dtype)
-                form = self._by_itself(node, value, grads) if form is None else form
-                if value.make_ways is None or value.make_ways():
-                    found[value.place] = form
-                else:
-                    leaves = {self.edges[name].node: name for name in value.parameters}
-                    rows = carried_back(Value(*node.next_functions[value.place]), form.dense(), leaves)  # type: ignore[arg-type]
-                    found[value.place] = {name: Dense(own) for name, own in rows.items()}
+            if not set(value.names).isdisjoint(reached):
+                form = self._by_formula(node, value, grads)
+                found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
+                if value.way is not None:
+                    ahead = value.way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
+                    between += [each for each in ahead if type(each) is not Leaf]
+                    if not self._way(value, ahead).exists:
+                        leaves = {self.edges[name].node: name for name in value.names}
+                        rows = carried_back(Value(ahead[0], value.way.output), form.dense(), leaves)
+                        found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
         self.versions = versions_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
+        self.precision = _coarsest({x.dtype for each in between for x in made(each)})
         return found
 
-    def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:
+    def _way(self, value: ValueUse, nodes: Sequence[Node]) -> Stepwise | Transposed:
+        """The way back from a value, made when a pass first arrives.  nodes: those between"""
+        assert value.way is not None
+        found = self.ways.get(value.place)
+        if found is None or (torch.is_grad_enabled() and not found.is_live):
+            found = self.ways[value.place] = value.way.bound(nodes, self._kept) or Transposed(value.way, nodes)
+        return found
+
+    def _kept(self, node: Node, held: Held | None = None) -> Kept:
+        """What a node saves, in the parameter's dtype.  held: gets its numbers that aren't indices, with their versions"""
+        dtype, is_live = next(iter(self.edges.values())).parameter.dtype, torch.is_grad_enabled()  # the pass makes a graph
+
+        def kept(name: str) -> Any:
+            x = kept_by(node, name)
+            if not isinstance(x, Tensor):
+                return x
+            x = x.detach() if x.requires_grad and not is_live else x
+            # A number changes no dtype, and modes that watch operations don't take it for a tensor.
+            if type(x) is not Tensor or (x.ndim and (x.dtype is not dtype or x.layout is not torch.strided)):
+                x = ready(x, dtype)
+            if held is not None and (x.is_floating_point() or x.is_complex()):
+                held.append((x, version_of(x)))
+            return x
+
+        return kept
+
+    def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
         """None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
         formula, by_owners, samples = NODES.get(self.node), BY_OWNERS.get(self.node), self.samples or 0
@@ -246,18 +286,13 @@ class NodeUse(Use):
             return None
         rows = samples if self.labels is None else len(g)
         rows = rows if self.documents is None else self.documents.ids.numel()
-        is_live = torch.is_grad_enabled()  # the pass makes a graph
-
-        def kept(name: str) -> Any:
-            x = kept_by(node, name)
-            return ready(x if is_live else x.detach(), dtype) if isinstance(x, Tensor) else x
-
-        met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
+        dtype = next(iter(self.edges.values())).parameter.dtype
+        met = Met(self._kept(node), ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
             return by_owners(replace(met, samples=samples), owners)
-        if form is not None and form.like.is_complex() and not value.is_complex:
+        if form is not None and form.like.is_complex() and not dtype_of(Value(*node.next_functions[value.place])).is_complex:  # type: ignore[arg-type]
             form = Dense(form.dense().real)
         if form is not None and self.documents is not None:
             return self.documents.rows(form)
@@ -289,9 +324,11 @@ class NodeUse(Use):
             raise grads.kept
         found: dict[str, Form] = {}
         for value in self.values:
-            for name, pull in value.parameters.items():
-                if name in grads.reached:
-                    form = grads.kept[value.place]
-                    own = form[name] if isinstance(form, Mapping) else form if pull is None else pull(name, form)
+            if names := [name for name in value.names if name in grads.reached]:
+                kept = grads.kept[value.place]
+                if value.way is not None and isinstance(kept, Form):
+                    kept = self.ways[value.place].rows(kept, {name: self.edges[name].parameter for name in names})
+                for name in names:
+                    own = kept if isinstance(kept, Form) else kept[name]
                     found[name] = add([found[name], own]) if name in found else own
         return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
+from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
@@ -68,9 +68,9 @@ class Form(Hinting, Shown, ABC):
     pair: Pair | None = None
     """The left and right factor, for a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
 
-    def leaves(self) -> Iterator[Form]:
+    def leaves(self) -> Sequence[Form]:
         """The innermost forms that this one consists of; itself if it has no parts."""
-        yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
+        return [leaf for part in self.parts for leaf in part.leaves()] if self.parts else [self]
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         """The products of gradients and inputs whose sums are the rows, block by block of the parameter's first axis.
@@ -281,8 +281,8 @@ class Form(Hinting, Shown, ABC):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only if the true norm does."""
-        size = self.samples * self.row_size() * self.like.element_size()
-        if self.like.dtype == self.sum_dtype and size <= cache_budget(budget // 2, self.like):
+        size, like = self.samples * self.row_size() * self.like.dtype.itemsize, self.like
+        if like.dtype == accumulation_dtype(like.dtype) and size <= cache_budget(budget // 2, like):
             return row_norms(self.matrix())  # the usual case, with few calls
         found: dict[int, list[Tensor]] = {}
         for samples, _, written in self._written(budget):
@@ -312,7 +312,7 @@ class Form(Hinting, Shown, ABC):
         return total
 
     def _table(self) -> Table:
-        kinds = "" if [*self.leaves()] == [self] else f" of {kinds_of(self)}"
+        kinds = f" of {kinds_of(self)}" if self.parts else ""
         size = f"holds {with_unit(held_bytes(self))}, {with_unit(written_bytes(self))} written out"
         title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
         return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *self._tree()])
@@ -337,7 +337,7 @@ def held_bytes(*forms: Form) -> int:
 
 def written_bytes(form: Form) -> int:
     """The bytes of the rows, written out."""
-    return form.samples * form.shape.numel() * form.like.element_size()
+    return form.samples * form.shape.numel() * form.like.dtype.itemsize
 
 
 class Dense(Form):
@@ -346,7 +346,7 @@ class Dense(Form):
     cuts_well = True
 
     def __init__(self, values: Tensor) -> None:
-        self.values, self.held, self.samples, self.shape = values, (values,), values.shape[0], values.shape[1:]
+        self.values, self.held, self.samples, self.shape = values, (values,), (shape := values.shape)[0], shape[1:]
 
     @property
     def like(self) -> Tensor:
@@ -356,8 +356,9 @@ class Dense(Form):
         return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written if J is there already
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        rows = put(self.values, out, factor)
-        return rows.clone() if rows is self.values else rows
+        if isinstance(factor, Tensor) or factor != 1:
+            return torch.mul(self.values, factor, out=out)
+        return self.values.clone() if out is None else out.copy_(self.values)
 
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())

@@ -23,18 +23,13 @@ def scale(form: Form, factor: float | Tensor) -> Form:
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
-def unscaled(form: Form) -> tuple[Form, float]:
-    """A form and the number that its rows are to be multiplied by, for verbs that do it for all forms at once."""
-    if type(form) is Scaled and not isinstance(form.factor, Tensor):
-        return form.form, form.factor
-    return form, 1.0
-
-
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
     """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
-    plain = {name: unscaled(form) for name, form in forms.items()}
-    factors = {factor for form, factor in plain.values() if type(form) is not Zero}
-    return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)
+    numbers = {name: form.number for name, form in forms.items() if type(form) is Scaled and form.number is not None}
+    plain = {name: form.form if type(form) is Scaled and name in numbers else form for name, form in forms.items()}
+    factors = {number for name, number in numbers.items() if type(plain[name]) is not Zero}
+    factors |= {1.0 for name, form in plain.items() if name not in numbers and type(form) is not Zero}
+    return (plain, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 
 def magnitudes(form: Form) -> Form:
@@ -165,7 +160,8 @@ class Scaled(Composite):
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
-        self.by_row = factor if isinstance(factor, Tensor) and factor.ndim else None
+        of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
+        self.by_row, self.number = of_rows, number
         if self.by_row is not None and self.by_row.shape != (form.samples,):
             raise ValueError(
                 f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
@@ -182,7 +178,7 @@ class Scaled(Composite):
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        is_plain = not isinstance(self.factor, Tensor) and not value.requires_grad
+        is_plain = self.number is not None and not value.requires_grad
         return value.mul_(self.factor) if is_plain else value * self._factor(value)
 
     def _split(self, w: Tensor) -> Sequence[Tensor]:

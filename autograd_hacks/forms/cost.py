@@ -118,10 +118,12 @@ def _kept(cost: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(cost)
     def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
-        if any(type(n) is not int for left, right in pairs for n in (*left.shape, *right.shape)):  # of a graph for all sizes
+        try:
+            of = [(x.shape, type(x), y.settings if type(y) is Windows else y.shape, y.device) for x, y in pairs]
+            box = boxes((*more, *of))
+        except TypeError:  # of a graph for all sizes, which are symbols
             return cost(pairs, *more)
-        of = [(left.shape, right.shape, right.device, type(left), getattr(right, "settings", None)) for left, right in pairs]
-        if not (box := boxes((*more, *of))):
+        if not box:
             box.append(cost(pairs, *more))
         return box[0]
 

@@ -31,9 +31,9 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
 
     They come from products over positions, unless writing the rows out is cheaper, or the positions cancel."""
     pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
-    if len(pairs) < max(1, len(form.parts)) or form.like.is_complex():
+    if len(pairs) < (len(form.parts) or 1) or (like := form.like).dtype.is_complex:
         return Form.norms(form, budget)
-    single = not looks_free(form.like) and form.sum_dtype == torch.float32
+    single = not looks_free(like) and form.sum_dtype == torch.float32
     if by_products(pairs, single) > by_writing(pairs):
         return Form.norms(form, budget)
     # In float64 products are twice as large, and factors are copied.
@@ -95,12 +95,12 @@ class Factored(Form):
 
         factor: a number, or one for each row, N
         """
-        if not isinstance(factor, Tensor) and factor == 1:
+        smallest = self.held[self.smallest]
+        if isinstance(factor, Tensor):
+            factor = factor.view(-1, *[1] * (smallest.ndim - 1)) if factor.ndim else factor
+        elif factor == 1:
             return self.held
-        held = list(self.held)
-        smallest = held[self.smallest]
-        if isinstance(factor, Tensor) and factor.ndim:
-            factor = factor.view(-1, *[1] * (smallest.ndim - 1))
+        held = [*self.held]
         held[self.smallest] = smallest * factor
         return held
 

@@ -33,7 +33,7 @@ class Settings:
 
     def are_of(self, layer: nn.Module) -> bool:
         try:
-            return bool(self._read(vars(layer)) == self._values)
+            return bool(self._read(layer.__dict__) == self._values)
         except (KeyError, RuntimeError):  # one is gone, or a tensor now
             return False
 

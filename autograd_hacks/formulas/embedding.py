@@ -1,6 +1,6 @@
 """Tables whose rows are selected by index: Embedding, EmbeddingBag, and indexed values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,19 +41,26 @@ def embedding(met: Met) -> Form | None:
 
 
 def indexed(met: Met) -> Form | None:
-    """Entries selected on the first axes: the indices are combined to one index of these axes, flattened."""
-    given = list(met.kept("indices"))
-    while given and given[-1] is None:
-        given.pop()
-    if not given or any(x is None or x.dtype not in (torch.int64, torch.int32) for x in given):
+    """Entries selected on the first axes."""
+    if (found := entry_of(met.kept("indices"), met.shape)) is None:
         return None
-    sizes = met.shape[: len(given)]
-    index = torch.zeros((), dtype=torch.int64, device=met.grad.device)
-    for x, size in zip(given, sizes):
-        index = index * size + x % size
-    flat = torch.Size((sizes.numel(), *met.shape[len(given) :]))
-    form = table(replace(met, shape=flat), index)
-    return None if form is None else form if len(given) == 1 else Dense(form.dense().reshape(form.samples, *met.shape))
+    form = table(replace(met, shape=found[1]), found[0].to(met.grad.device))
+    return form if form is None or form.shape == met.shape else Dense(form.dense().reshape(form.samples, *met.shape))
+
+
+def entry_of(indices: Sequence[Tensor | None], shape: torch.Size) -> tuple[Tensor, torch.Size] | None:
+    """One index of a table's first axes together, from one of each, and the table's shape with these axes as one.
+
+    shape: the table's.  None if one of the first axes has no index, or a mask."""
+    given = [x for x in indices if x is not None]
+    is_first = all(x is None for x in indices[len(given) :])
+    if not given or not is_first or any(x.dtype not in (torch.int64, torch.int32) for x in given):
+        return None
+    device = next((x.device for x in given if not x.is_cpu), None)
+    index, *more = [(x.long() if device is None else x.to(device, torch.int64)) % size for x, size in zip(given, shape)]
+    for x, size in zip(more, shape[1:]):
+        index = index * size + x
+    return index, torch.Size((shape[: len(given)].numel(), *shape[len(given) :]))
 
 
 def index_select(met: Met) -> Form | None:

@@ -92,7 +92,7 @@ def of_layer(
     formula: Callable[..., Form | None],
     layout: str,
     axes: int | Callable[[Any], int] = 1,
-    kept: Callable[[Any, Call, Tensor], Mapping[str, Any]] = lambda layer, call, x: {"input": x},
+    kept: Callable[[Any, Call, Tensor], Mapping[str, Any]] | None = None,
     places: Mapping[str, int] = {"weight": 1, "bias": 2},
     **more: Any,
 ) -> LayerFormula:
@@ -100,7 +100,7 @@ def of_layer(
 
     layout: the expected shape of the input, for messages
     axes: how many axes it must have
-    kept: what isn't the layer's attribute of the same name
+    kept: what isn't the layer's attribute of the same name; by default its argument, as "input"
     places: the numbers of the node's inputs, by the parameters' names
     more: passed to the formula
     """
@@ -109,16 +109,12 @@ def of_layer(
     def of_call(layer: Any, call: Call) -> Mapping[str, Form]:
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
-        known, found = kept(layer, call, x), dict[str, Any]()
-
-        def operand(name: str) -> Any:
-            return known[name] if name in known else getattr(layer, name)
-
-        met = Met(operand, call.grad, _FIRST, x.shape[0], 0, x.shape)
-        for name, place in places.items():
-            if (value := layer._parameters.get(name)) is not None:
-                value = call.state[name][0] if name in call.state else value  # as it was at the call
-                met.place, met.shape = place, value.shape
+        known, found, state = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any](), call.state
+        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
+        for name, value in layer._parameters.items():
+            if value is not None and name in places:
+                value = state[name][0] if name in state else value  # as it was at the call
+                met.place, met.shape = places[name], value.shape
                 if (form := formula(met, **more)) is None:
                     needs_batch(x, x.ndim + 1, layout)
                 found[name] = form

@@ -17,6 +17,7 @@ from autograd_hacks.formulas.conv import conv, padded
 from autograd_hacks.formulas.embedding import embedding, embedding_bag, index_select, indexed
 from autograd_hacks.formulas.met import Formula, Met, of_layer
 from autograd_hacks.formulas.recurrent import cell, count_sequences, recurrent
+from autograd_hacks.support.layout import POSITIONS
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,16 @@ def _divided(met: Met) -> Form | None:
 
 def _repeated(met: Met) -> Form | None:
     """The value, repeated along each axis."""
-    times = list(met.kept("repeats"))
-    sizes = [1] * (len(times) - len(met.shape)) + list(met.shape)
-    if met.layout.fold or sizes[met.layout.axis] != 1:
-        return None
-    split = met.grad.reshape([n for pair in zip(times, sizes) for n in pair])
-    axis = 2 * met.layout.axis
-    rows = split.movedim(axis, 0)
-    over = [n + 1 if n < axis else n for n in range(0, split.ndim, 2) if n != axis]
-    return Dense((rows.sum(over) if over else rows).reshape(met.samples, *met.shape))
+    times, axis, fold = list(met.kept("repeats")), met.layout.axis, met.layout.fold
+    sizes, count = [1] * (len(times) - len(met.shape)) + list(met.shape), max(1, met.samples)
+    if fold == POSITIONS or times[axis] % count or (sizes[axis] != 1 and fold != "N·T"):
+        return None  # an entry belongs to one sample
+    rows = met.first(met.grad)
+    times[axis] //= count  # of each sample
+    if not fold:
+        del times[axis], sizes[axis]
+    rows = rows.reshape(len(rows), *[n for pair in zip(times, sizes) for n in pair])
+    return Dense((rows.sum([*range(1, rows.ndim, 2)]) if times else rows).reshape(len(rows), *met.shape))
 
 
 def _prelu(met: Met) -> Form | None:
@@ -187,7 +189,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
 
     None if the layer has its own forward, weight or bias, because the base class's rule would be silently wrong for it.
     """
-    own = vars(layer)
+    own = layer.__dict__
     if not _COMPUTES.isdisjoint(own) and any(callable(own[n]) or isinstance(own[n], Tensor) for n in _COMPUTES & own.keys()):
         return None
     for cls in type(layer).__mro__:

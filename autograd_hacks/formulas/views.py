@@ -1,17 +1,49 @@
-"""Converts the rows of a view of a parameter to the parameter's own rows: what each view node does to a form."""
+"""What the nodes between a parameter and a use do to rows: from those of the value that a node made to those of its input.
 
-from collections.abc import Callable
+The rows are linear in what a use gave them, so a step is a view, a sum, an index or a product with what the node saves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms import Chained, Dense, Form, Outer, Placed
-from autograd_hacks.formulas.embedding import lookup
-from autograd_hacks.support.graph import is_packed_by_hooks, kept_by, number_of, signed
+from autograd_hacks.forms import Dense, Elementwise, Form, Outer, Placed, Sides, mapped, scale
+from autograd_hacks.formulas.embedding import entry_of, lookup
+from autograd_hacks.formulas.met import Kept
+from autograd_hacks.support.graph import signed
 
 Step = Callable[[Form], Form]
+
+
+@dataclass(slots=True)
+class Before:
+    """A way through a node between a parameter and a use.
+
+    kept: what the node saves, by name
+    kind: its name
+    number: of the output whose rows are known
+    place: of the input whose rows are wanted
+    made: the output's shape
+    given: the inputs' shapes; None for an input without a graph
+    """
+
+    kept: Kept
+    kind: str
+    number: int
+    place: int
+    made: torch.Size
+    given: Sequence[torch.Size | None]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The input's shape."""
+        return self.given[self.place] or torch.Size()
+
+    def axis(self, name: str = "dim", axes: int | None = None) -> int:
+        """An axis that the node saves, counted from the front."""
+        return int(signed(self.kept(name)) % (len(self.made) if axes is None else axes))
 
 
 def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
@@ -23,87 +55,242 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
         return form.transposed(shape)
-    return Dense(form.dense().transpose(first + 1, second + 1))
+    return Dense(rows_of(form).transpose(first + 1, second + 1))
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
     if isinstance(form, Outer):
         return form.viewed(shape)
-    return Dense(form.dense().reshape(form.samples, *shape))
+    return Dense(rows_of(form).reshape(form.samples, *shape))
+
+
+def rows_of(form: Form) -> Tensor:
+    """The rows, which may be the form's own memory."""
+    return form.values if isinstance(form, Dense) else form.dense()
+
+
+def _summed(form: Form, shape: torch.Size) -> Form:
+    """Each entry is added to the entry of the value that was broadcast there."""
+    if form.shape == shape:
+        return form
+    rows = rows_of(form)
+    rows = rows.flatten(1, more).sum(1) if (more := len(form.shape) - len(shape)) > 0 else rows
+    return Dense(rows.sum_to_size(len(rows), *shape))
+
+
+def _times(form: Form, factor: Tensor, shape: torch.Size, by: Callable[..., Tensor] = torch.mul) -> Form:
+    """The rows times a tensor that can be broadcast to them, or divided by it."""
+    if form.shape != shape or isinstance(form, Dense):
+        return _summed(Dense(by(rows_of(form), factor)), shape)
+    return mapped(form, Elementwise(by(form.like.new_ones(shape), factor)))
+
+
+def _swap(b: Before) -> Step:
+    dims = (0, 1) if b.kind == "TBackward0" else (b.axis("dim0"), b.axis("dim1"))
+    return partial(transposed, dims=dims, shape=b.shape)
 
 
 def _placed(form: Form, start: int, stop: int, shape: torch.Size) -> Form:
     return Placed({(start, stop): reshaped(form, torch.Size((stop - start, *shape[1:])))}, shape)
 
 
-def _swap(node: Any, number: int, shape: torch.Size) -> Step:
-    dims = (0, 1) if node.name() == "TBackward0" else (number_of(node, "dim0") or 0, number_of(node, "dim1") or 0)
-    return partial(transposed, dims=dims, shape=shape)
-
-
-def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
-    """A part of the first axis: one entry, a slice, or one of several pieces."""
-    if number_of(node, "dim") != 0:
-        return None
-    if node.name() == "SelectBackward0":
-        start = (number_of(node, "index") or 0) % shape[0]
-        stop = start + 1
-    elif node.name() == "SplitBackward0":
-        size = kept_by(node, "split_size")
-        start, stop = number * size, min(shape[0], (number + 1) * size)
-    elif number_of(node, "step") == 1:
-        start, stop, _ = slice(number_of(node, "start"), number_of(node, "end")).indices(shape[0])
+def _part(b: Before) -> Step:
+    """A part of an axis: one entry, a slice, or one of several pieces."""
+    shape, dim, step = b.shape, b.axis(axes=len(b.shape)), 1
+    size = shape[dim]
+    if b.kind == "SliceBackward0":
+        first, step = b.kept("start"), b.kept("step")
+        start, *_ = slice(None if first is None else signed(first), None).indices(size)
+        stop = start + step * b.made[dim]
+    elif b.kind == "SplitWithSizesBackward0":
+        start = sum(b.kept("split_sizes")[: b.number])
+        stop = start + b.made[dim]
     else:
+        each = b.kept("split_size") if b.kind == "SplitBackward0" else 1
+        start = signed(b.kept("index")) % size if b.kind == "SelectBackward0" else b.number * each
+        stop = min(size, start + each)
+    if not dim and step == 1 and start < stop:
+        return partial(_placed, start=start, stop=stop, shape=shape)
+    cut = [*shape[:dim], len(range(start, stop, step)), *shape[dim + 1 :]]
+
+    def put(form: Form) -> Form:
+        rows = rows_of(form).reshape(form.samples, *cut)
+        return Dense(torch.ops.aten.slice_backward(rows, [form.samples, *shape], dim + 1, start, stop, step))
+
+    return put
+
+
+def _joined(b: Before) -> Step | None:
+    """One of several values, one behind the other."""
+    dim, own = b.axis(), b.shape
+    sizes = [None if shape is None else shape[dim] if len(shape) == len(b.made) else 0 for shape in b.given]
+    if sizes.count(None) > 1 or len(own) != len(b.made):
         return None
-    return partial(_placed, start=start, stop=stop, shape=shape)
+    rest = b.made[dim] - sum(size or 0 for size in sizes)
+    first: int = sum(rest if size is None else size for size in sizes[: b.place])
+    if not dim:
+        return lambda form: form.block(slice(first, first + own[0]))
+    return lambda form: Dense(rows_of(form).narrow(dim + 1, first, own[dim]))
 
 
-def _looked_up(node: Any, number: int, shape: torch.Size) -> Step | None:
+def _stacked(b: Before) -> Step:
+    dim, at = b.axis() + 1, b.place
+    return lambda form: Dense(rows_of(form).select(dim, at))
+
+
+def _looked_up(b: Before) -> Step | None:
     """Entries of a table, by an index that is the same for all samples, such as positions."""
-    if is_packed_by_hooks(node, "indices") or kept_by(node, "scale_grad_by_freq"):
+    if b.kept("scale_grad_by_freq"):
         return None
-    index, padding_idx = kept_by(node, "indices").clone(), number_of(node, "padding_idx")
-    padding_idx = None if padding_idx is None or padding_idx < 0 else padding_idx
-    return lambda form: lookup(index.expand(form.samples, *index.shape), form.dense(), shape, padding_idx)
+    index, padding_idx, shape = b.kept("indices").long().clone(), signed(b.kept("padding_idx")), b.shape
+    padded = None if padding_idx < 0 else padding_idx
+    return lambda form: lookup(index.expand(form.samples, *index.shape), rows_of(form), shape, padded)
 
 
-def _indexed(node: Any, number: int, shape: torch.Size) -> Step | None:
+def _indexed(b: Before) -> Step | None:
     """The same by ``table[index]``, such as relative positions."""
-    if is_packed_by_hooks(node, "indices"):
+    is_select = b.kind == "IndexSelectBackward0"
+    if is_select and b.axis(axes=len(b.shape)):
         return None
-    index, *others = kept_by(node, "indices")
-    if others or index is None or index.is_floating_point() or index.dtype in (torch.bool, torch.uint8):
+    found = entry_of([b.kept("index")] if is_select else b.kept("indices"), b.shape)
+    if found is None:
         return None
-    places = index.remainder(shape[0]).flatten()  # a copy, in which numbers from the end are counted from the beginning
+    (index, flat), shape = found, b.shape
 
-    def pull(rows: Tensor, batched: bool) -> Tensor:
-        entries = rows.reshape(len(rows) if batched else 1, len(places), *shape[1:])
-        own = entries.new_zeros(len(entries), *shape).index_add(1, places.to(rows.device), entries)
-        return own if batched else own[0]
+    def put(form: Form) -> Form:
+        at = index.to(form.like.device).expand(form.samples, *index.shape)
+        own = lookup(at, rows_of(form), flat)
+        return own if flat == shape else reshaped(own, shape)
 
-    return lambda form: Chained(form, pull, shape, form.like)
+    return put
 
 
-def _permuted(node: Any, number: int, shape: torch.Size) -> Step:
-    dims = [signed(dim) % len(shape) for dim in kept_by(node, "dims")]
+def _permuted(b: Before) -> Step:
+    dims = [signed(dim) % len(b.shape) for dim in b.kept("dims")]
     back = [1 + dims.index(at) for at in range(len(dims))]
-    return lambda form: Dense(form.dense().permute(0, *back))
+    return lambda form: Dense(rows_of(form).permute(0, *back))
 
 
-STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
-    **dict.fromkeys(("TBackward0", "TransposeBackward0"), _swap),
+def _repeated(b: Before) -> Step:
+    shape, made = b.shape, b.made
+    sizes = [1] * (len(made) - len(shape)) + list(shape)
+    cut = [n for size, whole in zip(sizes, made) for n in (whole // max(1, size), size)]
+    over = list(range(1, 2 * len(made), 2))
+    return lambda form: Dense(rows_of(form).reshape(form.samples, *cut).sum(over).reshape(form.samples, *shape))
+
+
+def _added(b: Before) -> Step:
+    factor, shape = 1, b.shape
+    if b.place == (0 if b.kind.startswith("Rsub") else 1):
+        factor = b.kept("alpha").conjugate() * (1 if b.kind == "AddBackward0" else -1)
+    return lambda form: _summed(scale(form, factor), shape)
+
+
+def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
+    """of: gives the derivative of each entry"""
+    return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
+
+
+def _of_quotient(b: Before) -> Step:
+    if b.place:
+        return _slope(b, lambda k: -k("self") / k("other").square())
+    return partial(_times, factor=b.kept("other").conj(), shape=b.shape, by=torch.div)
+
+
+def _of_product(b: Before) -> Step:
+    return _slope(b, lambda k: k("self" if b.place else "other"))
+
+
+def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
+    """A product of two matrices.  names: under which they are saved    first: the place of the first one"""
+    if b.place < first:
+        beta, shape = b.kept("beta").conjugate(), b.shape
+        return lambda form: _summed(scale(form, beta), shape)
+    is_first = b.place == first
+    other = b.kept(names[is_first]).mH * (b.kept("alpha").conjugate() if first else 1)
+    if is_first:
+        return lambda form: Dense(form.values @ other) if isinstance(form, Dense) else mapped(form, Sides(right=other))
+
+    def put(form: Form) -> Form:
+        (fan_in, positions), fan_out = other.shape, form.shape[1]
+        if not isinstance(form, Dense):
+            return mapped(form, Sides(left=other))
+        if positions * (fan_in + fan_out) > fan_in * fan_out:
+            return Dense(other @ form.values)
+        return Outer(other.mT.expand(form.samples, positions, fan_in), form.values, gradient=1)
+
+    return put
+
+
+def _stacked_matrices(b: Before) -> Step:
+    other, place = b.kept("self" if b.place else "mat2").mH, b.place
+    return lambda form: Dense(other @ rows_of(form) if place else rows_of(form) @ other)
+
+
+def _resized(b: Before, operation: str) -> Step:
+    """Values between those of a grid: of B images with C channels, of which each is resized alone."""
+    scales = ["scales"] if len(b.made) == 3 else [f"scales_{axis}" for axis in "dhw"[5 - len(b.made) :]]
+    settings = [b.kept(name) for name in ([] if "nearest" in operation else ["align_corners"]) + scales]
+    back, shape, made = getattr(torch.ops.aten, f"{operation}_backward"), b.shape, b.made
+
+    def put(form: Form) -> Form:
+        images = form.samples * shape[0]
+        rows = back(rows_of(form).reshape(images, *made[1:]), list(made[2:]), [images, *shape[1:]], *settings)
+        return Dense(rows.view(form.samples, *shape))
+
+    return put
+
+
+_RESIZING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+
+VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(
         (
             "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
             "SqueezeBackward1", "AliasBackward0",
         ),
-        lambda node, number, shape: partial(reshaped, shape=shape),
+        lambda b: partial(reshaped, shape=b.shape),
     ),
     # Formulas compute in the parameter's dtype.
-    **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda node, number, shape: lambda form: form),
+    **dict.fromkeys(("ToCopyBackward0", "CloneBackward0"), lambda b: lambda form: form),
+    "TBackward0": _swap,
+    "TransposeBackward0": _swap,
     "PermuteBackward0": _permuted,
-    **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
+    **dict.fromkeys(
+        ("SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"), _part
+    ),
     "EmbeddingBackward0": _looked_up,
-    "IndexBackward0": _indexed,
+    **dict.fromkeys(("IndexBackward0", "IndexSelectBackward0"), _indexed),
 }  # fmt: skip
-"""{node name: ``step(node, number, shape)``} for nodes that view a tensor; None for a case that isn't covered"""
+"""{node name: ``step(before)``} for nodes that move entries of one value; None for a case that isn't covered"""
+
+STEPS: dict[str, Callable[[Before], Step | None]] = {
+    **VIEWS,
+    "CatBackward0": _joined,
+    "StackBackward0": _stacked,
+    "ExpandBackward0": lambda b: partial(_summed, shape=b.shape),
+    "RepeatBackward0": _repeated,
+    **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
+    "NegBackward0": lambda b: partial(scale, factor=-1.0),
+    "MulBackward0": _of_product,
+    "DivBackward0": _of_quotient,
+    "ReciprocalBackward0": partial(_slope, of=lambda k: -k("result").square()),
+    "ExpBackward0": partial(_slope, of=lambda k: k("result")),
+    "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
+    "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
+    "ReluBackward0": partial(_slope, of=lambda k: (k("result") > 0).to(k("result").dtype)),
+    "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
+    "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
+    "BmmBackward0": _stacked_matrices,
+    **{
+        f"{''.join(word.title() for word in name.split('_'))}Backward0": partial(_resized, operation=name)
+        for name in _RESIZING.split()
+    },
+}
+"""The same, with nodes that compute."""
+
+KNOWN = {name for name in VIEWS if not name.startswith(("Split", "Embedding", "Index"))}
+KNOWN |= {"CatBackward0", "StackBackward0", "ExpandBackward0", "RepeatBackward0", "NegBackward0"}
+"""Nodes whose step is a function of shapes and of numbers that laws read too, so that it holds for each equal graph."""

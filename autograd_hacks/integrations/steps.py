@@ -155,7 +155,7 @@ class Steps:
             if scale != 1:  # the scaler must skip the step, whichever parameter overflowed
                 weights = weights.where(norms.isfinite(), torch.nan)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
-            set_grads(model, sums, parts.reached, recorder=recorder_of(model))
+            set_grads(parts.spread.parameters, sums, parts.reached, recorder=recorder_of(model))
         return {f"grads/{key}": float(value) for key, value in measures.items()}
 
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:

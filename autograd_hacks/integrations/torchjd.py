@@ -70,7 +70,7 @@ def jacobian_descent(
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     products, each = grads.gram(), (grads.samples, *grads.entries)
     weights: Tensor = weighting(products.reshape(prod(each), prod(each))).view(each)
-    set_grads(model, grads.weighted_sum(weights), grads.reached)
+    set_grads(dict(model.named_parameters()), grads.weighted_sum(weights), grads.reached)
     return weights
 
 

@@ -181,11 +181,11 @@ def clip_and_noise_(
         (taken, weights), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
         _check_apart(spread, groups, grouped, processes)
         if not add:
-            drop_grads(model)
+            drop_grads(spread.parameters)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
             sums |= own.weighted_sum(w / float(expected_batch_size), max(1, budget // 4))
-    set_grads(model, sums, set(sums), add, recorder)
+    set_grads(spread.parameters, sums, set(sums), add, recorder)
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
     if multiplier:

@@ -21,7 +21,7 @@ from autograd_hacks.capture.calls import Note, packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Whose
+from autograd_hacks.capture.uses import Planned, Whose
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -29,7 +29,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Taker, Value, is_users, shape_of
+from autograd_hacks.support.graph import Value, is_users, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -52,7 +52,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
     ends: see `OffGraph`; None as long as nobody has looked for them
-    below: the parameters on which the values of uses depend, by node
+    planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
     calls: list[Whose | None] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Read:
     returns_parameters: bool = False
     links: Sequence[Link] = ()
     ends: tuple[list[int], dict[str, int], list[int]] | None = None
-    below: dict[int, frozenset[str]] | None = None
+    planned: dict[int, Planned] | None = None
 
     def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
         if all(node in number for node in ends.lowest):
@@ -152,10 +152,9 @@ class Reader:
         found = Read()
         apart = self.ran.taken_apart()
         found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
-        nobody = torch.zeros(0, dtype=torch.long, device="cpu")
         for n, noted in enumerate(self.ran.noted):
             if noted.is_empty and (whose := found.calls[n]) is not None:
-                found.calls[n] = whose._replace(labels=nobody)
+                found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
         self._find_uses(found)
         if self.walk.mixed:
             mix = next((own for own in self.walk.mixes if own.node >= 0), None)
@@ -168,8 +167,8 @@ class Reader:
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
         for noted, whose in zip(self.ran.noted, found.calls):
             if whose is not None:
-                names = {edge.name for edge in noted.call.edges.values()}
-                own = {self.number[leaf] for leaf, name in leaves.items() if name in names and leaf in self.number}
+                found_leaves = (self.ran.leaf_of.get(edge.name) for edge in noted.call.edges.values())
+                own = {self.number[leaf] for leaf in found_leaves if leaf in self.number}
                 for node in self.ran.inside(noted):
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
@@ -290,21 +289,14 @@ class Reader:
             own = {name: nodes[k] for name, k in parameters.items()}
             off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
         off.note_ends = partial(found.note_ends, self.number)
-        off.found |= self.found_in_graph(found)
-        if found.below is None:
-            found.below = {j: off.below(nodes[j]) for values, _ in found.uses.values() for j, _, _ in values}
-        else:
-            off.known_below |= {nodes[j]: names_below for j, names_below in found.below.items()}
+        if found.planned is None:
+            by_rule = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
+            found.planned = {
+                k: off.planned(nodes[k], [(Value(nodes[j], n), at, by_rule.get((k, at), ())) for j, n, at in values], whose)
+                for k, (values, whose) in found.uses.items()
+            }
+        off.found |= {nodes[k]: use for k, use in found.planned.items()}
         off.refused = refused
-        off.by_rule = {(nodes[k], at): {names[nodes[n]] for n in own} for (k, at), own in found.by_rule.items()}
-
-    def found_in_graph(self, found: Read) -> dict[Node, tuple[list[tuple[Value, Taker]], Whose]]:
-        """The uses at nodes, as `OffGraph.found`."""
-        nodes = self.trace.nodes
-        return {
-            nodes[k]: ([(Value(nodes[j], output), Taker(nodes[k], at)) for j, output, at in values], whose)
-            for k, (values, whose) in found.uses.items()
-        }
 
 
 def _has_order(x: Tensor, axis: int) -> bool:

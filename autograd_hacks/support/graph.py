@@ -93,12 +93,17 @@ def _raw_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(RAW))
 
 
+@cache
+def _operand_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in _raw_names(kind) if not name.startswith(_OF_RESULTS))
+
+
 def operands_of(node: Node) -> Iterator[Tensor]:
     """The tensors that a node saves and that have no graph: such as inputs that need no gradient.
 
     Tensors that a user's hooks have packed are left out."""
-    for name in _raw_names(type(node)):
-        kept = () if name.startswith(_OF_RESULTS) else getattr(node, name)
+    for name in _operand_names(type(node)):
+        kept = getattr(node, name)
         for raw in kept if isinstance(kept, tuple | list) else (kept,):
             x = getattr(raw, "data", None) if getattr(raw, "unpack_hook", True) is None else None
             if isinstance(x, Tensor) and not x.requires_grad:
@@ -124,10 +129,12 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw = getattr(node, f"{RAW}{name}", None)
+    raw = getattr(node, RAW + name, None)
+    if getattr(raw, "unpack_hook", None) is None and not isinstance(raw, tuple | list):  # the usual case
+        return getattr(node, SAVED + name)
     every = raw if isinstance(raw, tuple | list) else (raw,)  # an index of several axes
     if not any(getattr(own, "unpack_hook", None) for own in every):
-        return getattr(node, f"{SAVED}{name}")
+        return getattr(node, SAVED + name)
     found = [_unpacked(own) for own in every]
     return found if every is raw else found[0]
 

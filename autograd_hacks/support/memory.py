@@ -26,13 +26,12 @@ class Pool:
 
     def give_back(self, key: str, tensor: Tensor | None) -> None:
         """Takes memory back if the pool made it."""
-        made = self._made.get(key)
-        if self.reuse and tensor is not None and made is not None and made() is tensor:
+        if self.reuse and tensor is not None and key in self._made and self._made[key]() is tensor:
             self._held[key] = [tensor]
 
     def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor to write into, with the given shape and the dtype and device of ``like``."""
-        box = self._held.pop(key, None)
+        box = self._held.pop(key) if key in self._held else None
         if box is not None and _is_free(box, tuple(shape), like):
             return box[0]
         box = None  # free the old memory before allocating the new

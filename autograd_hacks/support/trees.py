@@ -231,7 +231,7 @@ class Tree:
         return modules, self._parameters
 
     def kept(self) -> Iterator[Any]:
-        """What modules keep in attributes of their own, but for simple values."""
+        """What modules keep in attributes of their own, except for simple values."""
         self._attributes = self._attributes or [(0, [])] * len(self._modules)
         for n, module in enumerate(self._modules):
             own = vars(module)

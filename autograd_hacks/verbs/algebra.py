@@ -90,8 +90,7 @@ class Algebra(Matrix):
             return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
         given = w
         with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            sums = ((name, total.to(self._forms[name].like.dtype)) for name, total in self._totals(w, budget))
-            return self.spread.settled(sums)
+            return self.spread.settled(self._totals(w, budget, narrow=True))
 
     @overload
     def gram(self, other: Self | None = None, budget: int = BUDGET) -> Tensor: ...

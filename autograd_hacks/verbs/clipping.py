@@ -83,7 +83,7 @@ def clip_grad1_norm_(
         return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
-        return [here[0].samples, *(name in here[0].reached for name in names)]
+        return [here[0].samples, *[name in here[0].reached for name in names]]
 
     with spread.weights():
         (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
@@ -96,9 +96,9 @@ def clip_grad1_norm_(
         elif grads.loss_type == "mean":
             weights = weights / max(1, samples)
         if not add:
-            drop_grads(model)  # first, so that two sets of gradients never exist at once
+            drop_grads(spread.parameters)  # first, so that two sets of gradients never exist at once
         sums = grads.weighted_sum(weights, max(1, budget // 4))
-    set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
+    set_grads(spread.parameters, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
     give_back(written, recorder)
     return lengths
 
@@ -140,7 +140,7 @@ def write_where_it_saves(
     budget: see `BUDGET`    written: receives the memory of these rows, for `give_back`
     """
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
-    forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
+    forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool
     with grads.reading():
         saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in forms.items()}
         for name in sorted([name for name in saved if saved[name] > 0], key=lambda name: saved[name], reverse=True):

@@ -228,7 +228,7 @@ class _Stream:
     def write(self, name: str, form: Form) -> None:
         """Sets a parameter's ``grad1``."""
         parameter = self._parameters[name]
-        write_rows(name, parameter, self.record.gathered.get(name, parameter), True, form, self.recorder.pool)
+        write_rows(name, parameter, self.record.gathered.get(name, parameter), form, self.recorder.pool)
         self._unwritten.discard(name)
 
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
@@ -256,7 +256,7 @@ class _Stream:
     def _weights(self, name: str, form: Form, w: Tensor) -> Tensor:
         """The weights in the form's accumulation dtype, or a wider one."""
         if not self._sums:
-            drop_grads(self.model)  # first, so that two sets of gradients never exist at once
+            drop_grads(self._parameters)  # first, so that two sets of gradients never exist at once
         own = self.checked(name, form, w, "weights")
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
@@ -267,14 +267,14 @@ class _Stream:
         readable_segments(dict(self._parameters), self.record)
         for name in self._unwritten if "grad1" in self.verbs else ():  # None or no grad1, as `compute_grad1` does
             parameter = self._parameters[name]
-            write_rows(name, parameter, parameter, parameter.requires_grad, None, self.recorder.pool)
+            write_rows(name, parameter, parameter, None, self.recorder.pool)
         if self.sets_grads and spread_of(self.model, self.recorder).mesh is not None:
             raise NotReduced(
                 "during_backward was given weights, but this process has only a part of the samples. Read after the pass: "
                 "per_sample_grads(model).weighted_sum(w) sums over processes."
             )
         if self.sets_grads:
-            set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
+            set_grads(self._parameters, {name: self._sums.get(name) for name in self._parameters}, self._sums)
         self.has_ended = True
         return {
             what: joint_norms(found, len(found[0])) if what == "norms" else found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from itertools import starmap
 from math import prod
 from typing import TypeVar
@@ -18,8 +18,8 @@ from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
-from autograd_hacks.forms.composite import unscaled, without_factor
-from autograd_hacks.forms.numerics import SMALL, row_norms, smallest
+from autograd_hacks.forms.composite import without_factor
+from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms, smallest
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
@@ -71,28 +71,36 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def small_alike(forms: Forms, kind: type[Form], budget: int) -> list[dict[str, Sequence[Tensor]]]:
-    """The factors of small forms of a kind, in groups to be read at once in an eighth of a budget, because a kernel for each
-    form would take far longer.  kind: `Dense`, or `Outer` for those of one position"""
-    found, left = dict[Hashable, dict[str, Sequence[Tensor]]](), budget // 8
+def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
+    """Small forms, in groups to be read at once in an eighth of a budget, because a kernel for each would take far longer.
+
+    A group has the rows of `Dense` forms as matrices, or both factors of `Outer` forms of one position and of one shape."""
+    found, left = dict[Hashable, dict[str, list[Tensor]]](), budget // 8
     for name, form in forms.items():
-        held = () if type(form) is not kind else form.held if kind is Dense else getattr(form, "flat", None)
-        if held and max(x.numel() for x in held) <= SMALL and held[0].dtype in (torch.float32, torch.float64):
-            key = held[0].dtype, held[0].device, *(x.shape for x in held if kind is Outer)
-            if (left := left - sum(x.nbytes for x in held)) >= 0:
-                found.setdefault(key, {})[name] = held
+        if type(form) is Outer and form.flat is not None:
+            held, shape, numbers = [*form.flat], (form.fan_out, form.fan_in), form.samples * (form.fan_out + form.fan_in)
+        elif type(form) is Dense:
+            held, shape, numbers = [form.values], (-1, -1), form.values.numel()
+        else:
+            continue
+        dtype, device, is_flat = held[0].dtype, held[0].device, type(form) is Outer or len(form.shape) == 1
+        if numbers <= SMALL and dtype in (torch.float32, torch.float64) and (left := left - numbers * dtype.itemsize) >= 0:
+            found.setdefault((dtype, device, shape), {})[name] = held if is_flat else [form.matrix()]
     return [group for group in found.values() if len(group) > 1]
 
 
 def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
     """The norms of rows of all parameters together, N."""
-    vectors, products = (small_alike(forms, kind, budget) for kind in (Dense, Outer))
-    parts = [torch.cat([x.reshape(samples, x.shape[1:].numel()) for (x,) in group.values()], 1) for group in vectors]
-    for group in products:
-        left, right = (row_norms(torch.stack(own, 1).flatten(0, 1)) for own in zip(*group.values()))
-        parts.append((left * right).view(samples, len(group)))
-    joined = {name for group in (*vectors, *products) for name in group}
-    return joint_norms([*parts, *(form.norms(budget) for name, form in forms.items() if name not in joined)], samples)
+    groups, parts = small_alike(forms, budget), list[Tensor]()
+    for group in groups:
+        factors = [*zip(*group.values())]
+        if len(factors) == 1:
+            parts.append(torch.cat(factors[0], 1))
+        else:
+            products = reduce(torch.mul, [row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors])
+            parts.append(products.view(samples, len(group)))
+    joined = {name for group in groups for name in group}
+    return joint_norms([*parts, *[form.norms(budget) for name, form in forms.items() if name not in joined]], samples)
 
 
 def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -119,7 +127,8 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M weights    some: the numbers of the M samples"""
-    plain, factor = unscaled(form)
+    forms, factor = without_factor({"": form})
+    plain = forms[""]
     w, some = w.to(form.like.device, form.sum_dtype), some.to(form.like.device)
     if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
         rows = plain.matrix()
@@ -297,23 +306,33 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = self._added(product, other._row_count)
             return other._placed(total, total.ndim - 1)
 
-    def _totals(self, w: Tensor, budget: int) -> Iterator[tuple[str, Tensor]]:
-        """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row"""
-        (forms, factor), weights = without_factor(self), dict[tuple[torch.device, torch.dtype], Tensor]()
+    def _totals(self, w: Tensor, budget: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
+        forms' own dtype"""
+        (forms, factor), found = without_factor(self), dict[str, Tensor]()
 
-        def given(form: Form) -> Tensor:
-            kind = form.like.device, torch.promote_types(w.dtype, form.sum_dtype)
-            if kind not in weights:
-                weights[kind] = w.to(*kind) * factor
-            return weights[kind]
+        @cache
+        def given(device: torch.device, dtype: torch.dtype) -> Tensor:
+            return w.to(device, torch.promote_types(w.dtype, accumulation_dtype(dtype))) * factor
 
-        found = dict[str, Tensor]()
-        for group in small_alike({n: form for n, form in forms.items() if len(form.shape) == 1}, Dense, budget):
-            joined = torch.cat([x for (x,) in group.values()], 1)
-            sums = given(forms[next(iter(group))]).to(joined.dtype) @ joined
-            found |= {n: x.clone() for n, x in zip(group, sums.split([x.shape[1] for (x,) in group.values()], -1))}
+        for group in small_alike(forms, budget):
+            factors = [*zip(*group.values())]
+            own = given((like := factors[0][0]).device, like.dtype).to(like.dtype)
+            if len(factors) == 1:
+                sums = (own @ torch.cat(factors[0], 1)).split([x.shape[1] for x in factors[0]], -1)
+            elif w.ndim == 1 and like.shape[1] * factors[1][0].shape[1] <= SMALL:
+                left, right = map(torch.stack, factors)
+                sums = torch.bmm(left.mT, right * own[:, None]).unbind()
+            else:
+                continue
+            # In memory of their own, as each becomes a gradient.
+            found |= {n: total.view(*w.shape[:-1], *forms[n].shape).clone() for n, total in zip(group, sums)}
         for name, form in forms.items():
-            yield name, found[name] if name in found else form.weighted_sum(given(form), budget)
+            if name in found:
+                yield name, found[name]
+                continue
+            total = form.weighted_sum(given((like := form.like).device, like.dtype), budget)
+            yield name, total.to(like.dtype) if narrow else total
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""

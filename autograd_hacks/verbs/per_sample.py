@@ -1,7 +1,7 @@
 """The last backward pass's per-sample gradients: as lazy matrices, as ``param.grad1``, and as a new ``.grad``."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, Segment
-from autograd_hacks.capture.uses import NodeUse, Use
+from autograd_hacks.capture.records import Segment
+from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import (
     ON_HOOKS,
@@ -36,7 +36,6 @@ from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
-from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 Reader = Callable[[nn.Module, Recorder], PerSampleGrads]
@@ -79,10 +78,9 @@ def grads_of(
     parameters = record.as_seen(spread.parameters)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
-    samples = _samples(forms.values())
-    names = list(forms)
-    names = names if only is None else names_matching(only, model, names)
-    reached = frozenset(name for name in names if forms[name] is not None)
+    samples = _samples(forms)
+    names = [*forms] if only is None else names_matching(only, model, [*forms])
+    reached = frozenset([name for name in names if forms[name] is not None])
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
@@ -99,11 +97,6 @@ def grads_of(
     return made
 
 
-def _uses(record: Record) -> Iterator[Use]:
-    """All uses that received gradients."""
-    return (use for segment in record.segments for recorded in segment.passes for use in recorded.received)
-
-
 def _read_tokens(
     again: Reader, of: weakref.ref[Recorder], segments: Sequence[weakref.ref[Segment]], model: nn.Module
 ) -> PerSampleGrads:
@@ -115,7 +108,7 @@ def _read_tokens(
             "tokens: the record of the backward pass was freed, or holds several batches. Call tokens() after one batch and "
             "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
-    uses = list(dict.fromkeys(_uses(recorder.record)))
+    uses = list(dict.fromkeys([use for recorded in recorder.record.passes for use in recorded.received]))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
         return again(model, recorder)
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
@@ -166,7 +159,7 @@ def compute_grad1(
     names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
-        return [_samples(here.values()), *(here[name] is not None for name in names)]
+        return [_samples(here), *[here[name] is not None for name in names]]
 
     def write() -> dict[str, Form | None]:
         """Sets ``grad1`` and returns its forms."""
@@ -184,7 +177,7 @@ def compute_grad1(
                 forms = read(model, seen, recorder, loss_type, scale)
                 with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
                     for name, parameter in parameters.items():
-                        write_rows(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
+                        write_rows(name, parameter, seen[name], forms.get(name), recorder.pool)
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(parameters.values())
             raise
@@ -199,23 +192,23 @@ def compute_grad1(
         with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
             totals = spread.settled((name, _total(forms[name], parameters[name], share)) for name in reached)
     as_recorded = None if recorder.backward.wants_grad else recorder
-    set_grads(model, {name: totals.get(name) for name in names}, set(reached), recorder=as_recorded)
+    set_grads(parameters, {name: totals.get(name) for name in names}, set(reached), recorder=as_recorded)
 
 
-def _samples(forms: Iterable[Form | None]) -> int:
-    return next((form.samples for form in forms if form is not None), 0)
+def _samples(forms: Mapping[str, Form | None]) -> int:
+    return next((form.samples for form in forms.values() if form is not None), 0)
 
 
-def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
+def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool) -> None:
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
-    key, attributes, out = f"grad1 of {name}", vars(parameter), None
+    key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
-        # Not a view, so that the pool can reuse the memory.
-        out = pool.take(key, (form.samples, *form.shape), like)
-    attributes.pop("grad1", None)  # free the old rows before writing new ones
-    if trains:
-        rows = None if form is None else form.dense(out)
+        out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
+    else:
+        attributes.pop("grad1", None)  # free the old rows before writing new ones
+    rows = None if form is None else form.dense(out)
+    if parameter.requires_grad:
         attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 
 
@@ -279,7 +272,7 @@ def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
 
 
 def set_grads(
-    model: nn.Module,
+    parameters: Mapping[str, Tensor],
     sums: Mapping[str, Tensor | None],
     reached: Collection[str],
     add: bool = False,
@@ -290,14 +283,16 @@ def set_grads(
     A ``.grad`` that is a view of larger memory, such as a flat buffer of gradients, is written in place, with zeros if the
     loss did not reach the parameter.
 
-    sums: {name: shape}, in memory of their own    reached: the names of the parameters that the loss reached
-    add: add to the old ``.grad``    recorder: its passes are marked as used for ``.grad``
+    parameters: the model's, by name    sums: {name: shape}, in memory of their own
+    reached: the names of the parameters that the loss reached    add: add to the old ``.grad``
+    recorder: its passes are marked as used for ``.grad``
     """
-    for name, parameter in parameters_of(model).items():
+    for name, parameter in parameters.items():
         total, before = sums.get(name), parameter.grad
         held = before if before is not None and _is_part(before) else None
         if total is not None and name in reached:
-            now = total.detach().to(parameter.dtype)
+            now = total.detach() if total.requires_grad else total
+            now = now if now.dtype == parameter.dtype else now.to(parameter.dtype)
             now = now if before is None or not add else now.add_(before)
             if held is not None and (now.shape, now.device) == (held.shape, held.device):
                 held.copy_(now)
@@ -309,9 +304,9 @@ def set_grads(
         mark_set(recorder)
 
 
-def drop_grads(model: nn.Module) -> None:
+def drop_grads(parameters: Mapping[str, Tensor]) -> None:
     """Frees the gradients that `set_grads` would replace."""
-    for parameter in parameters_of(model).values():
+    for parameter in parameters.values():
         if parameter.requires_grad and parameter.grad is not None and not _is_part(parameter.grad):
             parameter.grad = None
 
@@ -324,8 +319,8 @@ def mark_set(recorder: Recorder) -> None:
 
 def _is_part(grad: Tensor) -> bool:
     """Whether a gradient is a view of larger memory and may be written in place, which a tensor of a graph may not."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad:
         return False
     base = grad._base
     is_flat = base is not None and base.ndim == 1 < grad.ndim
-    return is_flat or grad.untyped_storage().nbytes() > grad.nbytes
+    return (is_flat or grad.untyped_storage().nbytes() > grad.nbytes) and not grad.is_inference()

@@ -127,6 +127,7 @@ def cases(n: int, dtype: torch.dtype) -> list[Case]:
         *([Case("expand_as", Tensor.expand_as, (t(3), t(n, 2, 3)), (0,), batch={1: 0})] if n > 1 else []),
         Case("repeat", Tensor.repeat, (t(1, 3), n, 1), (0,), batch={}),
         Case("repeat", Tensor.repeat, (t(2, 3), (n, 1, 1)), (0,), batch={}),
+        Case("repeat", Tensor.repeat, (t(3), (n, 2, 2)), (0,), batch={}),
     ]
     convs: list[tuple[int, Any, Any]] = [(1, F.conv1d, F.conv_transpose1d), (2, F.conv2d, F.conv_transpose2d)]
     in_space = [(3, F.conv3d, F.conv_transpose3d)] if dtype == REAL else []  # torch has none of complex numbers

@@ -171,6 +171,15 @@ def test_grad1_that_has_gone_comes_back(model: nn.Sequential, drop: str) -> None
                 p.grad1 = None
 
 
+@pytest.mark.parametrize(("layer", "arguments"), [(nn.Linear(3, 2), 1), (nn.Bilinear(3, 3, 2), 2)])
+def test_small_rows_are_contiguous_and_own_their_memory(layer: nn.Module, arguments: int) -> None:
+    with autograd_hacks.add_hooks(layer):
+        out = layer(*[torch.randn(5, 3)] * arguments)
+        (out.mT * torch.randn(2, 5)).sum().backward()  # a gradient whose samples are its last axis in memory
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert all(p.grad1.is_contiguous() and p.grad1._base is None for p in layer.parameters())
+
+
 # Per-sample gradients of some parameters alone; the others train as ever
 
 

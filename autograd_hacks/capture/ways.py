@@ -1,0 +1,219 @@
+"""How a value at a use follows from parameters, and the way back: from the value's rows to the parameters' own.
+
+What follows from the graph alone is computed once and kept as numbers (`Way`).  In a pass, while the nodes still have what
+they saved, it becomes steps (`Stepwise`), or a second derivative where a node has no step (`Transposed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from autograd_hacks.errors import StaleRecord
+from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
+from autograd_hacks.forms.mapped import Pull
+from autograd_hacks.formulas.met import Kept
+from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
+from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
+from autograd_hacks.support.internals import SAVED, made
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import overwritten_in
+
+AT_ONCE = 2**20
+"""Rows of up to so many numbers are written as they go back.  Larger ones are written when they are read, some at a time."""
+
+
+Held = list[tuple[Tensor, int]]
+"""Tensors that steps hold, and how often each had been overwritten."""
+
+
+class _Turn(NamedTuple):
+    """An input of a node on the way."""
+
+    node: int  # the node's number
+    ahead: int  # the number of the node that made the input
+    output: int  # the input's number there
+    names: frozenset[str]  # the parameters behind it
+    before: Before  # what the step gets, except for what the node saves
+    step: Step | None  # if it holds for each equal graph
+
+
+class Way(NamedTuple):
+    """The nodes between a value and its parameters, numbered from the value on.  It holds none of them.
+
+    turns: the inputs on the way, each after those through which rows come to its node
+    output: the value's number at its node
+    ends: the numbers of the parameters' leaves, by the parameters' names
+    is_straight: whether there are views of one parameter alone
+    most: how many numbers the largest value on the way has, or the largest parameter
+    """
+
+    turns: tuple[_Turn, ...]
+    output: int
+    ends: dict[str, int]
+    is_straight: bool
+    most: int
+
+    def nodes(self, node: Node) -> list[Any]:
+        """These nodes, in any forward's graph.  node: the value's"""
+        found: list[Any] = [node] * (1 + max(self.ends.values()))
+        for turn in self.turns:
+            found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
+        return found
+
+    def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
+        """The steps, with what they need of nodes that still have it; None if some node has no step.
+
+        kept: gives what a node saves, and notes its tensors"""
+        steps, held = list[Step](), list[tuple[Tensor, int]]()
+        for turn in self.turns:
+            step = turn.step
+            if step is None:
+                make = STEPS.get(turn.before.kind)
+                step = make and make(replace(turn.before, kept=kept(nodes[turn.node], held)))
+            if step is None:
+                return None
+            steps.append(step)
+        return Stepwise(self, steps, held)
+
+
+def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
+    """The way from a value.  leaves: the parameters' names, by the node at which each ends the graph"""
+    names, waiting = dict[Node, frozenset[str]](), [value.node]
+    while waiting:  # a node comes into the dictionary after those behind it
+        node = waiting[-1]
+        behind = [] if type(node) is Leaf else [each.node for each in inputs_of(node)]
+        if missing := [each for each in behind if each not in names]:
+            waiting += missing
+            continue
+        own = frozenset([leaves[node]] if node in leaves else ())
+        names[waiting.pop()] = own.union(*(names[each] for each in behind))
+    # Leaves come last, so that the last number is one of theirs.
+    order = sorted((node for node in reversed(names) if names[node]), key=lambda node: node in leaves)
+    number, outputs, turns = {node: k for k, node in enumerate(order)}, {value.node: {value.number: None}}, list[_Turn]()
+    for node in order:
+        given = tuple([None if ahead is None else shape_of(Value(ahead, n)) for ahead, n in node.next_functions])
+        for out in outputs[node]:
+            for place, (ahead, n) in enumerate(node.next_functions):
+                if ahead in number:
+                    outputs.setdefault(ahead, {})[n] = None
+                    before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
+                    kept = replace(before, kept=partial(kept_by, node))
+                    step = STEPS[before.kind](kept) if before.kind in KNOWN else None
+                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before, step))
+    ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
+    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
+    most = max(turn.before.shape.numel() for turn in turns)
+    return Way(tuple(turns), value.number, ends, is_straight, most)
+
+
+def _nothing(name: str) -> Any:
+    raise LookupError(f"{name}: a node's own numbers are read in each pass")
+
+
+class Stepwise:
+    """The way back in steps, each of which makes forms of forms."""
+
+    exists = True
+
+    def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
+        self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
+        self.pulls: dict[str, Pull] = {}
+
+    def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
+        """The parameters' forms, by name.  form: the value's"""
+        if overwritten_in(self.held):
+            raise _stale(self.way.ends)
+        held = form.samples * form.held_size()
+        if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
+            return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
+        pulls = {name: self.pulls.setdefault(name, partial(self._pulled, name, p.dtype)) for name, p in parameters.items()}
+        return {name: Chained(form, pulls[name], p.shape, p) for name, p in parameters.items()}
+
+    def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
+        found, wanted, ends = {(0, self.way.output): form}, set(names), self.way.ends.values()
+        for turn, step in zip(self.way.turns, self.steps):
+            if not wanted.isdisjoint(turn.names):
+                own, at = step(found[turn.node, turn.before.number]), (turn.ahead, turn.output)
+                if isinstance(own, Lookup) and turn.ahead not in ends:  # several steps may read the rows
+                    own = Dense(own.dense())
+                found[at] = _both(found[at], own) if at in found else own
+        return {name: found[self.way.ends[name], 0] for name in names}
+
+    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor, batched: bool) -> Tensor:
+        found = _cast(self._back(Dense(rows if batched else rows[None]), [name])[name], dtype).dense()
+        return found if batched else found[0]
+
+
+def _both(a: Form, b: Form) -> Form:
+    """The sum of two forms.  Slices that don't overlap are put side by side."""
+    if isinstance(a, Placed) and isinstance(b, Placed):
+        entries = sorted([*a.entries, *b.entries])
+        if all(stop <= start for (_, stop), (start, _) in pairwise(entries)):
+            return Placed({**a.entries, **b.entries}, a.shape)
+    return add([a, b])
+
+
+def _cast(form: Form, dtype: torch.dtype) -> Form:
+    """A form in a parameter's dtype."""
+    if form.like.dtype == dtype:
+        return form
+    return (Dense(form.dense().real) if form.like.is_complex() and not dtype.is_complex else form).to(dtype)
+
+
+class Transposed:
+    """φ's vector-Jacobian product, in a graph of its own that the user's passes don't free.
+
+    φ'(θ)ᵀ u is linear in u.  Differentiate its product with v by u: the gradient by v of that is φ'(θ)ᵀ again.
+    exists: whether torch has the second derivative
+
+    It is made when a pass arrives at the value.  Before that, weights may not be gathered; afterwards φ is freed.
+    """
+
+    is_live = True
+
+    def __init__(self, way: Way, nodes: Sequence[Any]) -> None:
+        self.names, leaves = list(way.ends), [nodes[k] for k in way.ends.values()]
+        own = made(nodes[0])[way.output]
+        with torch.enable_grad(), Switch.paused_here():
+            u = torch.zeros(own.shape, dtype=own.dtype, device=own.device, requires_grad=True)
+            edges = [GradientEdge(leaf, 0) for leaf in leaves]
+            # Not leaves: a derivative must not accumulate into these.
+            down = torch.autograd.grad([GradientEdge(nodes[0], way.output)], edges, [u.clone()], create_graph=True)
+            v = [torch.zeros_like(leaf.variable, requires_grad=True) for leaf in leaves]
+            try:
+                # torch divides these gradients by counts, but not the gradients of gradients.
+                self.exists = not any(getattr(node, f"{SAVED}scale_grad_by_freq", False) for node in nodes)
+                (self.up,) = torch.autograd.grad(down, u, [x.clone() for x in v], create_graph=True)
+            except RuntimeError as error:
+                if "derivative for" not in str(error):
+                    raise
+                self.exists = False
+        self.pulls = {name: partial(self._pulled, x) for name, x in zip(self.names, v)}
+
+    def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
+        """The parameters' forms, by name.  form: the value's"""
+        return {name: Chained(form, self.pulls[name], p.shape, p) for name, p in parameters.items()}
+
+    def _pulled(self, v: Tensor, rows: Tensor, batched: bool) -> Tensor:
+        options: dict[str, Any] = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
+        try:
+            with torch.enable_grad():
+                return torch.autograd.grad(self.up, v, rows.to(self.up.dtype), is_grads_batched=batched, **options)[0]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise _stale(self.names) from error
+
+
+def _stale(names: Iterable[str]) -> StaleRecord:
+    return StaleRecord(
+        f"{', '.join(names)}: changed in place after the forward (or another tensor did that its value is made of), and "
+        "per-sample gradients need the old value. Read them before optimizer.step() and before another forward."
+    )
