@@ -59,37 +59,9 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     found = Costs(
         short / unit, of_kernel / unit, write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,
         max(0.0, call) / unit, max(0.0, begin) / unit, scatter / unit, put / unit, fft / unit, double / unit,
-        fused(device, left, right, unit) if device.type == "cuda" else None,
     )  # fmt: skip
-    return {name: value and float(f"{value:.3g}") for name, value in asdict(found).items()}
+    return {name: float(f"{value:.3g}") for name, value in asdict(found).items()}
 
 
 def new_zeros(like: Tensor, size: int) -> Tensor:
     return like.new_zeros(len(like), size)
-
-
-def fused(device: torch.device, left: Tensor, right: Tensor, unit: float) -> float:
-    """How many times as long the package's kernels take as the products that they stand for take by torch: the worst of
-    norms, and of a sum with a product along a direction.  Raises AssertionError where a kernel is wrong."""
-    from autograd_hacks.kernels import tiles
-
-    (n, t, o), i = left.shape, right.shape[2]
-    flat, ends = (left.flatten(0, 1), right.flatten(0, 1)), torch.arange(1, n + 1, device=device) * t
-    rows, w, v = left.mT @ right, torch.rand(n, device=device), torch.randn(o, i, device=device)
-    total, along = tiles.sum_and_dot(*flat, ends, w, v)
-    torch.testing.assert_close(tiles.row_norms(*flat, ends), rows.flatten(1).norm(dim=1), rtol=1e-3, atol=0)
-    torch.testing.assert_close(total, torch.tensordot(w, rows, 1), rtol=1e-3, atol=1e-2)
-    torch.testing.assert_close(along, rows.flatten(1) @ v.flatten(), rtol=1e-3, atol=1.0)
-    weight, bias = tiles.affine_rows(left, left, 1e-5, False)
-    normal = torch.nn.functional.layer_norm(left, (o,), eps=1e-5)
-    torch.testing.assert_close(weight, (left * normal).sum(1), rtol=1e-3, atol=1e-2)
-    torch.testing.assert_close(bias, left.sum(1), rtol=1e-3, atol=1e-2)
-    keys, norms = tiles.norms_by_key(torch.arange(n * t, device=device) // t, flat[0])
-    torch.testing.assert_close(norms[keys.diff(prepend=keys[:1] - 1) > 0], left.sum(1).norm(dim=1), rtol=1e-3, atol=0)
-    products = unit * n * t * o * i
-    moved = seconds(lambda: left + left, device) / 3
-    return max(
-        seconds(lambda: tiles.row_norms(*flat, ends), device) / products,
-        seconds(lambda: tiles.sum_and_dot(*flat, ends, w, v), device) / products,
-        seconds(lambda: tiles.affine_rows(left, left, 1e-5, False), device) / (2 * moved),
-    )

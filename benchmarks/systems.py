@@ -119,8 +119,8 @@ def clip_twice(workload: Workload, model: nn.Module) -> Step:
 
 
 def dot(workload: Workload, model: nn.Module) -> Step:
-    """The mean of the gradients in ``.grad``, and each sample's inner product with a direction: both of one reading of each
-    layer's factors, in the place of autograd's own weight gradients."""
+    """The mean of the gradients in ``.grad``, and each sample's inner product with a direction: both from each layer's
+    factors, in the place of autograd's own weight gradients."""
     autograd_hacks.add_hooks(model, param_grad=False)
     direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
 

@@ -24,10 +24,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if not torch.cuda.is_available():
-    # Triton reads it once, as whichever test comes first imports it: the package's kernels then run without a GPU.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 def pytest_collection_finish() -> None:
     """What was imported stays: without, a collection takes a third of a second, and tests of memory make many."""

@@ -26,7 +26,6 @@ FLOORS = [
     "probe",
     "formulas",
     "forms",
-    "kernels",
 ]
 """A file imports its own floor and those behind it; and `CELLAR`, as all do."""
 CELLAR = ["support", "errors"]

@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 INTERNAL = frozenset(
     """pair leaves factors writes_in_place cuts_well sums_cheaply saving held_size wide written merge_key merge terms
-    new_sums blocks sum_and_dot varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
+    new_sums blocks varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
 )
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
@@ -205,10 +205,6 @@ class Form(Hinting, Shown, ABC):
         for samples, rows, written in self._written(budget, w):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
-
-    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        """Jᵀ w and J v, in one pass if possible.  w: N    v: shape.  Returns shape and N."""
-        return self.weighted_sum(w, budget), self.dot(v, budget)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero by default.  Returns shape."""

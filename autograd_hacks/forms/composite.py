@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
@@ -138,10 +138,6 @@ class Composite(Form):
             total = part.weighted_sum(own, budget, total)
         assert total is not None  # there is a part
         return total
-
-    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        found = [part.sum_and_dot(own, v, budget) for part, own in zip(self.parts, self._split(w))]
-        return reduce(torch.add, (total for total, _ in found)), self._join(along for _, along in found)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(u, v) for part in self.parts], 1)

@@ -26,9 +26,6 @@ LANES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 """Multiplications that a multiprocessor does at once, by compute capability, where these aren't 128."""
 FULL_RATE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of cards that multiply at least half as fast in float64 as in float32: P100 to B200."""
-_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
-WIDEST_VECTOR = 8192
-"""Numbers of a vector that a program of the package's kernels holds."""
 INTENSITY = 30.0
 """Multiplications in single precision while a number is moved, for cards that don't report it: between an A100's and an
 H100's."""
@@ -53,7 +50,6 @@ class Costs:
     place: float  # to put a number of a factor at its place
     fft: float  # for each of m · log₂ m, a Fourier transform of m real numbers
     double: float  # a product in float64
-    fused: float | None  # a step of the package's own kernels, in that step of torch's; None where they were never timed
 
 
 def costs_of(device: torch.device) -> Costs:
@@ -94,22 +90,7 @@ def costs_by_bandwidth(card: Any) -> Costs:
         place=2 * moved,
         fft=moved / 8,
         double=2 if capability in FULL_RATE else 64,
-        fused=None,
     )
-
-
-def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
-    """Whether to use one of the package's kernels for these tensors: one was timed on their device, and costs less.
-
-    They are in single or half precision, are not traced, and have no graph.
-
-    torchs: the cost with torch's kernels, in multiplications    own: the cost with the package's, if they were as good
-    """
-    fused = costs_of(tensors[0].device).fused
-    if fused is None or own * fused >= torchs:
-        return False
-    is_plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _PRECISIONS and x.numel() > 0 for x in tensors)
-    return is_plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:

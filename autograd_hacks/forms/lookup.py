@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import WIDEST_VECTOR, costs_of, takes_kernel
+from autograd_hacks.forms.cost import costs_of
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
@@ -85,14 +85,9 @@ class Lookup(Paired):
         return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        found, width, costs = [], self.g.shape[2], costs_of(self.g.device)
+        found, costs = [], costs_of(self.g.device)
         for _, part in self.chunks(budget, 3 * self.held_size()):
-            # torch adds vectors up in memory that it zeroes, writes and reads, and the host waits for the number of entries.
-            if width <= WIDEST_VECTOR and takes_kernel(5 * width, width, part.g):
-                from autograd_hacks.kernels.tiles import norms_by_key  # imports Triton
-
-                slots, norms = norms_by_key(part._slots(), part.g.flatten(0, 1))
-            elif part.samples * self.shape.numel() * costs.write < 2 * costs.call + 5 * costs.write * part.g.numel():
+            if part.samples * self.shape.numel() * costs.write < 2 * costs.call + 5 * costs.write * part.g.numel():
                 # Rows are written sooner than it is found which entries were read: of 16 samples of 64 positions, on one
                 # core, 64 × 128 in 250 µs instead of 540, and 500 × 128 in 440 instead of 450.
                 slots, norms = torch.arange(part.samples, device=part.g.device) * self.entries, Form.norms(part, budget)

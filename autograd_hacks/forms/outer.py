@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import by_products, by_writing, saving, takes_kernel
+from autograd_hacks.forms.cost import saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions
@@ -124,32 +124,10 @@ class Outer(Paired):
             Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
         return total
 
-    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        # torch's kernels need two products, and multiples of a factor that are written and read.
-        own = self.positions * self.fan_out * self.fan_in
-        if w.ndim > 1 or not takes_kernel(2 * own, own, self.left, self.right, w, v):
-            return super().sum_and_dot(w, v, budget)
-        from autograd_hacks.kernels import tiles  # imports Triton
-
-        v = v.reshape(self.fan_out, self.fan_in)
-        total, along = tiles.sum_and_dot(self.left.flatten(0, 1), self.right.flatten(0, 1), self._ends(), w, v)
-        return total.view(self.shape), along
-
-    def _ends(self) -> Tensor:
-        """Where each sample's positions end, if the positions of all samples are in one sequence."""
-        return torch.arange(1, self.samples + 1, device=self.left.device) * self.positions
-
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
-        # The kernel adds up all positions of a tile within one program, and doesn't split them along the sequence, which a
-        # patent application (US20260187277A1) is about.  The other arm, cuBLAS' products, wins where there are many.
-        own = self.positions * self.fan_out * self.fan_in
-        if takes_kernel(min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right):
-            from autograd_hacks.kernels import tiles  # imports Triton
-
-            return tiles.row_norms(self.left.flatten(0, 1), self.right.flatten(0, 1), self._ends())
         return norms_by_positions(self, budget)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:

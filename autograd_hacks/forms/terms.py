@@ -178,8 +178,6 @@ class Placed(Composite):
                 form.weighted_sum(w, budget, own)
         return total
 
-    sum_and_dot = Form.sum_and_dot
-
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         total = Zero(self.samples, self.shape, self.like).second_moment(w, about, budget)
         for (start, stop), form in self.entries.items():

@@ -2,8 +2,6 @@
 the positions that share an entry."""
 
 from collections.abc import Callable, Mapping
-from functools import wraps
-from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Dense, Form
-from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
+from autograd_hacks.forms import Form
 from autograd_hacks.formulas.call import Call
 from autograd_hacks.formulas.met import Kept, Met, of_layer
 
@@ -85,7 +82,7 @@ def _by_last_axes(kept: Kept) -> Tensor:
     return x
 
 
-_by_torch = of_layer(
+norm_of_last_axes = of_layer(
     layer_norm,
     "(N, ..., *normalized_shape)",
     axes=lambda layer: 1 + len(layer.normalized_shape),
@@ -97,20 +94,6 @@ _by_torch = of_layer(
     },
     normal=_by_last_axes,
 )
-
-
-@wraps(layer_norm)
-def norm_of_last_axes(layer: nn.LayerNorm | nn.RMSNorm, call: Call) -> Mapping[str, Form]:
-    x, g, width = call.argument(0, "input"), call.grad, prod(layer.normalized_shape)
-    # torch's kernels read or write seven numbers for each of x: x̂ is written, multiplied, and added up.
-    fits = x.ndim > len(layer.normalized_shape) and width <= WIDEST_VECTOR
-    if layer.eps is None or not (fits and takes_kernel(7, 2, x, g)):
-        return _by_torch(layer, call)
-    from autograd_hacks.kernels.tiles import affine_rows  # imports Triton
-
-    flat_x, flat_g = (t.reshape(len(t), -1, width) for t in (x, g))
-    rows = affine_rows(flat_x, flat_g, layer.eps, isinstance(layer, nn.RMSNorm))
-    return {name: Dense(own.view(-1, *layer.normalized_shape)) for name, own in zip(("weight", "bias"), rows)}
 
 
 def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:

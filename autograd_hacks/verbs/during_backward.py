@@ -97,12 +97,11 @@ def during_backward(
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
         check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
-        verbs["dot"] = lambda name, form: stream.along(name, form, dot[name], weights, budget)
+        verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device).conj().resolve_conj(), budget)
     if weights is not None:
         check_weights("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
-        if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
-            verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
+        verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     if project is not None:
         maps = random_maps("during_backward: project", project, seed, kind, entries)
         verbs["projection"] = lambda name, form: form.project(maps(name, form), budget)
@@ -240,25 +239,13 @@ class _Stream:
             )
         return form
 
-    def along(self, name: str, form: Form, v: Tensor, w: Tensor | None, budget: int) -> Tensor:
-        """J v.  With weights it also computes the new ``.grad`` in the same pass over the form."""
-        v = v.to(form.like.device).conj().resolve_conj()
-        if w is None:
-            return form.dot(v, budget)
-        total, found = form.sum_and_dot(self._weights(name, form, w), v, budget)
-        self._sums[name] = total.to(form.like.dtype)
-        return found
-
     def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
         """Computes a parameter's new ``.grad``."""
-        self._sums[name] = form.weighted_sum(self._weights(name, form, w), budget).to(form.like.dtype)
-
-    def _weights(self, name: str, form: Form, w: Tensor) -> Tensor:
-        """The weights in the form's accumulation dtype, or a wider one."""
         if not self._sums:
             drop_grads(self._parameters)  # first, so that two sets of gradients never exist at once
         own = self.checked(name, form, w, "weights")
-        return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
+        weights = w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
+        self._sums[name] = own.weighted_sum(weights, budget).to(own.like.dtype)
 
     def end(self) -> dict[str, Tensor]:
         """The results.  Raises if the pass is not complete."""

@@ -46,9 +46,8 @@ def test_slices_that_calls_read_become_one_form() -> None:
     assert_close(total.norms(), total.dense().flatten(1).norm(dim=1))
     assert total.cuts_well
     w, v = torch.rand(3).double(), torch.randn(shape).double()
-    added, along = total.sum_and_dot(w, v)
-    assert_close(added, torch.einsum("n,neoi->eoi", w, total.dense()))
-    assert_close(along, total.dense().flatten(1) @ v.flatten())
+    assert_close(total.weighted_sum(w), torch.einsum("n,neoi->eoi", w, total.dense()))
+    assert_close(total.dot(v), total.dense().flatten(1) @ v.flatten())
 
 
 def test_slices_that_overlap_in_part_are_added_up() -> None:
