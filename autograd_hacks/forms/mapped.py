@@ -119,10 +119,12 @@ class Sides(LinearMap):
         right_fits = right in (None, [fan_in], [*stack, fan_in, columns])
         is_whole = not stack or (shape[:1].numel() % stack[0] == 0 and stack[0] * fan_out * fan_in == shape.numel())
         if not (left_fits and right_fits and is_whole):
-            expected = f"(any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},)"
-            if stack:
-                k = stack[0]
-                expected = f"({k}, {fan_out}, {fan_out}) or ({k}, {fan_out}), and R of shape ({k}, {fan_in}, {fan_in})"
+            expected = (
+                f"({stack[0]}, {fan_out}, {fan_out}) or ({stack[0]}, {fan_out}), "
+                f"and R of shape ({stack[0]}, {fan_in}, {fan_in})"
+                if stack
+                else f"(any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},)"
+            )
             raise ValueError(
                 f"L and R of shapes {left and tuple(left)} and {right and tuple(right)}, for a parameter of shape "
                 f"{tuple(shape)}; expected L of shape {expected}. The gradient is "
@@ -276,12 +278,6 @@ class Mapped(Form):
         else:
             yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
 
-    def merge_key(self) -> Hashable:
-        return Mapped, id(self.by), self.form.shape, self.like.dtype
-
-    def merge(self, others: Sequence[Form]) -> Form:
-        return self._of(add([self.form, *(other.form for other in others if isinstance(other, Mapped))]))
-
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self.form.dot(self._wide_map().transposed(v.to(self.sum_dtype), self.form.shape), budget)
 
@@ -363,6 +359,9 @@ class Chained(Mapped):
 
     def merge_key(self) -> Hashable:
         return Chained, self.pull, self.form.shape, self.shape, self.like.dtype
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        return self._of(add([self.form, *(other.form for other in others if isinstance(other, Chained))]))
 
     dot = Form.dot  # of rows; of v it would take another derivative
 
