@@ -67,7 +67,7 @@ class Recorder:
         self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
         self._known: Known | None = None  # what is known of the running forward
-        self._unhooked: tuple[list[nn.Module], int, list[nn.Module]] | None = None  # for these modules and so many layers
+        self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
         self._began = 0  # torch's number of the next node, as it began
@@ -114,11 +114,10 @@ class Recorder:
 
     def unhooked(self) -> list[nn.Module]:
         """The layers with parameters that got no hooks."""
-        modules, known = self.tree.modules(), self._unhooked
-        if known is None or known[0] is not modules or known[1] != len(self.layers):
-            found = [layer for layer in modules if layer._parameters and layer not in self.layers]
-            known = self._unhooked = modules, len(self.layers), found
-        return known[2]
+        modules = self.tree.modules()
+        if self.bare is None or self.bare[0] is not modules:
+            self.bare = modules, [layer for layer in modules if layer._parameters and layer not in self.layers]
+        return self.bare[1]
 
     def interrupt(self) -> None:
         """Cleans up after a forward that ended by an interrupt (not an Exception), for which torch calls no hook."""
