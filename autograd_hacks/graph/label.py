@@ -106,24 +106,17 @@ def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     return torch.arange(size, device=device or "cpu") // inner % samples
 
 
-def _there(x: Tensor, device: Any) -> Tensor:
-    return x if device is None or x.device == device else x.to(device)
-
-
 def order_on(label: Owned, dim: int, size: int, samples: int, device: Any = None) -> Tensor | None:
     """The sample of each entry on one axis, if it changes along no other."""
-    if isinstance(label, At):
-        return None if label.dim != dim else _regular(size, label.inner, samples, device)
-    if isinstance(label, One):
-        return torch.full((size,), label.sample, device=device or "cpu")
-    own = _there(label.samples, device)
-    return own.flatten().expand(size) if own.numel() == own.shape[dim] or not own.numel() else None
+    if set(varying(label)) - {dim}:
+        return None
+    return entries(label, [*[1] * dim, size], samples, device).flatten().expand(size)
 
 
 def entries(label: Owned, shape: Shape, samples: int, device: Any = None) -> Tensor:
     """The label as a tensor that broadcasts to the value's shape."""
     if isinstance(label, Entries):
-        return _there(label.samples, device)
+        return label.samples.to(device=device)
     sizes = [1] * len(shape)
     if isinstance(label, One):
         return torch.full(sizes, label.sample, device=device or "cpu")

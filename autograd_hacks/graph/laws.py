@@ -201,7 +201,7 @@ def law_of(
     if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
         return Law([None if own is None else first for own in ins])
     if kind.entry is not None:
-        found = _by_entry(kind.entry, labels, outs, ins, alone, samples, kind.named(numbers))
+        found = _by_entry(kind, numbers, labels, outs, ins, alone, samples)
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
@@ -224,34 +224,23 @@ def law_of(
         of_output = kind.law(label, o, outs, ins, samples, **given)
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
-        if len(there) == 1:
-            answer = of_output
-        else:
-            answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
+        answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
     return Law(answer, reader.seen or None)
 
 
 def _by_entry(
-    entry: Axes, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool], samples: int,
-    numbers: dict[str, Any],
-) -> list[Label]:  # fmt: skip
+    kind: Kind, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool], samples: int
+) -> list[Label]:
     found: list[Label] = [None] * len(ins)
     for o, label in enumerate(labels):
-        if label is None:
+        if not isinstance(label, Owned):
             continue
-        links = None if entry.rule is None else entry.rule(o, outs, ins, **numbers)
+        links = kind.links(o, outs, ins, numbers)
         for k, own in enumerate(ins):
-            if own is None:
-                continue
-            if alone[k] and isinstance(label, Entries):
-                now: Label = SUM  # a use; rows of which samples it has is said at the node's output
-            elif links is not None:
-                now = linked(label, links[k], own)  # type: ignore[arg-type]  # owned, see `law_of`
-            elif own == outs[o]:
-                now = label
-            else:
-                now = linked(label, broadcast(outs[o] or (), own), own)  # type: ignore[arg-type]
-            found[k] = now if found[k] is None else joined(found[k], now, own, samples)
+            if own is not None:
+                # Rows of which samples a use has is said at the node's output.
+                is_use = alone[k] and isinstance(label, Entries)
+                found[k] = joined(found[k], SUM if is_use else linked(label, links[k], own), own, samples)
     return found
 
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import broadcast
-from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined, linked
+from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
 from autograd_hacks.graph.laws import Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -187,31 +186,18 @@ def _walked(
         kind = kinds[k]
         if kind is LEAF or kind is END or outs.count(None) == len(outs):
             continue
-        has_owners = True
-        for label in outs:
-            if type(label) is Several:
-                has_owners = False
+        has_owners = not any(type(label) is Several for label in outs)
         if own[k] and (samples == 1 or not has_owners):
             continue
-        ahead, first, entry, why = edges[k], outs[0], kind.entry, ""
-        answer: list[Label]
+        ahead, why = edges[k], ""
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
             if _are_empty(outs, shapes[k]):
-                answer = [
+                answer: list[Label] = [
                     None if edge is None else SUM if own[edge[0]] else _of_nobody(sizes or (), samples)
                     for edge, sizes in zip(ahead, ins)
                 ]
-            elif (
-                not is_asked and entry is not None and entry.rule is None and has_owners and len(outs) == 1
-            ):  # the most common case
-                of, answer = shapes[k][0] or (), []
-                for sizes in ins:
-                    if sizes is None or sizes == of:
-                        answer.append(None if sizes is None else first)
-                    else:
-                        answer.append(linked(first, broadcast(of, sizes), sizes))  # type: ignore[arg-type]  # it has owners
             else:
                 alone = [edge is not None and own[edge[0]] for edge in ahead]
                 if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
@@ -233,8 +219,7 @@ def _walked(
                 continue
             j, at = edge
             before = labels[j][at]
-            now = label if before is None or before is label else joined(before, label, ins[place] or (), samples)
-            labels[j][at] = now
+            labels[j][at] = now = joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
                     meetings.setdefault(j, []).append(_Edge(k, place, label, why))
@@ -292,16 +277,11 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
         own[k] = True
     for k in reversed(order):
         kind = trace.kinds[k]
-        if kind.is_stateless:
-            for edge in trace.edges[k]:
-                if edge is not None and not own[edge[0]]:
-                    break
-            else:
-                own[k] = True
-                ahead = trace.read_by(k)
-                if kind.has_operands or None in ahead:
-                    walk.origins[k] = origin = memory.origin(trace.nodes[k], ahead)
-                    own[k] = origin == OWN
+        if kind.is_stateless and all(edge is None or own[edge[0]] for edge in trace.edges[k]):
+            own[k], ahead = True, trace.read_by(k)
+            if kind.has_operands or None in ahead:
+                walk.origins[k] = origin = memory.origin(trace.nodes[k], ahead)
+                own[k] = origin == OWN
     return own
 
 
