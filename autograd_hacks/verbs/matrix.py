@@ -326,7 +326,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             else:
                 continue
             # In memory of their own, as each becomes a gradient.
-            found |= {n: total.view(*w.shape[:-1], *forms[n].shape).clone() for n, total in zip(group, sums)}
+            found |= {n: total.view((*w.shape[:-1], *forms[n].shape)).clone() for n, total in zip(group, sums)}
         for name, form in forms.items():
             if name in found:
                 yield name, found[name]
