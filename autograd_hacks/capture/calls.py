@@ -20,7 +20,7 @@ from autograd_hacks.forms import Form, Grouping, gathered
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.call import Call, Settings
 from autograd_hacks.formulas.table import Rule, rule_for
-from autograd_hacks.probe.documents import Documents, check_told
+from autograd_hacks.probe.documents import check_told
 from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.trees import is_packed, map_tensors, versions_among
@@ -67,14 +67,13 @@ class Within:
     forward: its number    told: what was read of it    samples: N, if its arguments show it
     """
 
-    __slots__ = ("calls", "documents", "forward", "leaves", "refused", "samples", "told")
+    __slots__ = ("calls", "forward", "leaves", "refused", "samples", "told")
 
     def __init__(self, forward: int, told: Told, samples: int | None) -> None:
         self.forward, self.told, self.samples = forward, told, samples
         self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
         self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
         self.refused: Mapping[str, str] = {}  # and why some have no rows
-        self.documents: Documents | None = None
 
 
 class Note:
@@ -116,7 +115,6 @@ class Note:
                 "saved": self.saved,
                 "is_first": self.is_first,
                 "within": within,
-                "documents": within.documents,
             }
             if within.calls is not None:
                 call.follow(within.calls[self.number])
