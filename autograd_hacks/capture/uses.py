@@ -292,8 +292,9 @@ class NodeUse(Use):
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
             return by_owners(replace(met, samples=samples), owners)
-        if form is not None and form.like.is_complex() and not dtype_of(Value(*node.next_functions[value.place])).is_complex:  # type: ignore[arg-type]
-            form = Dense(form.dense().real)
+        if form is not None and form.like.is_complex():
+            taken = Value(*node.next_functions[value.place])  # type: ignore[arg-type]  # it has a graph
+            form = form if dtype_of(taken).is_complex else Dense(form.dense().real)
         if form is not None and self.documents is not None:
             return self.documents.rows(form)
         return form if form is None or self.labels is None else gathered(form, self.labels, samples)
