@@ -187,7 +187,7 @@ def ruled(model: Net, x: Tensor) -> Tensor:
 
 def set_later(model: Net, x: Tensor) -> None:
     step(model, x)
-    model.norm.normalized_shape = (5, 8)
+    model.embed.padding_idx = int(x[0, 0])  # its rows would be zeros
 
 
 def in_half(model: Net, x: Tensor) -> None:
