@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, reach_of
-from autograd_hacks.capture.backward import Backward, may_skip
+from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, may_skip, reach_of
+from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Kind
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.records import Inner

@@ -36,7 +36,7 @@ from autograd_hacks.support.graph import (
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import samples_of_rows
 from autograd_hacks.support.parts import memory_of
-from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
+from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Ran:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return tensors_of(self.arguments)
+        return tensors_in(*self.arguments) if self.arguments else []
 
     @cached_property
     def packed(self) -> dict[Any, Tensor]:

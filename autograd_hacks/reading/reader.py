@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import Note, packed_into
+from autograd_hacks.capture.calls import Note, are_plain, packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
@@ -52,6 +52,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     links: between uses and parameters that get gradient from one use alone
     ends: see `OffGraph`; None as long as nobody has looked for them
+    plain: see `Within`; None as long as nobody has looked
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
@@ -65,6 +66,7 @@ class Read:
     returns_parameters: bool = False
     links: Sequence[Link] = ()
     ends: tuple[list[int], dict[str, int], list[int]] | None = None
+    plain: list[bool] | None = None
     planned: dict[int, Planned] | None = None
 
     def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
@@ -279,6 +281,9 @@ class Reader:
         refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if (within := ran.within) is not None:
             within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+            if found.plain is None:
+                found.plain = are_plain(found.calls)
+            within.plain = () if refused else found.plain
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
             call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted

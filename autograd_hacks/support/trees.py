@@ -41,9 +41,9 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
 
 
-def made_by(tree: Any) -> frozenset[Node]:
-    """The graph nodes that made a tree's tensors."""
-    return frozenset(x.grad_fn for x in tensors_of(tree) if x.grad_fn is not None)
+def made_by(tensors: Iterable[Tensor]) -> frozenset[Node]:
+    """The graph nodes that made tensors."""
+    return frozenset([x.grad_fn for x in tensors if x.grad_fn is not None])
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -327,6 +327,11 @@ class ByTensor(Generic[T]):
     def get(self, tensor: Tensor) -> T | None:
         found = self._held.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
+
+    def of(self, tensors: Iterable[Tensor]) -> list[T | None]:
+        """The values of several tensors."""
+        held = self._held.get
+        return [None if (found := held(id(x))) is None or found[0]() is not x else found[1] for x in tensors]
 
     def keys(self) -> Iterator[Tensor]:
         return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])
