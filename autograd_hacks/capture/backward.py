@@ -151,7 +151,7 @@ class Backward:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
         within, usual = note.within, self._usual  # after an inner pass the outer one may come here, too
         if usual is None:
-            usual = self._begun(within, grad)
+            usual = self._begun(within)
         if usual is None or within is not usual.within or self.inner is not usual.inner:
             return False
         if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
@@ -163,12 +163,12 @@ class Backward:
         usual.current.named.update(known.names)
         return True
 
-    def _begun(self, within: Within, grad: Tensor) -> Usual | None:
+    def _begun(self, within: Within) -> Usual | None:
         """Begins a usual pass with its first gradient; None if it is not the first, or the pass may do more."""
         running = self.running
         if running is not None and (running._received or running.arrived):
             return None
-        if torch.is_grad_enabled() or within.told.kind.derives is not False or is_transformed() or is_batched(grad):
+        if torch.is_grad_enabled() or within.told.kind.derives is not False or is_transformed():
             return None
         if not (self.hears() and self._is_usual(within)):
             return None
