@@ -21,10 +21,8 @@ from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import VALUES
-from autograd_hacks.support.graph import put_back_by
-from autograd_hacks.support.internals import RAW, SAVED
-
-IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, raw_names
+from autograd_hacks.support.internals import SAVED
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ def kind_of_name(name: str, kind: type) -> Kind:
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:
     numbers = tuple(n for n in reads if hasattr(kind, SAVED + n))
     get = attrgetter(*(SAVED + n for n in numbers)) if numbers else None
-    return Kind(name, numbers, get, has_operands=bool(_raw_names(kind)), **more)
+    return Kind(name, numbers, get, has_operands=bool(raw_names(kind)), **more)
 
 
 _BY_TYPE: dict[type, Kind | None] = {}
@@ -142,30 +140,9 @@ class Reader:
         return found
 
     def saved(self, name: str) -> Any:
-        if not _is_recomputed(getattr(self.node, RAW + name, None)):
-            return getattr(self.node, SAVED + name)
-        if not self.may_recompute:
+        if not self.may_recompute and is_recomputed(self.node, name):
             raise Deferred
-        put_back = put_back_by(self.node)
-        try:
-            return getattr(self.node, SAVED + name)
-        finally:
-            put_back()
-
-
-def _is_recomputed(raw: Any) -> bool:
-    hooked = [own for own in (raw if isinstance(raw, tuple | list) else (raw,)) if getattr(own, "unpack_hook", None)]
-    return any(type(own.data).__module__ == "torch.utils.checkpoint" for own in hooked)
-
-
-@cache
-def _raw_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(RAW))
-
-
-def is_recomputed(node: Any) -> bool:
-    """Whether a checkpoint recomputes what a node saved."""
-    return any(_is_recomputed(getattr(node, name)) for name in _raw_names(node.__class__))
+        return kept_by(self.node, name)
 
 
 class Law(NamedTuple):
