@@ -184,7 +184,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
-_OF_MODULE = frozenset(vars(nn.Module()))
+OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
@@ -226,7 +226,7 @@ class Tree:
             own = vars(module)
             count, names = self._attributes[n]
             if len(own) != count or not own.keys() >= set(names):
-                names = sorted(own.keys() - _OF_MODULE)
+                names = sorted(own.keys() - OF_MODULE)
                 self._attributes[n] = len(own), names
             yield from [own[name] for name in names if type(own[name]) not in SIMPLE]
 
