@@ -173,20 +173,12 @@ def _(label: Owned, sizes: Sizes, samples: int, pad: Sequence[int]) -> list[Labe
     own, found = list(sizes.out), label
     for k in range(len(pad) // 2):
         d, before = len(own) - 1 - k, signed(pad[2 * k])
-        size = sizes.own[d]
-        if before < 0:  # takes entries away
-            there = min(size + before, own[d])
-            found = put(cut(found, d, 0, there, 1, own, samples), d, -before, there, 1, _with(own, d, size), samples)
-        else:
-            there = min(size, own[d] - before)
-            found = cut(found, d, before, there, 1, own, samples)
-            found = put(found, d, 0, there, 1, _with(own, d, size), samples) if there != size else found
+        size, skipped, taken = sizes.own[d], max(before, 0), max(-before, 0)  # a negative number takes entries away
+        there = min(size - taken, own[d] - skipped)
+        found = cut(found, d, skipped, there, 1, own, samples)
         own[d] = size
+        found = put(found, d, taken, there, 1, own, samples) if there != size else found
     return [found]
-
-
-def _with(shape: Sequence[int], d: int, size: int) -> list[int]:
-    return [size if k == d else s for k, s in enumerate(shape)]
 
 
 @move("repeat", reads="repeats")

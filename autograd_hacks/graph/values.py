@@ -20,7 +20,6 @@ from autograd_hacks.graph.label import (
     MIXED,
     NOBODY,
     SUM,
-    At,
     Entries,
     Label,
     One,
@@ -29,8 +28,6 @@ from autograd_hacks.graph.label import (
     entries,
     is_owned,
     linked,
-    on_axis,
-    order_on,
     scattered,
     tidied,
     varying,
@@ -59,12 +56,8 @@ def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samp
     index = _thin(index)
     at = entries(label, out, samples, index.device)
     sizes = [max(a, b) if a and b else 0 for a, b in zip(at.shape, index.shape)]
-    at, index = at.expand(sizes), index.expand(sizes)
-    whole = [own[d] if k == d else size for k, size in enumerate(sizes)]
-    found = torch.full(whole, NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(d, index, at, "amax")
-    if bool(((found.gather(d, index) != at) & (at >= 0)).any()):
-        return MIXED
-    return tidied(Entries(_longer(found, own)), own, samples)
+    found = scattered(at.expand(sizes), index.expand(sizes), own[d], d)
+    return MIXED if found is None else tidied(Entries(_longer(found, own)), own, samples)
 
 
 def _longer(at: Tensor, own: Shape) -> Tensor:
@@ -137,31 +130,24 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 @value("index_add index_copy index_reduce", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
-    found: list[Label] = [label]
-    for own in sizes.ins[1:]:
-        if own is None or d not in varying(label):
-            found.append(label if own is None or len(own) == sizes.n else MIXED)
-            continue
-        index = read("index").view(-1)
-        order = order_on(label, d, sizes.out[d], samples, index.device)
-        if order is not None:
-            found.append(on_axis(order[index], d, sizes.n))
-        else:
-            index = index.view([-1 if k == d else 1 for k in range(sizes.n)])
-            found.append(_gathered(label, d, index, sizes.out, samples))
-    return found
+
+    def of(own: Shape) -> Label:
+        if len(own) != sizes.n:
+            return MIXED
+        index = [-1 if k == d else 1 for k in range(sizes.n)]
+        return _gathered(label, d, read("index").view(index), sizes.out, samples) if d in varying(label) else label
+
+    return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
 
 
 @value("scatter scatter_add scatter_reduce", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
-    found: list[Label] = [label]
-    for own in sizes.ins[1:]:
-        if own is None or not own:
-            found.append(None if own is None else SUM if varying(label) else label)
-            continue
-        found.append(_as_long(_gathered(label, d, read("index"), sizes.out, samples) if d in varying(label) else label, own))
-    return found
+
+    def of(own: Shape) -> Label:
+        return _as_long(_gathered(label, d, read("index"), sizes.out, samples) if d in varying(label) else label, own)
+
+    return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
 
 
 def _as_long(label: Owned, own: Shape) -> Owned:
@@ -197,49 +183,19 @@ class Indexed:
 
     def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
-        if (regular := self._regular(at, samples)) is not None:
-            return regular
-        flat = self._flat()
         sizes = [self.whole[d] for d in self.dims]
         rest = [self.place_of(d) for d in self.left]
-        if self.axes == 1 and at.numel() == self.shape[0]:  # rows that were picked: one sample each
-            found = scattered(at.reshape(-1), flat, prod(sizes))
-        else:
-            at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
-            rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
-            index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
-            found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
-            found.scatter_reduce_(0, index, rows, "amax")
-            if bool(((found.gather(0, index) != rows) & (rows >= 0)).any()):
-                found = None
+        at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
+        rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
+        flat: Any = 0  # where the indices point to in the indexed axes, laid out one behind the other
+        for size, index in zip(sizes, self.indices):
+            flat = flat * size + index % max(1, size)
+        found = scattered(rows, flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape), prod(sizes))
         if found is None:
             return MIXED
         axes = [*self.dims, *self.left]
-        left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
-        found = found.view(*sizes, *left).permute([axes.index(d) for d in range(len(axes))])
+        found = found.view(*sizes, *found.shape[1:]).permute([axes.index(d) for d in range(len(axes))])
         return tidied(Entries(found), self.whole, samples)
-
-    def _regular(self, at: Tensor, samples: int) -> At | None:
-        """The label of the whole, if each entry went where its sample's entries lie in order on an axis."""
-        if self.start or any(at.shape[self.place_of(d)] != 1 for d in self.left):
-            return None
-        owners = at.reshape(at.shape[: self.axes])
-        for d, index in zip(self.dims, self.indices):
-            size = self.whole[d]
-            for inner in (size // samples, 1) if size and size % samples == 0 else ():
-                order = entries(At(0, 1, inner), (size,), samples, index.device)[index]
-                if not bool(((order != owners) & (owners >= 0)).any()):
-                    return At(d, size // (samples * inner), inner)
-        return None
-
-    def _flat(self) -> Tensor:
-        """Where the indices point to in the indexed axes, laid out one behind the other."""
-        flat: Tensor | None = None
-        for d, index in zip(self.dims, self.indices):
-            own = index % max(1, self.whole[d])
-            flat = own if flat is None else flat * self.whole[d] + own
-        assert flat is not None
-        return flat
 
     def read(self, at: Tensor) -> Tensor:
         """The label of the result, from that of the whole."""
@@ -280,17 +236,15 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
 
 @value("masked_scatter")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
-    found: list[Label] = [None if sizes.ins[0] is None else linked(label, broadcast(sizes.out, sizes.ins[0]), sizes.ins[0])]
-    for own in sizes.ins[1:]:
-        if own is None:
-            found.append(None)
-            continue
+    def of(own: Shape) -> Label:
         mask, out = read("mask"), sizes.out
         at = entries(label, out, samples, mask.device).expand(*out)[mask.expand(*out)]
         whole = torch.full((prod(own),), NOBODY, dtype=at.dtype, device=at.device)
         whole[: len(at)] = at
-        found.append(Entries(whole.view(*own)))
-    return found
+        return Entries(whole.view(*own))
+
+    found = [None if own is None else of(own) for own in sizes.ins[1:]]
+    return [None if sizes.ins[0] is None else linked(label, broadcast(sizes.out, sizes.own), sizes.own), *found]
 
 
 @value("embedding")
