@@ -126,23 +126,14 @@ class Deferred(Exception):
     """A law needs a value that only a second forward of a checkpoint gives."""
 
 
-class Reader:
-    """Reads what a node saved, and keeps what was read.
+def saved(node: Any, name: str, may_recompute: bool) -> Any:
+    """What a node saved.  Raises Deferred.
 
     may_recompute: whether a checkpoint may run its forward for it, as it does in a backward pass anyway
     """
-
-    def __init__(self, node: Any, may_recompute: bool) -> None:
-        self.node, self.may_recompute, self.seen = node, may_recompute, dict[str, Any]()
-
-    def __call__(self, name: str) -> Any:
-        self.seen[name] = found = self.saved(name)
-        return found
-
-    def saved(self, name: str) -> Any:
-        if not self.may_recompute and is_recomputed(self.node, name):
-            raise Deferred
-        return kept_by(self.node, name)
+    if not may_recompute and is_recomputed(node, name):
+        raise Deferred
+    return kept_by(node, name)
 
 
 class Law(NamedTuple):
@@ -191,9 +182,14 @@ def law_of(
         return Law([None if own is None else SUM for own in ins])
     if kind.law is None:
         return asked(node, labels, samples, may_recompute)
-    reader, given = Reader(node, may_recompute), kind.named(numbers)
+    given, seen = kind.named(numbers), dict[str, Any]()
+
+    def read(name: str) -> Any:
+        seen[name] = saved(node, name, may_recompute)
+        return seen[name]
+
     if kind.by_values:
-        given["read"] = reader
+        given["read"] = read
     answer = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
@@ -202,7 +198,7 @@ def law_of(
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
         answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
-    return Law(answer, reader.seen or None)
+    return Law(answer, seen or None)
 
 
 def _by_entry(
