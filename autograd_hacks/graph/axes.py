@@ -221,15 +221,14 @@ def _(sizes: Sizes) -> list[Links]:
 )
 def _(sizes: Sizes, dim: Any = -1) -> list[Links]:
     dims = some_axes(-1 if dim is None else dim, sizes.n) if sizes.out else []
-    found: list[Links] = []
-    for s in sizes.ins:
-        own = s or ()
-        if len(own) == sizes.n:
-            lengths = [own[d] if d in dims else size for d, size in enumerate(sizes.out)]
-            found.append([MIX if e in dims else e for e in broadcast(lengths, own)])
-        else:
-            found.append([MIX] * len(own))
-    return found
+
+    def of(own: Shape) -> Links:
+        if len(own) != sizes.n:
+            return [MIX] * len(own)
+        lengths = [own[d] if d in dims else size for d, size in enumerate(sizes.out)]
+        return [MIX if e in dims else e for e in broadcast(lengths, own)]
+
+    return [of(s or ()) for s in sizes.ins]
 
 
 @axes("renorm", reads="dim")
@@ -439,14 +438,13 @@ def _(sizes: Sizes) -> list[Links]:
 def _(sizes: Sizes) -> list[Links]:
     """Matrices on the last two axes.  Columns of a right-hand side are taken to mix."""
     lead = max(len(s) - 2 for s in sizes.ins if s is not None)
-    found: list[Links] = []
-    for s in sizes.ins:
-        own = s or ()
-        if len(own) != lead + 1:  # one axis less: a vector, or a matrix of fewer batches
-            found.append([*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own))
-        else:
-            found.append(within(1, len(own)) if list(own) == list(sizes.out) else [MIX] * len(own))
-    return found
+
+    def of(own: Shape) -> Links:
+        if len(own) == lead + 1:  # one axis less: a vector, or a matrix of fewer batches
+            return within(1, len(own)) if list(own) == list(sizes.out) else [MIX] * len(own)
+        return [*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own)
+
+    return [of(s or ()) for s in sizes.ins]
 
 
 @axes("mkldnn_rnn_layer")
