@@ -87,11 +87,6 @@ class Memory:
         return OPEN if is_bare or not all(map(self.is_fixed, places)) else OWN
 
 
-def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """The memory of tensors, of which some may share one."""
-    return {memory_of(x) for x in tensors}
-
-
 @dataclass
 class Walk:
     """What a walk found.  Nodes are numbered as in the trace.
@@ -193,7 +188,7 @@ def _walked(
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         try:
             is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if _are_empty(outs, shapes[k]):
+            if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes[k])):  # no gradient has an entry
                 answer: list[Label] = [
                     None if edge is None else SUM if own[edge[0]] else _of_nobody(sizes or (), samples)
                     for edge, sizes in zip(ahead, ins)
@@ -209,7 +204,9 @@ def _walked(
                     walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
                 if law.was_asked:
                     walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
-                    walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+                    for edge, label in zip(ahead, answer):
+                        is_nobodys = isinstance(label, Entries) and bool((label.samples == NOBODY).all())
+                        walk.met_zero |= edge is not None and (label is None or is_nobodys)
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
@@ -254,15 +251,6 @@ def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -
             walk.mixed.update(_leaves(trace, own, [k]))
         elif not inside:  # of one sample
             walk.uses += [Use(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
-
-
-def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
-    """Whether no gradient has an entry."""
-    return all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes))
-
-
-def _is_nobodys(label: Label) -> bool:
-    return label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
 
 
 def _of_nobody(shape: Sequence[int], samples: int) -> Label:
