@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from sys import maxsize
@@ -30,7 +30,6 @@ from autograd_hacks.support.graph import (
     Value,
     inputs_of,
     made,
-    operands_of,
     shape_of,
 )
 from autograd_hacks.support.internals import tree_leaves
@@ -147,39 +146,19 @@ class Ran:
         leaf = self.leaf_of[name]
         return Edge(name, leaf.variable, leaf)
 
-    def taken_apart(self) -> set[Any]:
-        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
-
-        Their rules don't see these uses, so their nodes give the rows."""
-        found = set[Any]()
+    @cached_property
+    def inside(self) -> Sequence[Sequence[Node]]:
+        """The nodes of each noted call, from its outputs to its inputs."""
+        found = list[Sequence[Node]]()
         for noted in self.noted:
-            inside, own = dict.fromkeys(self.inside(noted)), {Value(node, hook.number) for node, hook in noted.hooks}
-            inner = (node for node in inside if not self._is_view(node))
-            values = {Value(node, number) for node in inner for number in range(len(made(node)))} - own
-            if any(taker.node not in inside for value in values for taker in self.graph.takers.get(value, ())):
-                found.add(noted.call)
+            waiting, seen, inputs = [node for node, _ in noted.hooks], dict[Node, None](), noted.inputs
+            while waiting:
+                node = waiting.pop()
+                if node not in seen and node not in inputs and type(node) is not Leaf:
+                    seen[node] = None
+                    waiting += [ahead for ahead, _ in node.next_functions if ahead is not None]
+            found.append(list(seen))
         return found
-
-    def _is_view(self, node: Node) -> bool:
-        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
-        while type(node) is not Leaf:
-            if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
-                return False
-            ((ahead, _),) = node.next_functions
-            if ahead is None:
-                return False
-            node = ahead
-        return node in self.leaves
-
-    def inside(self, noted: Noted) -> Iterator[Node]:
-        """The nodes of a call, from its outputs to its inputs."""
-        waiting, seen = [node for node, _ in noted.hooks], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in seen and node not in noted.inputs and type(node) is not Leaf:
-                seen.add(node)
-                yield node
-                waiting += [value.node for value in inputs_of(node)]
 
 
 class Ends(NamedTuple):

@@ -6,7 +6,6 @@ they saved, it becomes steps (`Stepwise`), or a second derivative where a node h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
 from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
-from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
+from autograd_hacks.formulas.views import KNOWN, MOVING, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
 from autograd_hacks.support.internals import SAVED, made
 from autograd_hacks.support.switch import Switch
@@ -41,13 +40,15 @@ class _Turn(NamedTuple):
     output: int  # the input's number there
     names: frozenset[str]  # the parameters behind it
     before: Before  # what the step gets, except for what the node saves
-    step: Step | None  # if it holds for each equal graph
 
 
 class Way(NamedTuple):
     """The nodes between a value and its parameters, numbered from the value on.  It holds none of them.
 
     turns: the inputs on the way, each after those through which rows come to its node
+    steps: their steps; None for one that doesn't hold for each equal graph
+    read: the turns that lead to nodes of which a pass reads something
+    computing: the nodes, other than leaves, that don't only move entries, so that they may give another dtype
     output: the value's number at its node
     ends: the numbers of the parameters' leaves, by the parameters' names
     is_straight: whether there are views of one parameter alone
@@ -55,30 +56,33 @@ class Way(NamedTuple):
     """
 
     turns: tuple[_Turn, ...]
+    steps: tuple[Step | None, ...]
+    read: tuple[_Turn, ...]
+    computing: tuple[int, ...]
     output: int
     ends: dict[str, int]
     is_straight: bool
     most: int
 
-    def nodes(self, node: Node) -> list[Any]:
-        """These nodes, in any forward's graph.  node: the value's"""
+    def nodes(self, node: Node, turns: Iterable[_Turn] | None = None) -> list[Any]:
+        """These nodes, in any forward's graph.  node: the value's    turns: those to follow, by default all"""
         found: list[Any] = [node] * (1 + max(self.ends.values()))
-        for turn in self.turns:
+        for turn in self.turns if turns is None else turns:
             found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
         return found
 
     def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
         """The steps, with what they need of nodes that still have it; None if some node has no step.
 
-        kept: gives what a node saves, and notes its tensors"""
+        nodes: at least those on the turns to ``read``    kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
-        for turn in self.turns:
-            step = turn.step
+        for turn, step in zip(self.turns, self.steps):
             if step is None:
-                make = STEPS.get(turn.before.kind)
-                step = make and make(replace(turn.before, kept=kept(nodes[turn.node], held)))
-            if step is None:
-                return None
+                before = turn.before
+                make = STEPS.get(before.kind)
+                step = make and make(before.with_saved(kept(nodes[turn.node], held)))
+                if step is None:
+                    return None
             steps.append(step)
         return Stepwise(self, steps, held)
 
@@ -97,6 +101,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     # Leaves come last, so that the last number is one of theirs.
     order = sorted((node for node in reversed(names) if names[node]), key=lambda node: node in leaves)
     number, outputs, turns = {node: k for k, node in enumerate(order)}, {value.node: {value.number: None}}, list[_Turn]()
+    steps = list[Step | None]()
     for node in order:
         given = tuple([None if ahead is None else shape_of(Value(ahead, n)) for ahead, n in node.next_functions])
         for out in outputs[node]:
@@ -104,13 +109,19 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                 if ahead in number:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
-                    kept = replace(before, kept=partial(kept_by, node))
-                    step = STEPS[before.kind](kept) if before.kind in KNOWN else None
-                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before, step))
+                    is_known = before.kind in KNOWN
+                    steps.append(STEPS[before.kind](before.with_saved(partial(kept_by, node))) if is_known else None)
+                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
     most = max(turn.before.shape.numel() for turn in turns)
-    return Way(tuple(turns), value.number, ends, is_straight, most)
+    computing = tuple([k for k, node in enumerate(order) if k not in ends.values() and node.name() not in MOVING])
+    met, read = {*computing, *(turn.node for turn, step in zip(turns, steps) if step is None)}, list[_Turn]()
+    for turn in reversed(turns):
+        if turn.ahead in met:
+            met.add(turn.node)
+            read.append(turn)
+    return Way(tuple(turns), tuple(steps), tuple(reversed(read)), computing, value.number, ends, is_straight, most)
 
 
 def _nothing(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 The rows are linear in what a use gave them, so a step is a view, a sum, an index or a product with what the node saves."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +42,10 @@ class Before:
     def shape(self) -> torch.Size:
         """The input's shape."""
         return self.given[self.place] or torch.Size()
+
+    def with_saved(self, kept: Kept) -> Before:
+        """The same, with what the node saves."""
+        return Before(kept, self.kind, self.number, self.place, self.made, self.given)
 
     def axis(self, name: str = "dim", axes: int | None = None) -> int:
         """An axis that the node saves, counted from the front."""
@@ -206,8 +212,9 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     if b.place < first:
         beta, shape = b.kept("beta").conjugate(), b.shape
         return lambda form: _summed(scale(form, beta), shape)
-    is_first = b.place == first
-    other = b.kept(names[is_first]).mH * (b.kept("alpha").conjugate() if first else 1)
+    is_first, alpha = b.place == first, b.kept("alpha") if first else 1
+    other = b.kept(names[is_first]).mH
+    other = other if alpha == 1 else other * alpha.conjugate()
     if is_first:
         return lambda form: Dense(form.values @ other) if isinstance(form, Dense) else mapped(form, Sides(right=other))
 
@@ -265,6 +272,9 @@ VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(("IndexBackward0", "IndexSelectBackward0"), _indexed),
 }  # fmt: skip
 """{node name: ``step(before)``} for nodes that move entries of one value; None for a case that isn't covered"""
+
+MOVING = VIEWS.keys() - {"ToCopyBackward0"}
+"""Those of them that keep the dtype."""
 
 STEPS: dict[str, Callable[[Before], Step | None]] = {
     **VIEWS,

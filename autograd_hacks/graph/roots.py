@@ -161,12 +161,14 @@ def fits(
     nodes: the nodes to look at; those of all uses by default"""
     seen = None
     for k in (use.node for use in walk.uses if use.node >= 0) if nodes is None else nodes:
-        label, out = walk.labels[k][0], trace.shapes[k][0] or ()
+        label = walk.labels[k][0]
+        if not isinstance(label, Owned) or samples == 1:
+            continue
         for own in _orders(trace.nodes[k], given, samples):
-            if isinstance(label, Owned) and samples > 1:
-                if not _agree(trace.kinds[k].name, entries(label, out, samples, own.device), own, out):
-                    return False
-                seen = True
+            out = made(trace.nodes[k])[0].shape
+            if not _agree(trace.kinds[k].name, entries(label, out, samples, own.device), own, out):
+                return False
+            seen = True
     return seen
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
-from autograd_hacks.graph.laws import Deferred, asked, law_of
+from autograd_hacks.graph.laws import Deferred, Law, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
@@ -166,8 +166,9 @@ def _walked(
     own = walk.own = _own(trace, order, memory, walk)
     lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
+    answers: dict[Hashable, Sequence[Label]] = {}  # of nodes so far, by all that their laws have read
     meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
-    labels, shapes, edges, kinds = walk.labels, trace.shapes, trace.edges, trace.kinds
+    labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
         k, at = trace.roots[number]
         labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
@@ -191,29 +192,28 @@ def _walked(
             continue
         ahead, why = edges[k], ""
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
-        try:
-            is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if _are_empty(outs, shapes[k]):
-                answer: list[Label] = [
-                    None if edge is None else SUM if own[edge[0]] else _of_nobody(sizes or (), samples)
-                    for edge, sizes in zip(ahead, ins)
-                ]
-            else:
-                alone = [edge is not None and own[edge[0]] for edge in ahead]
-                if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-                    law = asked(trace.nodes[k], outs, samples, k in settled)
-                else:
-                    law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
-                answer, why = list(law.ins), law.why
-                if law.read:
-                    walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
-                if law.was_asked:
-                    walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
-                    walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
-        except Deferred:
-            walk.deferred.append(k)
-            walk.unknown.update(edge[0] for edge in ahead if edge is not None)
-            continue
+        alone = [edge is not None and own[edge[0]] for edge in ahead]
+        is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
+        like = None
+        if not (is_asked or Entries in map(type, outs)):
+            like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
+        if like is not None and (known := answers.get(like)) is not None:
+            answer = known
+        else:
+            try:
+                law = _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
+            except Deferred:
+                walk.deferred.append(k)
+                walk.unknown.update(edge[0] for edge in ahead if edge is not None)
+                continue
+            answer, why = law.ins, law.why
+            if law.read:
+                walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+            if law.was_asked:
+                walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+                walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+            if like is not None and not (law.read or law.was_asked or why):  # a function of what laws by rule read
+                answers[like] = answer
         for place, (edge, label) in enumerate(zip(ahead, answer)):
             if edge is None or label is None:
                 continue
@@ -237,6 +237,26 @@ def _walked(
     if of_parameters:
         _part(trace, own, of_parameters, walk)
     return walk
+
+
+def _answer(
+    trace: Trace, k: int, outs: Sequence[Label], ins: Sequence[Any], alone: Sequence[bool], samples: int,
+    may_recompute: bool, is_asked: bool,
+) -> Law:  # fmt: skip
+    """What a node does to labels.  Raises Deferred.
+
+    outs: the labels at its outputs    ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
+    node, ahead = trace.nodes[k], trace.edges[k]
+    if _are_empty(outs, trace.shapes[k]):
+        return Law(
+            [
+                None if edge is None else SUM if is_own else _of_nobody(sizes or (), samples)
+                for edge, is_own, sizes in zip(ahead, alone, ins)
+            ]
+        )
+    if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+        return asked(node, outs, samples, may_recompute)
+    return law_of(trace.kinds[k], node, trace.numbers[k], outs, trace.shapes[k], ins, alone, samples, may_recompute)
 
 
 def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -> None:

@@ -273,28 +273,17 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
 
 def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
     """Notes which nodes read parameters, for messages."""
-    behind, nodes = Behind(ran), reader.trace.nodes
+    nodes = reader.trace.nodes
+    paths = {node: noted.noted.known.path for noted, inside in zip(ran.noted, ran.inside) for node in inside}
     for k, (values, _) in found.uses.items():
-        text = f"{nodes[k].name()} at {behind.of(nodes[k])}"
+        at = k  # it is followed to the next call of a layer with a rule, or to the outputs
+        while at >= 0 and nodes[at] not in paths:
+            at = reader.takers[at][0][0]
+        place = "the outputs" if at < 0 else f"the input of {paths[nodes[at]]!r}"
+        text = f"{nodes[k].name()} at {place}"
         for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
             known = found.nodes.setdefault(name, [])
             known += [text] if text not in known else []
-
-
-class Behind:
-    """Where nodes lead, as text for messages: to the next call of a layer with a rule, or to the outputs."""
-
-    def __init__(self, ran: Ran) -> None:
-        self.takers: dict[Node, Node] = {}  # by node, one that takes its output
-        for value, takers in ran.graph.takers.items():
-            self.takers.setdefault(value.node, takers[0].node)
-        self.paths = {node: noted.call.path for noted in ran.noted for node in ran.inside(noted)}
-
-    def of(self, node: Node) -> str:
-        at: Node | None = node
-        while at is not None and at not in self.paths:
-            at = self.takers.get(at)
-        return "the outputs" if at is None else f"the input of {self.paths[at]!r}"
 
 
 def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], lost: Mapping[int, Value]) -> str:

@@ -15,23 +15,17 @@ INSIDE = "TBackward0"
 
 
 def links_of(
-    trace: Trace, own: Sequence[bool], names: Mapping[int, str], is_read: Callable[[int, int, int, int], bool],
-    inside: Collection[int],
+    trace: Trace, takers: Mapping[int, Sequence[tuple[int, int, int]]], own: Sequence[bool], names: Mapping[int, str],
+    is_read: Callable[[int, int, int, int], bool], inside: Collection[int],
 ) -> list[Link]:  # fmt: skip
     """Links from uses to the parameters that get all of their gradient by them.
 
+    takers: by node, who takes its outputs (-1: a loss), at which of their inputs, and which output
     own: whether each node's outputs are made of parameters alone
     names: of the parameters, by their leaves
     is_read: of a node, the place and the node of what it takes there, and a leaf: whether rows of the leaf are read there
     inside: the nodes inside layers' calls
     """
-    takers: dict[int, list[tuple[int, int, int]]] = {}
-    for k, ahead in enumerate(trace.edges):
-        for place, edge in enumerate(ahead):
-            if edge is not None:
-                takers.setdefault(edge[0], []).append((k, place, edge[1]))
-    for k, number in trace.roots:  # the loss brings gradient there
-        takers.setdefault(k, []).append((-1, 0, number))
 
     def path_to(leaf: int) -> list[Link]:
         path, at, receiver, is_begun = list[Link](), leaf, cast("str | int", names[leaf]), False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Value, is_users, shape_of
+from autograd_hacks.support.graph import Leaf, Value, is_users, operands_of, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -150,8 +150,8 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        apart = self.ran.taken_apart()
-        found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
+        apart = self._taken_apart()
+        found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
         for n, noted in enumerate(self.ran.noted):
             if noted.is_empty and (whose := found.calls[n]) is not None:
                 found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
@@ -162,14 +162,51 @@ class Reader:
             found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({mix.why})" if mix is not None and mix.why else at)
         return found
 
+    @cached_property
+    def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
+        """By node, who takes its outputs: nodes, -1 for a loss; the number of their input; and the number of the output."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for k, ahead in enumerate(self.trace.edges):
+            for place, edge in enumerate(ahead):
+                if edge is not None:
+                    found.setdefault(edge[0], []).append((k, place, edge[1]))
+        for k, number in self.trace.roots:  # the loss brings gradient there
+            found.setdefault(k, []).append((-1, 0, number))
+        return found
+
+    def _taken_apart(self) -> set[int]:
+        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
+
+        Their rules don't see these uses, so their nodes give the rows."""
+        found, number, takers = set[int](), self.number, self.takers
+        for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
+            own, inside = {(number.get(node), hook.number) for node, hook in noted.hooks}, {number.get(x) for x in nodes}
+            for node in nodes:
+                k = number.get(node, -1)
+                others = [at for taker, _, at in takers.get(k, ()) if taker >= 0 and taker not in inside]
+                if any((k, at) not in own for at in others) and not self._is_view(node):
+                    found.add(n)
+        return found
+
+    def _is_view(self, node: Node) -> bool:
+        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
+        while type(node) is not Leaf:
+            if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
+                return False
+            ((ahead, _),) = node.next_functions
+            if ahead is None:
+                return False
+            node = ahead
+        return node in self.ran.leaves
+
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
         below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
-        for noted, whose in zip(self.ran.noted, found.calls):
+        for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
             if whose is not None:
-                found_leaves = (self.ran.leaf_of.get(edge.name) for edge in noted.call.edges.values())
+                found_leaves = (self.ran.leaf_of.get(name) for name in noted.noted.known.names)
                 own = {self.number[leaf] for leaf in found_leaves if leaf in self.number}
-                for node in self.ran.inside(noted):
+                for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
         waiting = [(k, place) for k, place, _ in self.walk.uses if k >= 0]
@@ -190,9 +227,9 @@ class Reader:
                 found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
-        for noted in self.ran.noted:
-            if is_given(noted.call.layer):  # the user's rule may be wrong, so its rows are compared
-                for node in self.ran.inside(noted):
+        for noted, nodes in zip(self.ran.noted, self.ran.inside):
+            if is_given(noted.layer):  # the user's rule may be wrong, so its rows are compared
+                for node in nodes:
                     covered.pop(self.number.get(node, -1), None)
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
 
@@ -200,7 +237,7 @@ class Reader:
             return (k, place, at) in read or leaf in covered.get(k, ())
 
         by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
-        found.links = links_of(trace, self.walk.own, by_leaf, is_read, covered)
+        found.links = links_of(trace, self.takers, self.walk.own, by_leaf, is_read, covered)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""
