@@ -9,7 +9,6 @@ from functools import cached_property
 from sys import maxsize
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -28,7 +27,6 @@ from autograd_hacks.support.graph import (
     Graph,
     Leaf,
     Value,
-    inputs_of,
     made,
     shape_of,
 )
@@ -124,11 +122,6 @@ class Ran:
         is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
         return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
 
-    @cached_property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of the graph's values."""
-        return {x.dtype for x in self.outputs} | {x.dtype for node in self.graph.nodes for x in made(node)}
-
     @property
     def is_covered(self) -> bool:
         """Whether layers with rules cover all parameters."""
@@ -182,21 +175,15 @@ class OffGraph:
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
         self.found: dict[Node, Planned] = {}  # by the node that takes values of parameters
         self.hooks: list[tuple[Node, AtNode]] = []
-        self._below: dict[Node, frozenset[str]] = {}
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
         self.ends: Ends | None = None  # if known
         self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""
-        if node not in self._below:
-            seen, waiting = {node}, [node]
-            while waiting:
-                new = {value.node for value in inputs_of(waiting.pop())} - seen
-                seen |= new
-                waiting += new
-            self._below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
-        return self._below[node]
+        trace, leaves = self.ran.trace, self.ran.leaves
+        assert trace is not None  # a forward is read by it
+        return frozenset(leaves[trace.nodes[k]] for k in trace.behind([trace.number[node]]) if trace.nodes[k] in leaves)
 
     def planned(self, node: Node, values: Sequence[tuple[Value, int, Collection[str]]], whose: Whose) -> Planned:
         """What follows from the graph about the use at a node.

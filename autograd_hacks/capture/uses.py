@@ -6,7 +6,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -237,8 +236,7 @@ class NodeUse(Use):
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0], way.read)  # type: ignore[arg-type]  # it has a graph
-                    dtypes.add(made(ahead[0])[way.output].dtype)
-                    dtypes.update([x.dtype for k in way.computing for x in made(ahead[k])])
+                    dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
                     if not self._way(value, way, ahead).exists:
                         leaves = {self.edges[name].node: name for name in value.names}
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
@@ -252,18 +250,12 @@ class NodeUse(Use):
         """The way back from a value, made when a pass first arrives.  nodes: those of which something is read"""
         found = self.ways.get(value.place)
         if found is None or (torch.is_grad_enabled() and not found.is_live):
-            found = way.bound(nodes, self._kept) or Transposed(way, way.nodes(nodes[0]))
-            self.ways[value.place] = found
+            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, way.nodes(nodes[0]))
         return found
-
-    @cached_property
-    def _dtype(self) -> torch.dtype:
-        """In which formulas compute."""
-        return next(iter(self.edges.values())).parameter.dtype
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:
         """What a node saves, in the parameter's dtype.  held: gets its numbers that aren't indices, with their versions"""
-        dtype, is_live = self._dtype, torch.is_grad_enabled()  # the pass makes a graph
+        dtype, is_live = next(iter(self.edges.values())).parameter.dtype, torch.is_grad_enabled()  # the pass makes a graph
 
         def kept(name: str) -> Any:
             x = kept_by(node, name)
@@ -293,7 +285,8 @@ class NodeUse(Use):
             return None
         rows = samples if self.labels is None else len(g)
         rows = rows if self.documents is None else self.documents.ids.numel()
-        met = Met(self._kept(node), ready(g, self._dtype), layout, rows, value.place, value.shape)
+        dtype = next(iter(self.edges.values())).parameter.dtype
+        met = Met(self._kept(node), ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)

@@ -18,7 +18,7 @@ from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
 from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
-from autograd_hacks.formulas.views import KNOWN, MOVING, STEPS, VIEWS, Before, Step
+from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
 from autograd_hacks.support.internals import SAVED, made
 from autograd_hacks.support.switch import Switch
@@ -109,13 +109,15 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                 if ahead in number:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
-                    is_known = before.kind in KNOWN
+                    is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
                     steps.append(STEPS[before.kind](before.with_saved(partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
     most = max(turn.before.shape.numel() for turn in turns)
-    computing = tuple([k for k, node in enumerate(order) if k not in ends.values() and node.name() not in MOVING])
+    computing = tuple(
+        [k for k, x in enumerate(order) if x not in leaves and (x.name() not in VIEWS or x.name() == "ToCopyBackward0")]
+    )
     met, read = {*computing, *(turn.node for turn, step in zip(turns, steps) if step is None)}, list[_Turn]()
     for turn in reversed(turns):
         if turn.ahead in met:

@@ -2,8 +2,6 @@
 
 The rows are linear in what a use gave them, so a step is a view, a sum, an index or a product with what the node saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +41,7 @@ class Before:
         """The input's shape."""
         return self.given[self.place] or torch.Size()
 
-    def with_saved(self, kept: Kept) -> Before:
+    def with_saved(self, kept: Kept) -> "Before":
         """The same, with what the node saves."""
         return Before(kept, self.kind, self.number, self.place, self.made, self.given)
 
@@ -213,8 +211,7 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
         beta, shape = b.kept("beta").conjugate(), b.shape
         return lambda form: _summed(scale(form, beta), shape)
     is_first, alpha = b.place == first, b.kept("alpha") if first else 1
-    other = b.kept(names[is_first]).mH
-    other = other if alpha == 1 else other * alpha.conjugate()
+    other = b.kept(names[is_first]).mH if alpha == 1 else b.kept(names[is_first]).mH * alpha.conjugate()
     if is_first:
         return lambda form: Dense(form.values @ other) if isinstance(form, Dense) else mapped(form, Sides(right=other))
 
@@ -239,6 +236,8 @@ def _resized(b: Before, operation: str) -> Step:
     scales = ["scales"] if len(b.made) == 3 else [f"scales_{axis}" for axis in "dhw"[5 - len(b.made) :]]
     settings = [b.kept(name) for name in ([] if "nearest" in operation else ["align_corners"]) + scales]
     back, shape, made = getattr(torch.ops.aten, f"{operation}_backward"), b.shape, b.made
+    if made == shape and not any(settings[-len(scales) :]):  # each value is that of its own place
+        return lambda form: form
 
     def put(form: Form) -> Form:
         images = form.samples * shape[0]
@@ -272,9 +271,6 @@ VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(("IndexBackward0", "IndexSelectBackward0"), _indexed),
 }  # fmt: skip
 """{node name: ``step(before)``} for nodes that move entries of one value; None for a case that isn't covered"""
-
-MOVING = VIEWS.keys() - {"ToCopyBackward0"}
-"""Those of them that keep the dtype."""
 
 STEPS: dict[str, Callable[[Before], Step | None]] = {
     **VIEWS,

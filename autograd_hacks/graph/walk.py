@@ -166,7 +166,7 @@ def _walked(
     own = walk.own = _own(trace, order, memory, walk)
     lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
-    answers: dict[Hashable, Sequence[Label]] = {}  # of nodes so far, by all that their laws have read
+    answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
     meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
     labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
@@ -190,30 +190,26 @@ def _walked(
         has_owners = not any(type(label) is Several for label in outs)
         if own[k] and (samples == 1 or not has_owners):
             continue
-        ahead, why = edges[k], ""
+        ahead, like = edges[k], None
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         alone = [edge is not None and own[edge[0]] for edge in ahead]
         is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-        like = None
         if not (is_asked or Entries in map(type, outs)):
             like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
-        if like is not None and (known := answers.get(like)) is not None:
-            answer = known
-        else:
-            try:
-                law = _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
-            except Deferred:
-                walk.deferred.append(k)
-                walk.unknown.update(edge[0] for edge in ahead if edge is not None)
-                continue
-            answer, why = law.ins, law.why
-            if law.read:
-                walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
-            if law.was_asked:
-                walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
-                walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
-            if like is not None and not (law.read or law.was_asked or why):  # a function of what laws by rule read
-                answers[like] = answer
+        try:
+            law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
+        except Deferred:
+            walk.deferred.append(k)
+            walk.unknown.update(edge[0] for edge in ahead if edge is not None)
+            continue
+        answer, why = law.ins, law.why
+        if law.read:
+            walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+        if law.was_asked:
+            walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+            walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+        if like is not None and not (law.read or law.was_asked):  # it rests on nothing else
+            answers[like] = law
         for place, (edge, label) in enumerate(zip(ahead, answer)):
             if edge is None or label is None:
                 continue

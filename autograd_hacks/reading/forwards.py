@@ -50,13 +50,8 @@ class Chosen:
     untold: str = ""  # why an output's entries can't be assigned to documents
 
     @property
-    def by_values(self) -> bool:
-        """Whether samples are apart by the values of this forward only."""
-        return self.reader.walk.by_values
-
-    @property
     def is_sure(self) -> bool:
-        return not (self.is_mixed or self.by_values or self.lost())
+        return not (self.is_mixed or self.reader.walk.by_values or self.lost())
 
     @property
     def is_mixed(self) -> bool:
@@ -75,7 +70,9 @@ class Chosen:
         the arguments, or an output on their axis.
         """
         if before is None or not (before.is_mixed or before.lost()):
-            return before is None or (before.by_values and self.is_sure)
+            return before is None or (
+                before.reader.walk.by_values and self.is_sure
+            )  # samples are apart by these values only
         if self.is_mixed or self.lost():
             return False
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -181,38 +182,37 @@ class Reader:
         found, number, takers = set[int](), self.number, self.takers
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
             own, inside = {(number.get(node), hook.number) for node, hook in noted.hooks}, {number.get(x) for x in nodes}
-            for node in nodes:
-                k = number.get(node, -1)
-                others = [at for taker, _, at in takers.get(k, ()) if taker >= 0 and taker not in inside]
-                if any((k, at) not in own for at in others) and not self._is_view(node):
-                    found.add(n)
+            used = [
+                any(j >= 0 and j not in inside and (k, at) not in own for j, _, at in takers.get(k, ()))
+                for k in (number.get(node, -1) for node in nodes)
+            ]
+            if not all(map(self._is_view, compress(nodes, used))):
+                found.add(n)
         return found
 
     def _is_view(self, node: Node) -> bool:
         """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
         while type(node) is not Leaf:
-            if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
-                return False
-            ((ahead, _),) = node.next_functions
-            if ahead is None:
+            ahead = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+            if ahead is None or next(operands_of(node), None) is not None:
                 return False
             node = ahead
         return node in self.ran.leaves
 
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
-        below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
+        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
+        below = cache(lambda k: trace.behind([k]) & by_leaf.keys())  # the parameters on which a value depends
         for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
             if whose is not None:
-                found_leaves = (self.ran.leaf_of.get(name) for name in noted.noted.known.names)
-                own = {self.number[leaf] for leaf in found_leaves if leaf in self.number}
+                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.noted.known.names) if x in self.number}
                 for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
         waiting = [(k, place) for k, place, _ in self.walk.uses if k >= 0]
         for k, place in waiting:  # the list grows
             edge = trace.edges[k][place]
-            if edge is None or not (names_below := below[edge[0]]):
+            if edge is None or not (names_below := below(edge[0])):
                 continue
             j, output = edge
             is_inside = k in covered and (trace.kinds[j] is LEAF or j in covered)
@@ -236,7 +236,6 @@ class Reader:
         def is_read(k: int, place: int, at: int, leaf: int) -> bool:
             return (k, place, at) in read or leaf in covered.get(k, ())
 
-        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
         found.links = links_of(trace, self.takers, self.walk.own, by_leaf, is_read, covered)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
@@ -361,18 +360,6 @@ def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
     size = shape[at.axis] // samples
     outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
     return At(at.axis, outer, inner)
-
-
-class _Below:
-    """The parameters on which a value depends, by their leaves."""
-
-    def __init__(self, trace: Trace, leaves: set[int]) -> None:
-        self.trace, self.leaves, self._known = trace, leaves, dict[int, frozenset[int]]()
-
-    def __getitem__(self, k: int) -> frozenset[int]:
-        if k not in self._known:
-            self._known[k] = frozenset(self.trace.behind([k]) & self.leaves)
-        return self._known[k]
 
 
 def layout_of(label: Owned, shape: Sequence[int], samples: int) -> Layout | None:
