@@ -125,8 +125,7 @@ class Ran:
     @property
     def is_covered(self) -> bool:
         """Whether layers with rules cover all parameters."""
-        covered_names = {edge.name for noted in self.noted for edge in noted.call.edges.values()}
-        return covered_names >= self.parameters.keys()
+        return {name for noted in self.noted for name in noted.noted.known.names} >= self.parameters.keys()
 
     def value(self, slot: int) -> Value:
         """An output, as a value of the graph."""

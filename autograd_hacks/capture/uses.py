@@ -235,7 +235,7 @@ class NodeUse(Use):
                 form = self._by_formula(node, value, grads)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
                 if (way := value.way) is not None:
-                    ahead = way.nodes(node.next_functions[value.place][0], way.read)  # type: ignore[arg-type]  # it has a graph
+                    ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
                     dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
                     if not self._way(value, way, ahead).exists:
                         leaves = {self.edges[name].node: name for name in value.names}
@@ -247,10 +247,10 @@ class NodeUse(Use):
         return found
 
     def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | Transposed:
-        """The way back from a value, made when a pass first arrives.  nodes: those of which something is read"""
+        """The way back from a value, made when a pass first arrives.  nodes: those between"""
         found = self.ways.get(value.place)
         if found is None or (torch.is_grad_enabled() and not found.is_live):
-            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, way.nodes(nodes[0]))
+            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, nodes)
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:

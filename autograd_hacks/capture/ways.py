@@ -47,7 +47,6 @@ class Way(NamedTuple):
 
     turns: the inputs on the way, each after those through which rows come to its node
     steps: their steps; None for one that doesn't hold for each equal graph
-    read: the turns that lead to nodes of which a pass reads something
     computing: the nodes, other than leaves, that don't only move entries, so that they may give another dtype
     output: the value's number at its node
     ends: the numbers of the parameters' leaves, by the parameters' names
@@ -57,24 +56,23 @@ class Way(NamedTuple):
 
     turns: tuple[_Turn, ...]
     steps: tuple[Step | None, ...]
-    read: tuple[_Turn, ...]
     computing: tuple[int, ...]
     output: int
     ends: dict[str, int]
     is_straight: bool
     most: int
 
-    def nodes(self, node: Node, turns: Iterable[_Turn] | None = None) -> list[Any]:
-        """These nodes, in any forward's graph.  node: the value's    turns: those to follow, by default all"""
+    def nodes(self, node: Node) -> list[Any]:
+        """These nodes, in any forward's graph.  node: the value's"""
         found: list[Any] = [node] * (1 + max(self.ends.values()))
-        for turn in self.turns if turns is None else turns:
+        for turn in self.turns:
             found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
         return found
 
     def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
         """The steps, with what they need of nodes that still have it; None if some node has no step.
 
-        nodes: at least those on the turns to ``read``    kept: gives what a node saves, and notes its tensors"""
+        kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
         for turn, step in zip(self.turns, self.steps):
             if step is None:
@@ -118,12 +116,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     computing = tuple(
         [k for k, x in enumerate(order) if x not in leaves and (x.name() not in VIEWS or x.name() == "ToCopyBackward0")]
     )
-    met, read = {*computing, *(turn.node for turn, step in zip(turns, steps) if step is None)}, list[_Turn]()
-    for turn in reversed(turns):
-        if turn.ahead in met:
-            met.add(turn.node)
-            read.append(turn)
-    return Way(tuple(turns), tuple(steps), tuple(reversed(read)), computing, value.number, ends, is_straight, most)
+    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
 
 
 def _nothing(name: str) -> Any:

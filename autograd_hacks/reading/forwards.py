@@ -142,8 +142,10 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
         best.reader.follow(found, off)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
-    for link in found.links if walk.was_read and recorder.backward.wants_grad else ():
-        nodes[link.node].register_hook(Passed(recorder.backward, link))
+    if walk.was_read and recorder.backward.wants_grad:
+        found.links = best.reader.links(found) if found.links is None else found.links
+        for link in found.links:
+            nodes[link.node].register_hook(Passed(recorder.backward, link))
     walk.was_read = True
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
@@ -180,8 +182,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
-    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
-    found.covered = frozenset([edge.name for call in calls for edge in call.edges.values()])
+    calls = (noted.noted for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
         _note_nodes(ran, reader, found, off)
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}

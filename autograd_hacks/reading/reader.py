@@ -51,7 +51,8 @@ class Read:
     covered: the parameters for which some layer's rule gives rows
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
-    links: between uses and parameters that get gradient from one use alone
+    inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
+    links: see `Reader.links`; None as long as nobody has looked for them
     ends: see `OffGraph`; None as long as nobody has looked for them
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
@@ -64,7 +65,8 @@ class Read:
     covered: frozenset[str] = frozenset()
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
-    links: Sequence[Link] = ()
+    inside: dict[int, set[int]] = field(default_factory=dict)
+    links: Sequence[Link] | None = None
     ends: tuple[list[int], dict[str, int], list[int]] | None = None
     planned: dict[int, Planned] | None = None
 
@@ -231,12 +233,13 @@ class Reader:
             if is_given(noted.layer):  # the user's rule may be wrong, so its rows are compared
                 for node in nodes:
                     covered.pop(self.number.get(node, -1), None)
+        found.inside = covered
+
+    def links(self, found: Read) -> Sequence[Link]:
+        """Links between uses and parameters that get gradient from one use alone."""
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
-
-        def is_read(k: int, place: int, at: int, leaf: int) -> bool:
-            return (k, place, at) in read or leaf in covered.get(k, ())
-
-        found.links = links_of(trace, self.takers, self.walk.own, by_leaf, is_read, covered)
+        by_leaf = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
+        return links_of(self.trace, self.takers, self.walk.own, by_leaf, read, found.inside)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""
@@ -259,19 +262,19 @@ class Reader:
         call, layer, samples = noted.call, noted.call.layer, self.samples
         known = {slot: own for slot in range(call.slots) if (own := self._at(noted, slot)) is not None}
         labels = {slot: label for slot, (label, _) in known.items() if label is not None}
-        usual = noted.usual_layouts(samples)
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
             return None
         rule = rule_for(layer)
         if not labels:
             is_loss = rule is not None and rule.by_input  # the walk begins inside
-            return Whose(usual, is_unseen=samples > 1 and not is_loss)
-        layouts, packed, rows = list(usual), packed_into(call), None
+            return Whose(noted.usual_layouts(samples), is_unseen=samples > 1 and not is_loss)
+        packed, rows = packed_into(call), None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
         if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
-            return Whose(usual)
+            return Whose(noted.usual_layouts(samples))
+        layouts = list(noted.usual_layouts(samples) if len(labels) < call.slots else [None] * call.slots)
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
             shape = known[slot][1]
