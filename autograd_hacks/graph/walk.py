@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -185,16 +186,17 @@ def _walked(
             walk.unknown.update(edge[0] for edge in edges[k] if edge is not None)
             continue
         kind = kinds[k]
-        if kind is LEAF or kind is END or outs.count(None) == len(outs):
+        there = {*map(type, outs)}
+        if kind is LEAF or kind is END or there <= {NoneType}:
             continue
-        has_owners = not any(type(label) is Several for label in outs)
+        has_owners = Several not in there
         if own[k] and (samples == 1 or not has_owners):
             continue
         ahead, like = edges[k], None
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         alone = [edge is not None and own[edge[0]] for edge in ahead]
         is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-        if not (is_asked or Entries in map(type, outs)):
+        if not (is_asked or Entries in there):
             like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
         try:
             law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
@@ -215,7 +217,7 @@ def _walked(
                 continue
             j, at = edge
             before = labels[j][at]
-            labels[j][at] = now = joined(before, label, ins[place] or (), samples)
+            labels[j][at] = now = label if before is None else joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
                     meetings.setdefault(j, []).append(_Edge(k, place, label, why))

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -183,12 +182,10 @@ class Reader:
         Their rules don't see these uses, so their nodes give the rows."""
         found, number, takers = set[int](), self.number, self.takers
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
-            own, inside = {(number.get(node), hook.number) for node, hook in noted.hooks}, {number.get(x) for x in nodes}
-            used = [
-                any(j >= 0 and j not in inside and (k, at) not in own for j, _, at in takers.get(k, ()))
-                for k in (number.get(node, -1) for node in nodes)
-            ]
-            if not all(map(self._is_view, compress(nodes, used))):
+            own = {(number.get(node), hook.number) for node, hook in noted.hooks}
+            inside = {number.get(node, -1): node for node in nodes}
+            used = {(k, at) for k in inside for j, _, at in takers.get(k, ()) if j >= 0 and j not in inside} - own
+            if not all(self._is_view(inside[k]) for k, _ in used):
                 found.add(n)
         return found
 
