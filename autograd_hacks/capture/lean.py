@@ -11,6 +11,7 @@ graph: parameters' gradients are computed, and `Backward` restores ``.grad``.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class Behind:
         self.backward, self.kind = backward, kind
         self.outputs = [x for x in ran.outputs[: ran.count] if x.grad_fn is not None]
         self.has_graphs = False  # whether passes made graphs, which lead into this one
-        # The hooks at uses, with their nodes.
-        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for noted in ran.noted for own in noted.hooks)]
+        # The hooks at uses, with their nodes.  A call whose rule gives no rows is none.
+        calls = ran.noted if ran.within is None or ran.within.calls is None else compress(ran.noted, ran.within.calls)
+        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for noted in calls for own in noted.hooks)]
         if off.ends is None:
             off.ends = self._ends(ran)
             off.note_ends(off.ends)

@@ -157,13 +157,15 @@ def fits(
 
     nodes: the nodes to look at; those of all uses by default"""
     seen = None
-    for k in (use.node for use in walk.uses if use.node >= 0) if nodes is None else nodes:
-        label, out = walk.labels[k][0], trace.shapes[k][0] or ()
+    for k in dict.fromkeys([use.node for use in walk.uses if use.node >= 0]) if nodes is None else nodes:
+        label, kind = walk.labels[k][0], trace.kinds[k]
+        if not isinstance(label, Owned) or samples == 1 or (kind.keeps_sizes and None not in trace.edges[k]):
+            continue  # it has no masks or indices, so all of its operands have a graph then
         for own in _orders(trace.nodes[k], given, samples):
-            if isinstance(label, Owned) and samples > 1:
-                if not _agree(trace.kinds[k].name, entries(label, out, samples, own.device), own, out):
-                    return False
-                seen = True
+            out = made(trace.nodes[k])[0].shape
+            if not _agree(kind.name, entries(label, out, samples, own.device), own, out):
+                return False
+            seen = True
     return seen
 
 
