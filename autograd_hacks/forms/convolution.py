@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.nn import grad as weight_gradients
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import cuts_windows, saving
+from autograd_hacks.forms.cost import saving, way_of_convolution
 from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
@@ -22,7 +21,6 @@ from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """{number of spatial axes: the convolution}"""
-_WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
 # How many numbers are cut into windows at a time.  Windows that fit the cache took 0.4 of the time of one copy of all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
 _WINDOWS = 2**20
@@ -64,13 +62,11 @@ class Convolution(Factored):
         # Each group has one input channel, so its rows are a convolution of that channel with each gradient.
         self.is_depthwise = groups > 1 and shape[1] == 1
         # J is written through windows and a matrix product, or by a grouped convolution.
-        size, by_windows = self.windows.shape[1:].numel(), not self.is_depthwise
-        self.writes_in_place = by_windows and cuts_windows(size, self.held_size(), shape.numel())
+        self.writes_in_place = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
 
     def _of(self, *held: Tensor) -> Convolution:
-        x, g = held
-        shape = torch.Size((g.shape[1], *self.shape[1:]))
-        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
+        (x, g), settings = held, (self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
+        return Convolution(x, g, torch.Size((g.shape[1], *self.shape[1:])), *settings)
 
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy their inputs and reorder their outputs
@@ -79,7 +75,12 @@ class Convolution(Factored):
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         if self.writes_in_place and (out is None or self.groups == 1 or out.is_contiguous()):
-            return self._dense_by_windows(out, factor)
+            if out is None:
+                found = [product.dense(factor=factor) for _, product in self._products()]
+                return (found[0] if len(found) == 1 else torch.cat(found)).view(self.samples, *self.shape)
+            for piece, product in self._products():
+                product.dense(out[piece].view(product.samples, *product.shape), factor)
+            return out
         x, g = self.held
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
             (x, g), factor = self._times(factor), 1.0
@@ -88,21 +89,17 @@ class Convolution(Factored):
             x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
             g = rearrange(g, "n o ... -> (n o) 1 ...")
             rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
-            for axis, size in enumerate(self.kernel, start=2):
-                rows = rows.narrow(axis, 0, size)  # the rest is what the stride leaves over
+            rows = rows[(slice(None), slice(None), *map(slice, self.kernel))]  # the rest is what the stride leaves over
         else:
-            x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
-            rows = self._weight_gradient(x, g, self.samples)
+            x, g = (t.flatten(0, 1).unsqueeze(0) for t in (x, g))
+            rows = self._weight_gradient(self.samples, x, g)
         return put(rows.reshape(self.samples, *self.shape), out, factor)
 
     def block(self, rows: slice) -> Form:
-        if self.groups > 1:
-            return super().block(rows)
-        return self.varied(1, self.g[:, rows])
+        return super().block(rows) if self.groups > 1 else self.varied(1, self.g[:, rows])
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
-        forward = FORWARD[len(self.kernel)]
-        return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
+        return FORWARD[len(self.kernel)](self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if self.like.dtype != self.sum_dtype:  # windows would be rounded three times
@@ -126,8 +123,7 @@ class Convolution(Factored):
         if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
             return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
-            x, g = part._times(w[samples].to(self.sum_dtype))
-            found = self._weight_gradient(x, g, 1)
+            found = self._weight_gradient(1, *part._times(w[samples].to(self.sum_dtype)))
             total = found.contiguous() if total is None else total.add_(found)
         assert total is not None  # there is a chunk
         return total
@@ -152,26 +148,18 @@ class Convolution(Factored):
 
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time, as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
-        n = len(self.kernel)
-        size = 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)  # the bytes of a sample's windows, at most
-        for piece in slices_of(self.samples, budget // size):
-            both = self.g[piece], self.windows[piece].cut()
-            left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
-            yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
+        size, rows = self.shape[1:].numel(), self.shape[0] // self.groups
+        # Windows have 8 bytes a number, at most.
+        for piece in slices_of(self.samples, budget // (8 * max(1, self.groups * size * self.positions))):
+            part = self if piece.stop - piece.start == self.samples else self[piece]
+            cut = (part.g, rows), (part.windows.cut(), size)
+            left, right = (x.reshape(part.samples * self.groups, each, self.positions).mT for x, each in cut)
+            yield piece, Outer(left, right)
 
-    def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
-        factors = (self.x, self.g, factor)
-        if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [product.dense(factor=factor) for _, product in self._products()]
-            return torch.cat(products).view(self.samples, *self.shape)
-        rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
-        for piece, product in self._products():
-            product.dense(rows[piece].view(product.samples, *product.shape), factor)
-        return rows
-
-    def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:
+    def _weight_gradient(self, copies: int, x: Tensor, g: Tensor) -> Tensor:
         shape = (copies * self.shape[0], *self.shape[1:])
         # Strides of axes of length 1 are arbitrary, and some kernels read another memory format from them.
         x, g = (t.resolve_conj().contiguous().flatten().view(t.shape) for t in (x, g))
-        weight_gradient = _WEIGHT_GRADIENT[len(self.kernel)]
-        return weight_gradient(x, shape, g, self.stride, self.padding, self.dilation, copies * self.groups)
+        settings = self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel), copies * self.groups
+        weight = x.new_empty(1).expand(shape)  # only its shape is read
+        return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, (False, True, False))[1]
