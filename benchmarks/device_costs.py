@@ -40,6 +40,10 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     c, size = 64, 16
     x, g = new(n, c, size, size), new(n, c, size, size)
     of_kernel = took(lambda: conv2d_weight(x, (c, c, 3, 3), g, padding=1), n * c * c * 9 * size**2)
+    patches = x.unfold(2, 3, 1).unfold(3, 3, 1).permute(0, 1, 4, 5, 2, 3)
+    narrow = patches[..., :2]  # runs of 2 numbers, and of 14
+    long, short_runs = took(patches.contiguous, patches.numel()), took(narrow.contiguous, narrow.numel())
+    run = max(0.0, short_runs - long) / (1 / 2 - 1 / (size - 2))
     write = took(lambda: torch.mul(left[:, 0, :, None], right[:, 0, None, :], out=rows), rows.numel())
     read = took(lambda: torch.linalg.vector_norm(rows.flatten(1), dim=1), rows.numel())
     fresh = took(lambda: torch.empty_like(rows).copy_(rows), rows.numel()) - took(lambda: rows.copy_(rows), rows.numel())
@@ -57,7 +61,8 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
     fft = took(lambda: torch.fft.rfft(signals), signals.numel() * log2(4096))
     double = took(lambda: doubles @ doubles, (large // 2) ** 3)
     found = Costs(
-        short / unit, of_kernel / unit, write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,
+        short / unit, of_kernel / unit, max(0.0, long - run / (size - 2)) / unit, run / unit,
+        write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,
         max(0.0, call) / unit, max(0.0, begin) / unit, scatter / unit, put / unit, fft / unit, double / unit,
     )  # fmt: skip
     return {name: float(f"{value:.3g}") for name, value in asdict(found).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.nn import grad as weight_gradients
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import cuts_windows, saving
+from autograd_hacks.forms.cost import saving, way_of_convolution
 from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
@@ -22,10 +21,12 @@ from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """{number of spatial axes: the convolution}"""
-_WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
 # How many numbers are cut into windows at a time.  Windows that fit the cache took 0.4 of the time of one copy of all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
 _WINDOWS = 2**20
+# How many numbers of rows a grouped convolution writes at a time, to be copied.  In milliseconds, 16 samples, 3×3, one core,
+# all at once and some: 128 -> 128 channels, 8×8, 13.0 and 3.9; 256 -> 256, 14×14, 71 and 26.
+_ROWS = 2**18
 # With at most so many channels, one convolution along a direction takes less time than one for each of its factors
 # (4 samples, 16 channels, 14×14, 3×3: 180 and 258 µs; with 64: 1000 and 407).
 _FEW = 16
@@ -64,13 +65,11 @@ class Convolution(Factored):
         # Each group has one input channel, so its rows are a convolution of that channel with each gradient.
         self.is_depthwise = groups > 1 and shape[1] == 1
         # J is written through windows and a matrix product, or by a grouped convolution.
-        size, by_windows = self.windows.shape[1:].numel(), not self.is_depthwise
-        self.writes_in_place = by_windows and cuts_windows(size, self.held_size(), shape.numel())
+        self.writes_in_place = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
 
     def _of(self, *held: Tensor) -> Convolution:
-        x, g = held
-        shape = torch.Size((g.shape[1], *self.shape[1:]))
-        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
+        (x, g), settings = held, (self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
+        return Convolution(x, g, torch.Size((g.shape[1], *self.shape[1:])), *settings)
 
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy their inputs and reorder their outputs
@@ -78,8 +77,15 @@ class Convolution(Factored):
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
-        if self.writes_in_place and (out is None or self.groups == 1 or out.is_contiguous()):
-            return self._dense_by_windows(out, factor)
+        by_windows = self.writes_in_place and (out is None or self.groups == 1 or out.is_contiguous())
+        size, most = (self.windows.shape[1:], _WINDOWS) if by_windows or self.is_depthwise else (self.shape, _ROWS)
+        if len(pieces := slices_of(self.samples, most // max(1, size.numel()))) > 1:
+            found = [self[piece].dense(None if out is None else out[piece], factor) for piece in pieces]
+            return torch.cat(found) if out is None else out
+        if by_windows:
+            product = self._product()
+            rows = product.dense(None if out is None else out.view(product.samples, *product.shape), factor)
+            return rows.view(self.samples, *self.shape) if out is None else out
         x, g = self.held
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
             (x, g), factor = self._times(factor), 1.0
@@ -88,21 +94,17 @@ class Convolution(Factored):
             x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
             g = rearrange(g, "n o ... -> (n o) 1 ...")
             rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
-            for axis, size in enumerate(self.kernel, start=2):
-                rows = rows.narrow(axis, 0, size)  # the rest is what the stride leaves over
+            rows = rows[(slice(None), slice(None), *map(slice, self.kernel))]  # the rest is what the stride leaves over
         else:
-            x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
-            rows = self._weight_gradient(x, g, self.samples)
+            x, g = (t.flatten(0, 1).unsqueeze(0) for t in (x, g))
+            rows = self._weight_gradient(self.samples, x, g)
         return put(rows.reshape(self.samples, *self.shape), out, factor)
 
     def block(self, rows: slice) -> Form:
-        if self.groups > 1:
-            return super().block(rows)
-        return self.varied(1, self.g[:, rows])
+        return super().block(rows) if self.groups > 1 else self.varied(1, self.g[:, rows])
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
-        forward = FORWARD[len(self.kernel)]
-        return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
+        return FORWARD[len(self.kernel)](self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if self.like.dtype != self.sum_dtype:  # windows would be rounded three times
@@ -126,8 +128,7 @@ class Convolution(Factored):
         if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
             return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
-            x, g = part._times(w[samples].to(self.sum_dtype))
-            found = self._weight_gradient(x, g, 1)
+            found = self._weight_gradient(1, *part._times(w[samples].to(self.sum_dtype)))
             total = found.contiguous() if total is None else total.add_(found)
         assert total is not None  # there is a chunk
         return total
@@ -138,7 +139,8 @@ class Convolution(Factored):
         check_is_map(random)
         if self.pair is None or not random.takes_factors(self.pair):
             return super().project(random, budget)
-        return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
+        pieces = slices_of(self.samples, budget // max(1, 8 * self.windows.shape[1:].numel()))
+        return torch.cat([self[piece]._product().project(random, budget) for piece in pieces])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:
@@ -150,28 +152,16 @@ class Convolution(Factored):
             found.append(Positions([form.held[1][:, rows].flatten(2).mT for form in (self, *others)], windows, rows))
         return found
 
-    def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
-        """Some samples at a time, as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
-        n = len(self.kernel)
-        size = 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)  # the bytes of a sample's windows, at most
-        for piece in slices_of(self.samples, budget // size):
-            both = self.g[piece], self.windows[piece].cut()
-            left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
-            yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
+    def _product(self) -> Outer:
+        """As matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
+        cut, count = self.windows.cut(), self.samples * self.groups
+        left = self.g.reshape(count, self.shape[0] // self.groups, self.positions).mT
+        return Outer(left, cut.reshape(count, self.shape[1:].numel(), self.positions).mT)
 
-    def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
-        factors = (self.x, self.g, factor)
-        if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [product.dense(factor=factor) for _, product in self._products()]
-            return torch.cat(products).view(self.samples, *self.shape)
-        rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
-        for piece, product in self._products():
-            product.dense(rows[piece].view(product.samples, *product.shape), factor)
-        return rows
-
-    def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:
+    def _weight_gradient(self, copies: int, x: Tensor, g: Tensor) -> Tensor:
         shape = (copies * self.shape[0], *self.shape[1:])
         # Strides of axes of length 1 are arbitrary, and some kernels read another memory format from them.
         x, g = (t.resolve_conj().contiguous().flatten().view(t.shape) for t in (x, g))
-        weight_gradient = _WEIGHT_GRADIENT[len(self.kernel)]
-        return weight_gradient(x, shape, g, self.stride, self.padding, self.dilation, copies * self.groups)
+        settings = self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel), copies * self.groups
+        weight = x.new_empty(1).expand(shape)  # only its shape is read
+        return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, (False, True, False))[1]

@@ -90,11 +90,10 @@ class Lookup(Paired):
             if part.samples * self.shape.numel() * costs.write < 2 * costs.call + 5 * costs.write * part.g.numel():
                 # Rows are written sooner than it is found which entries were read: of 16 samples of 64 positions, on one
                 # core, 64 × 128 in 250 µs instead of 540, and 500 × 128 in 440 instead of 450.
-                slots, norms = torch.arange(part.samples, device=part.g.device) * self.entries, Form.norms(part, budget)
+                found.append(Form.norms(part, budget))
             else:
                 slots, touched = part._touched()
-                norms = row_norms(touched)
-            found.append(_joined(norms, slots // self.entries, part.samples))
+                found.append(_joined(row_norms(touched), slots // self.entries, part.samples))
         return torch.cat(found)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import saving
+from autograd_hacks.forms.cost import is_turned, saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
-from autograd_hacks.forms.numerics import pairs_of, row_norms
+from autograd_hacks.forms.numerics import pairs_of, put, row_norms
 from autograd_hacks.forms.positions import Positions
 
 
@@ -69,12 +69,14 @@ class Outer(Paired):
             (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
+        elif is_turned(left, right):
+            rows = put(torch.bmm(right.mT, left).mT, target, factor)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_zeros(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
-        return rows.view(self.samples, *self.shape) if out is None else out
+        return rows.contiguous().view(self.samples, *self.shape) if out is None else out
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]

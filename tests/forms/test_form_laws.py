@@ -1,5 +1,7 @@
 """Laws 3 and 4: every verb equals its definition, whatever way it takes."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Concatenation, Dense, Form, Outer, RandomMap, SparseMap, add, group, scale
+from autograd_hacks.forms import Concatenation, Dense, Form, Outer, RandomMap, SparseMap, add, group, outer, scale
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -92,13 +94,16 @@ def test_indexing_takes_rows(form: Form, data: st.DataObject) -> None:
         assert_close(part.norms(), form.norms()[index])
 
 
-@given(one)
-def test_dense_fills_the_memory_it_is_given(form: Form) -> None:
+@given(one, st.booleans())
+def test_dense_fills_the_memory_it_is_given(form: Form, is_turned: bool) -> None:
     memory = torch.full((form.samples, *form.shape), torch.nan, dtype=torch.float64)
-    assert form.dense(memory) is memory
-    assert_close(memory, form.dense())
     around = torch.full((form.samples, form.shape[0] + 2, *form.shape[1:]), torch.nan, dtype=torch.float64)
-    form.dense(around[:, 1:-1])
+    with patch.object(outer, "is_turned", return_value=is_turned):
+        turned = form.dense()
+        assert form.dense(memory) is memory
+        form.dense(around[:, 1:-1])
+    assert_close(memory, form.dense())
+    assert_close(turned, memory)
     assert_close(around[:, 1:-1], memory)
     assert around[:, 0].isnan().all()
     assert around[:, -1].isnan().all()

@@ -25,13 +25,6 @@ def test_bilinear() -> None:
             check_batches(pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
 
 
-def test_a_transposed_convolution_with_an_output_size() -> None:
-    model = Bare(
-        lambda m, x: m.layer(x, output_size=(6, 5)), layer=nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
-    ).double()
-    check_batches(model, torch.randn(3, 2, 3, 3, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval(), nn.SyncBatchNorm(3)]
 )
@@ -127,13 +120,6 @@ def test_prelu_ignores_the_gradient_where_its_slope_was_not_used() -> None:
         autograd_hacks.compute_grad1(layer, "sum")
         torch.testing.assert_close(layer.weight.grad, torch.tensor([-3.0]))
         torch.testing.assert_close(layer.weight.grad1, torch.tensor([[-2.0], [-1.0]]))
-
-
-def test_channels_last_where_every_axis_has_length_one() -> None:
-    layer = nn.Conv2d(3, 1, 2, padding=1).double()
-    x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
-    with autograd_hacks.add_hooks(layer):
-        check(layer, x, "sum")
 
 
 @pytest.mark.parametrize(

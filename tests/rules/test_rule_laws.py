@@ -3,6 +3,7 @@ alone (1) contains what permuted, split and changed batches would show."""
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,19 +21,33 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, UnsupportedLayer, VerificationFailed
-from autograd_hacks.forms import Dense, Outer, scale
+from autograd_hacks.forms import Dense, Outer, convolution, scale
 from autograd_hacks.formulas import RULES, Call, Rule, single_input
 
 loss_types = st.sampled_from(["mean", "sum"])
 
 
-EVEN_SAME = Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), torch.randn(3, 2, 5, 6).double())
-
-
-@given(layers, loss_types)
-@example(EVEN_SAME, "mean")
-def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str) -> None:
-    with autograd_hacks.add_hooks(case.layer):
+@given(layers, loss_types, st.booleans())
+@example(Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), torch.randn(3, 2, 5, 6).double()), "mean", True)
+@example(  # channels last, where strides of axes of length one are arbitrary
+    Case(
+        nn.Conv2d(3, 1, 2, padding=1).double(),
+        torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last),
+    ),
+    "sum",
+    False,
+)
+@example(
+    Case(
+        Bare(lambda m, x: m.layer(x, output_size=(6, 5)), layer=nn.ConvTranspose2d(2, 3, 3, 2, padding=1)).double(),
+        torch.randn(3, 2, 3, 3).double(),
+    ),
+    "mean",
+    False,
+)
+def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str, is_cut: bool) -> None:
+    # By both ways to write rows of convolutions, of which costs choose one.
+    with autograd_hacks.add_hooks(case.layer), patch.object(convolution, "way_of_convolution", lambda *_: (is_cut, 1.0)):
         for _ in range(2):  # the record of an earlier step is there to be replaced
             check(case.layer, case.x, loss_type)
         for p in case.layer.parameters():
