@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from autograd_hacks.support.display import Shown, Table, in_millions, percent, progress
-from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 
 Gradients = Sequence[Tensor | None]
 """The gradients of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the
@@ -21,8 +19,6 @@ GradientsOf = Callable[[int], Gradients]
 WHOLE = "all parameters"
 
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
-_BUCKETS = 64
-"""Numbers in a row's sketch."""
 _ROUNDINGS = 4.0
 """A row's error may be this many times the effect of rounding all weights once: other kernels sum in another order."""
 _ALIKE = 1e-3
@@ -93,7 +89,6 @@ class _Line:
         self.right: list[float] = []  # the right length
         self.given: list[float] = []  # the given length
         self.product: list[float] = []  # the inner product of both
-        self.sketches: dict[int, Tensor] = {}  # of the right row, if the distance is large but finite
         self.noise: dict[int, float] = {}  # the distance that rounding explains, if that was checked
 
     def add(self, given: Tensor, right: Tensor, scale: float | None = None) -> None:
@@ -107,6 +102,10 @@ class _Line:
     def is_off(self, n: int, tolerance: float) -> bool:
         """Whether sample n's error is too large, or NaN."""
         return not self.error[n] <= tolerance * self.scale[n] + self.noise.get(n, 0.0)
+
+    def is_doubtful(self, n: int, tolerance: float) -> bool:
+        """Whether sample n's error is too large, and may be rounding."""
+        return self.is_off(n, tolerance) and math.isfinite(self.error[n])
 
     def relative(self, n: int) -> float:
         """The error of sample n."""
@@ -161,14 +160,13 @@ class Comparison:
                 g = gradients[line.index or 0]
                 right = torch.zeros_like(given) if g is None else g.to(given.device)
             line.add(given, right)
-            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
-                line.sketches[n] = _sketch(gradients, line.index)
 
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        """Allows for rounding in sample n.  gradients: with all weights rounded once more"""
+    def look_again(self, n: int, changes: Sequence[float]) -> None:
+        """Allows for rounding in sample n.  changes: of its gradients, by parameter, by rounding all weights once more"""
         for line in self.lines:
-            if n in line.sketches:
-                line.noise[n] = self.allowance(n, line.sketches[n] - _sketch(gradients, line.index), line.right[n])
+            if line.is_doubtful(n, self.tolerance):
+                change = math.hypot(*changes) if line.index is None else changes[line.index]
+                line.noise[n] = self.allowance(n, change, line.right[n])
 
     def fits(self, n: int, square: float) -> bool:
         """Whether sample n's given number over all parameters is right for a gradient of this squared length."""
@@ -182,16 +180,16 @@ class Comparison:
 
     def doubtful(self) -> list[int]:
         """The samples whose errors are too large, to be checked again."""
-        return sorted({n for line in self.lines for n in line.sketches})
+        return [n for n in range(self.samples) if any(line.is_doubtful(n, self.tolerance) for line in self.lines)]
 
-    def compare_again(self, of: GradientsOf) -> None:
-        """Compares the doubtful samples with all weights rounded once more."""
+    def compare_again(self, of: GradientsOf, rounded: GradientsOf) -> None:
+        """Compares the doubtful samples again.  rounded: their gradients with all weights rounded once more"""
         for n in progress(self.doubtful(), "checking again", "sample"):
-            self.look_again(n, of(n))
+            pairs = zip(of(n), rounded(n))
+            self.look_again(n, [0.0 if x is None or y is None else float(vector_norm(x - y)) for x, y in pairs])
 
-    def allowance(self, n: int, change: Tensor, right: float) -> float:
-        """The error that sample n may have.  change: of its sketch, by rounding all weights    right: its length"""
-        apart = float(vector_norm(change))
+    def allowance(self, n: int, apart: float, right: float) -> float:
+        """The error that sample n may have.  apart: its change by rounding all weights    right: its length"""
         # A row that cancels is a difference of numbers as large as the whole gradient, each off by a few ε.
         few, unknown = (2 * torch.finfo(dtype).eps * self.length[n] for dtype in (self.dtype, torch.float64))
         has_digits = right > _ROUNDINGS * (apart + unknown)  # then an error must not hide behind larger parameters
@@ -275,7 +273,6 @@ class Gram(Comparison):
         super().__init__({WHOLE: (None, self._given)}, "products", *known)
         self.lines.clear()  # until all products are known
         self._right = torch.zeros_like(self._given)
-        self._sketches: dict[int, Tensor] = {}
         self._apart: dict[int, float] = {}
 
     def compare(self, of: GradientsOf) -> None:
@@ -294,12 +291,8 @@ class Gram(Comparison):
                 self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
         self._conclude()
 
-    def look(self, n: int, gradients: Gradients) -> None:
-        super().look(n, gradients)
-        self._sketches[n] = _sketch(gradients)
-
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        self._apart[n] = self.allowance(n, self._sketches[n] - _sketch(gradients), self.length[n])
+    def look_again(self, n: int, changes: Sequence[float]) -> None:
+        self._apart[n] = self.allowance(n, math.hypot(*changes), self.length[n])
         if len(self._apart) == self.samples:
             self._conclude()
 
@@ -331,18 +324,3 @@ def exact(x: Tensor) -> Tensor:
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
     x = x.cpu() if x.device.type == "mps" else x  # MPS has no float64
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:
-    """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
-    Source: Charikar, Chen, Farach-Colton 2002, count sketch.  index: of the parameter; None for all"""
-    total = torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
-    for seed, g in enumerate(gradients):
-        if g is None or index not in (None, seed):
-            continue
-        flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
-        entries = slice(0, len(flat))
-        signs = unpacked(packed_signs(key_of(seed), slice(0, 1), entries, flat.device), entries, by_byte(flat))
-        signed = F.pad(flat * signs[0], (0, -len(flat) % _BUCKETS))
-        total += signed.view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
-    return total
