@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -13,19 +13,17 @@ from autograd_hacks.errors import ON_COMPILING
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.support.draws import Noise, check_noise
-from autograd_hacks.support.ranges import check_bound, checked
+from autograd_hacks.support.ranges import check_bound, check_word, checked
 
 if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
 
-VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
-"""What a compiled step can compute."""
 NUMBERS = {
-    "clip": ("max_norm",),
+    "rows": (), "norms": (), "clip": ("max_norm",),
     "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
-    "project": ("dim",),
-}
-"""The numbers that a verb needs."""
+    "sum": (), "dot": (), "project": ("dim",),
+}  # fmt: skip
+"""{what a compiled step can compute: the numbers that it needs}"""
 
 
 @checked(ON_COMPILING)
@@ -86,14 +84,12 @@ def compile(
     """
     check_module("compile", model, ON_COMPILING)
     check_loss_type(loss_type)
-    if verb not in VERBS:
-        raise ValueError(f"compile was given verb={verb!r}; expected one of {', '.join(map(repr, VERBS))}" + ON_COMPILING)
-    if backend not in (None, "inductor"):
-        raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
+    check_word("compile", ON_COMPILING, NUMBERS, verb=verb)
+    check_word("compile", ON_COMPILING, ("inductor", None), backend=backend)
     numbers = {
         "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
     }  # fmt: skip
-    needed = NUMBERS.get(verb, ())
+    needed: Collection[str] = NUMBERS[verb]
     check_noise("compile", noise)
     for name, number in list(numbers.items()):
         if (name in needed) != (number is not None):
