@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch import Tensor
@@ -43,7 +43,6 @@ def compile(
     budget: int = 2**28,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """A compiled training step of a model, whose backward pass also computes rows, norms or clipped gradients::
 
@@ -73,7 +72,6 @@ def compile(
     budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``
-    options: inductor's options, ``torch._inductor.list_options()``
 
     Returns a module that is called like the model and holds it as ``.model``.
 
@@ -101,4 +99,4 @@ def compile(
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic, options)
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic)

@@ -62,14 +62,13 @@ class CompiledStep(nn.Module):
     def __init__(
         self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str, param_grad: bool,
         numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
-        options: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results = Given(), dict[str, Tensor]()
-        self._contexts = compiling(options or {})
+        self._context = compiling()
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
@@ -114,7 +113,7 @@ class CompiledStep(nn.Module):
         self._backend.axes, self._results = self._axes_of(args, kwargs), {}
         before, began = self._backend.compilations, perf_counter()
         try:
-            with self._contexts[0], self._contexts[1]:
+            with self._context:
                 found = self._compiled(self.model, args, kwargs)
         except TorchDynamoException as error:
             inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None

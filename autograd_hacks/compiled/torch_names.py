@@ -20,7 +20,6 @@ try:
     with catch_warnings():
         simplefilter("ignore", DeprecationWarning)  # inductor imports torch.jit
         import torch._dynamo as dynamo
-        import torch._inductor as inductor
         from torch._decomp import core_aten_decompositions
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -87,10 +86,10 @@ def lowered() -> dict[Any, Any]:
     return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[0])}
 
 
-def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Contexts for a call: recurrent layers are traced step by step, and inductor has the given options."""
+def compiling() -> Any:
+    """A context for calls: recurrent layers are traced step by step, and a step may be compiled `MOST` times."""
     limits: dict[str, Any] = {"recompile_limit": MOST, "accumulated_recompile_limit": MOST}
-    return dynamo.config.patch(allow_rnn=True, **limits), inductor.config.patch(dict(options))
+    return dynamo.config.patch(allow_rnn=True, **limits)
 
 
 @contextmanager
@@ -161,9 +160,7 @@ def describe_more(graph: fx.Graph, kinds: Sequence[Any]) -> None:
 
 def source_of(node: fx.Node) -> str:
     """The Python expression for an input of a graph, for messages."""
-    source: Any = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    return str(name() if callable(name) else name or node.name)
+    return str(getattr(getattr(node, "_dynamo_source", None), "name", node.name))
 
 
 def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
