@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -15,6 +16,7 @@ import torch.nn as nn
 from torch import Tensor, fx
 
 from autograd_hacks.errors import ON_COMPILING
+from autograd_hacks.support.restored import kept, restored
 
 try:
     with catch_warnings():
@@ -92,22 +94,12 @@ def compiling() -> Any:
     return dynamo.config.patch(allow_rnn=True, **limits)
 
 
-@contextmanager
-def _said_to_compile() -> Iterator[None]:
-    """A context in which libraries see that they are being compiled, and skip code that depends on values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
 def joint_graph(
     stack: ExitStack, module: nn.Module, args: Sequence[Tensor], decompositions: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """The graph of a module's forward and backward, traced without values."""
-    stack.enter_context(_said_to_compile())
+    stack.enter_context(kept(torch.compiler, "_is_compiling_flag"))
+    torch.compiler._is_compiling_flag = True  # libraries then skip code that depends on values
     found = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=dict(decompositions))
     traced: fx.GraphModule = found.graph_module
     traced.graph.eliminate_dead_code()
@@ -193,12 +185,9 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
     Use it only for models with such layers: without mkldnn, tracing assumes a wrong memory layout of convolutions' outputs.
     """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    with restored(partial(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())):
+        torch._C._set_mkldnn_enabled(False)
         yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 __all__ = [
