@@ -83,7 +83,8 @@ def compile(
     check_module("compile", model, ON_COMPILING)
     check_loss_type(loss_type)
     check_word("compile", ON_COMPILING, NUMBERS, verb=verb)
-    check_word("compile", ON_COMPILING, ("inductor", None), backend=backend)
+    if backend not in (None, "inductor"):
+        raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
     numbers = {
         "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
     }  # fmt: skip

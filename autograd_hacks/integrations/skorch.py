@@ -30,7 +30,7 @@ class GradsCallback(Callback):
         Steps(max_norm, **options)  # raises for options that it doesn't take
         # The arguments are attributes, unchanged, because skorch sets and clones them.
         self.scaler = scaler
-        vars(self).update(SETTINGS, max_norm=max_norm, **options)
+        self.__dict__.update(SETTINGS, max_norm=max_norm, **options)
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         if isinstance(before := vars(self).get("steps_"), Steps):
