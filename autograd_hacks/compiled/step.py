@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.taken_apart import TakenApart
@@ -227,9 +228,8 @@ class CompiledStep(nn.Module):
         if self.verb == "rows":
             for name, p in self._named.items():
                 if p.requires_grad:
-                    p.grad1 = results.get(name)  # type: ignore[attr-defined]
-                    if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
-                        p.grad1 = p.grad1.to(p.dtype)  # type: ignore[attr-defined]
+                    rows = results.get(name)
+                    p.grad1 = None if rows is None else rows.to(p.dtype)  # type: ignore[attr-defined]
         else:
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
@@ -239,7 +239,7 @@ class CompiledStep(nn.Module):
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with noise, in new memory, because two parameters' gradients may be one tensor."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if has_processes() and dist.get_world_size() > 1:
             raise NotImplementedError(
                 "compile(model, 'clip_and_noise') does not support several processes: each would add noise, and the sum "
                 "would have another deviation. Use 'clip' and add the noise once; or use add_hooks and clip_and_noise_."
