@@ -213,9 +213,9 @@ class _Step:
                 WITHIN.reset(token)
             if taken and any(x.shape[:2] == (grads.samples, grads.samples) for x in found.values()):
                 raise ValueError(
-                    "over was given a verb that compares samples, without against=, so it would compare samples of one batch "
-                    "only. Give the other batches, against=loader for the same ones, and a verb of both: lambda grads, "
-                    "others: grads.gram(others)" + ON_DATA_SETS
+                    "over was given a verb that compares samples, without against=, so it would compare samples of one "
+                    "batch only. Give the other batches, against=loader for the same ones, and a verb of both: lambda "
+                    "grads, others: grads.gram(others)" + ON_DATA_SETS
                 )
             return found
         blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
