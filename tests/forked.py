@@ -1,17 +1,27 @@
-"""Scripts that are run as a user runs them, each in a process of its own.
+"""Processes that are forked off one that has imported torch, and scripts that are run in such, as a user runs them.
 
-The processes are forked off one that has imported what nearly all scripts import, which takes longer than many of them.
+Imports take longer than many of the scripts.
 """
 
-import multiprocessing as mp
 import os
 import runpy
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
 
 IMPORTED = ["torch", "autograd_hacks", "matplotlib.pyplot", "scipy.stats", "sklearn.datasets", "tqdm"]
+"""What nearly all scripts import."""
+
+
+def forked() -> Any:
+    """The context in which the processes are made."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def run_script(script: Path, folder: Path, options: Sequence[str] = (), without: str = "") -> tuple[str, str]:
@@ -19,9 +29,7 @@ def run_script(script: Path, folder: Path, options: Sequence[str] = (), without:
 
     folder: where it runs    without: packages that are not there
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    process = context.Process(target=_run, args=(script, folder, options, without.split()))
+    process = forked().Process(target=_run, args=(script, folder, options, without.split()))
     process.start()
     process.join()
     out, err = ((folder / name).read_text("utf-8") for name in ("out", "err"))
