@@ -108,8 +108,7 @@ def has_no_batch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [3, *rarely(24)])
-@pytest.mark.parametrize("training", [True, *rarely(False)])
+@pytest.mark.parametrize(("training", "count"), [(True, 3), *rarely((True, 24), (False, 24))])
 @pytest.mark.parametrize(("name", "info"), PARAMETRISED, ids=[name for name, _ in PARAMETRISED])
 def test_every_module(name: str, info: Any, training: bool, count: int) -> None:
     for layer, args, kwargs in configurations(info, training, count):
