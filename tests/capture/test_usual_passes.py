@@ -109,17 +109,6 @@ def paused(model: Net, x: Tensor) -> None:
         loss.backward()
 
 
-def transformed(model: Net, x: Tensor) -> None:
-    step(model, x)
-    loss = losses(model, x.roll(1, 0)).mean()
-
-    def ones(v: Tensor) -> Tensor:
-        loss.backward()
-        return v
-
-    torch.func.vmap(ones)(torch.ones(2))
-
-
 def frozen(model: Net, x: Tensor) -> None:
     loss = losses(model, x).mean()
     model.b.bias.requires_grad_(False)
@@ -231,7 +220,6 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "a graph of a pass": lambda model, x: losses(model, x).mean().backward(create_graph=True, retain_graph=False),
     "batched": of_several,
     "paused": paused,
-    "transformed": transformed,
     "frozen between": frozen,
     "a penalty": lambda model, x: (losses(model, x).mean() + model.a.weight.square().sum()).backward(),
     "losses": lambda model, x: autograd_hacks.backward(losses(model, x), "sum"),
