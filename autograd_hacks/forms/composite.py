@@ -314,6 +314,14 @@ class Concatenation(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Concatenation(parts)
 
+    def to(self, dtype: torch.dtype) -> Form:
+        if self.varying is None or self.like.dtype == dtype:
+            return super().to(dtype)
+        first, *more = self._sharing
+        own = first.to(dtype)
+        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
+        return Concatenation([own, *others], self.varying)
+
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is None:
             return torch.cat([part.dense(factor=factor) for part in self.parts])

@@ -12,40 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from autograd_hacks.graph.label import ALONE, MIX, Links, Shape
+from autograd_hacks.graph.label import ALONE, MIX, Links, Shape, Shapes, Sizes
 from autograd_hacks.support.graph import signed
 
-Shapes = Sequence[Shape | None]
 Rule = Callable[..., "list[Links]"]
 """``rule(o, outs, ins, **numbers)``: the links of each input to output number o.  Rules below get the first three as
 `Sizes`."""
-
-
-class Sizes(NamedTuple):
-    """The sizes of a node's outputs and inputs, and the number of the output whose label is moved.
-
-    Inputs without a graph, and outputs that nobody has, have none.
-    """
-
-    o: int
-    outs: Shapes
-    ins: Shapes
-
-    @property
-    def out(self) -> Shape:
-        return self.outs[self.o] or ()
-
-    @property
-    def n(self) -> int:
-        """How many axes that output has."""
-        return len(self.out)
-
-    @property
-    def own(self) -> Shape:
-        """The first input's."""
-        return self.ins[0] or ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,38 @@ NOBODY: Final = -1
 """In `Entries`: no gradient arrives at this entry."""
 
 Shape = Sequence[int]
+Shapes = Sequence[Shape | None]
 Links = Sequence[int]
 """For each axis of an input the axis of the output with which it is walked in step; ALONE or MIX for an axis without one."""
 ALONE: Final = -1
 """The gradient is the same, or made of the same samples, all along this axis of the input."""
 MIX: Final = -2
 """The operation works along this axis: if the samples lie on an axis of the output that no axis is linked to, they mix."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a node's outputs and inputs, and the number of the output whose label is moved.
+
+    Inputs without a graph, and outputs that nobody has, have none.
+    """
+
+    o: int
+    outs: Shapes
+    ins: Shapes
+
+    @property
+    def out(self) -> Shape:
+        return self.outs[self.o] or ()
+
+    @property
+    def n(self) -> int:
+        """How many axes that output has."""
+        return len(self.out)
+
+    @property
+    def own(self) -> Shape:
+        """The first input's."""
+        return self.ins[0] or ()
 
 
 @dataclass(frozen=True, slots=True)

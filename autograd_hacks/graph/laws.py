@@ -15,8 +15,20 @@ from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 
-from autograd_hacks.graph.axes import AXES, Axes, Shapes, broadcast
-from autograd_hacks.graph.label import MIXED, SUM, Entries, Label, Links, One, Owned, Several, joined, linked
+from autograd_hacks.graph.axes import AXES, Axes, broadcast
+from autograd_hacks.graph.label import (
+    MIXED,
+    SUM,
+    Entries,
+    Label,
+    Links,
+    One,
+    Owned,
+    Several,
+    Shapes,
+    joined,
+    linked,
+)
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed

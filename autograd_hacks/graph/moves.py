@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autograd_hacks.graph.axes import AXES, Shapes, Sizes, axis, some_axes
+from autograd_hacks.graph.axes import AXES, axis, some_axes
 from autograd_hacks.graph.label import (
     ALONE,
     MIXED,
@@ -24,6 +24,8 @@ from autograd_hacks.graph.label import (
     One,
     Owned,
     Shape,
+    Shapes,
+    Sizes,
     cut,
     entries,
     folded,

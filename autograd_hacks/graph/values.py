@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import Sizes, axis, broadcast
+from autograd_hacks.graph.axes import axis, broadcast
 from autograd_hacks.graph.label import (
     ALONE,
     MIXED,
@@ -25,6 +25,7 @@ from autograd_hacks.graph.label import (
     One,
     Owned,
     Shape,
+    Sizes,
     entries,
     is_owned,
     linked,

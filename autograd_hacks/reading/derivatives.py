@@ -27,13 +27,6 @@ from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.internals import current_node
 from autograd_hacks.support.layout import Layout, samples_of_rows
 
-_PLAIN = frozenset(
-    f"{name}Backward{n}"
-    for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Add", "Clone", "Unsqueeze", "Squeeze", "Permute")
-    for n in (0, 1)
-)
-"""Nodes that save no values."""
-
 
 class Met(NamedTuple):
     """A node at which parameters met the batch.
@@ -109,7 +102,7 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
         if trace.kinds[k] is END or trace.kinds[k] is LEAF:
             continue
         if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
-            if trace.kinds[k].name not in _PLAIN:
+            if trace.kinds[k].has_operands:
                 return True
             above.add(k)
     return False

@@ -138,10 +138,10 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    if not is_packed_by_hooks(node, name):  # the usual case
-        return getattr(node, SAVED + name)
-    raw = getattr(node, RAW + name)
-    return [_unpacked(own) for own in raw] if isinstance(raw, tuple | list) else _unpacked(raw)
+    raw = getattr(node, RAW + name, None)
+    if isinstance(raw, tuple | list):  # an index of several axes
+        return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
+    return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)
 
 
 def _unpacked(raw: Any) -> Any:
