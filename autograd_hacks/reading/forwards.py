@@ -272,8 +272,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
 
 def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
     """Notes which nodes read parameters, for messages."""
-    nodes = reader.trace.nodes
-    paths = {node: noted.noted.known.path for noted, inside in zip(ran.noted, ran.inside) for node in inside}
+    nodes, paths = reader.trace.nodes, {x: one.noted.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
     for k, (values, _) in found.uses.items():
         at = k  # it is followed to the next call of a layer with a rule, or to the outputs
         while at >= 0 and nodes[at] not in paths:

@@ -23,11 +23,17 @@ HOW: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("param_grad", [True, False])
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_said_of_samples_that_mix(how: str) -> None:
-    model = Bare(lambda m, x: m.last(HOW[how](m.first(x))), first=nn.Linear(3, 4), last=nn.Linear(4, 2))
-    says = r"samples mix: .* reaches other samples at .*, before first.* batch_dim"
-    check_refused(model, (torch.randn(6, 3),), error=SamplesMixed, match=says)
+def test_what_is_said_of_samples_that_mix(how: str, param_grad: bool) -> None:
+    for first in (nn.Linear(3, 4), torch.randn(3, 4)):  # a layer, or a parameter that no layer has
+        model = Bare(
+            lambda m, x: m.last(HOW[how](m.first(x) if callable(m.first) else x @ m.first)),
+            first=first,
+            last=nn.Linear(4, 2),
+        )
+        says = r"samples mix: .* reaches other samples at .*, before first.* batch_dim"
+        check_refused(model, *[(torch.randn(6, 3),)] * 3, error=SamplesMixed, match=says, param_grad=param_grad)
 
 
 def test_a_model_that_takes_gradients_of_its_input() -> None:
