@@ -38,7 +38,6 @@ def see(section: str, page: str = "errors.rst") -> str:
     return f"\nMore: python -m autograd_hacks explain {name}{there}"
 
 
-ON_RECORD = see("Nothing was recorded")
 ON_TOOLS = see("A tool is not installed")
 ON_HOOKS = see("The model has no hooks")
 ON_PASSES = see("Several backward passes")
@@ -97,7 +96,7 @@ class PerSampleGradientError(RuntimeError):
 EXPLAINED["PerSampleGradientError"] = PerSampleGradientError.explained
 
 
-class NothingRecorded(PerSampleGradientError):
+class NothingRecorded(PerSampleGradientError, section="Nothing was recorded"):
     """There is no backward pass to read: none has run, hooks were off, or its record was cleared."""
 
 

@@ -29,11 +29,8 @@ class InFront(Between):
         return self.last(self.first(self.how(x, *more)).tanh())
 
 
-class AsLoss(Between):
+class AsLoss(AtEnd):
     """Makes its loss itself, of what its last layer returns."""
-
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return self.how(self.last(self.first(x).tanh()), *more)
 
 
 def losses_of(out: Any) -> Tensor:

@@ -11,6 +11,34 @@ from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 
+class Multiply(torch.autograd.Function):
+    """x · scale, as users write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # of one gradient
+        x, scale = ctx.saved_tensors
+        return g * scale, (g * x).sum_to_size(scale.shape)
+
+
+class Product(torch.autograd.Function):
+    """x wᵀ, as kernels of others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
 class Patched(nn.Module):
     """A class token, positions, a layer scale, a tied decoder by F.linear, and 3-D weights."""
 

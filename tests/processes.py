@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 
 WORLD = 2
 Both = Callable[..., None]
 
 
-def work(rank: int, world: int, store: str, tasks: list[mp.Queue], done: mp.Queue) -> None:
+def work(rank: int, world: int, store: str, tasks: list[Any], done: Any) -> None:
     """A process: runs what it is sent, and answers with what that raised."""
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -46,7 +46,7 @@ class Started:
         self.world, self.folder, self.processes = world, folder, list[Any]()
 
     def start(self) -> None:
-        context, store = mp.get_context("spawn"), str(self.folder / f"{len(list(self.folder.iterdir()))}")
+        context, store = forked(), str(self.folder / f"{len(list(self.folder.iterdir()))}")
         self.tasks, self.done = [context.Queue() for _ in range(self.world)], context.Queue()
         for rank in range(self.world):
             args = (rank, self.world, store, self.tasks, self.done)

@@ -283,7 +283,11 @@ def test_what_runs_the_checks() -> None:
     assert [line for line in tests.splitlines() if "may-fail: true" in line] == [
         line for line in tests.splitlines() if "environment: nightly" in line
     ]
-    assert "python3 -m tox -e build" in (ROOT / ".ci" / "run").read_text()
+    run, tox = ((ROOT / name).read_text() for name in (".ci/run", "tox.ini"))
+    usual = re.findall(r"^env_list = (.*)$", tox, re.M)[0].split(", ")
+    assert {*",".join(re.findall(r"^python3 -m tox .*-e ([\w,]+)", run, re.M)).split(",")} == {*usual, "build"}
+    assert "python3 -m tox -e py -- @tests/full.txt\n" in run
+    assert "\ncommands = python -m pytest -n 2 @tests/full.txt {posargs}\n" in tox
 
 
 def test_the_citation_has_the_version() -> None:

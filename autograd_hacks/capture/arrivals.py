@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from autograd_hacks.capture.calls import LayerCall, Note
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import GraphAlive, NodeUse, Use
-from autograd_hacks.support.internals import current_node, keeps_graph, will_execute
+from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
@@ -148,6 +148,27 @@ class AtNode:
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, None)
+
+
+class AtParameter:
+    """A hook on a parameter."""
+
+    __slots__ = ("backward", "id", "parameter")
+
+    def __init__(self, backward: Any, parameter: Tensor) -> None:
+        self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        heard_by, at = self.backward(), self.parameter()
+        if heard_by is None or at is None or (grad is None and heard_by.skips(self.id)):
+            return None
+        return heard_by.arrive(at, grad)
+
+
+def may_skip(parameter: Tensor) -> bool:
+    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
+    before, after = hooks_before(parameter), hooks_after(parameter)
+    return (before is None or len(before) <= 1) and (after is None or len(after) <= 1)  # one is this library's own
 
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:

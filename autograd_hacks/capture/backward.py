@@ -12,24 +12,16 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, reach_of
-from autograd_hacks.capture.calls import Note
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, AtParameter, may_skip, reach_of
+from autograd_hacks.capture.calls import Note, Within
 from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.forms import add
+from autograd_hacks.forms import Form, add
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import is_users
-from autograd_hacks.support.internals import (
-    call_at_end,
-    hooks_after,
-    hooks_before,
-    is_batched,
-    is_transformed,
-    keeps_graph,
-    will_execute,
-)
+from autograd_hacks.support.internals import call_at_end, is_batched, is_transformed, keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import ByTensor, version_of
@@ -52,9 +44,8 @@ class Backward:
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.hooks = 0  # how many there were
         self.hooks_before = 0  # how many hooks on gradients there were when the last forward had ended
-        self.watch_more: Callable[[int], None] = lambda _: (
-            None
-        )  # watches the user's hooks that were registered since a count
+        # Watches the user's hooks that were registered since a count.
+        self.watch_more: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
         self.unanswered = 0  # how many forwards there were since the last pass
@@ -99,7 +90,7 @@ class Backward:
         """Puts a hook on the parameter, which sees every gradient that arrives there."""
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
-            self.watched[parameter] = (parameter.register_hook(_Arrival(self, parameter)),)
+            self.watched[parameter] = (parameter.register_hook(AtParameter(self, parameter)),)
             self.hooks += 1
             self._watch_behind(parameter)
 
@@ -158,37 +149,62 @@ class Backward:
 
     def take(self, note: Note, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        usual = self._usual  # after an inner pass the outer one may come here, too
-        if usual is None or note.within is not usual.within or self.inner is not usual.inner:
+        within, usual = note.within, self._usual  # after an inner pass the outer one may come here, too
+        if usual is None:
+            usual = self._begun(within)
+        if usual is None or within is not usual.within or self.inner is not usual.inner:
             return False
         if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
             return False
-        known, calls, current = note.known, note.within.calls, usual.current
-        if calls is None or calls[note.number] is None or not note.within.leaves.keys() >= known.ids:
+        known, calls = note.known, within.calls
+        if calls is None or calls[note.number] is None or not within.leaves.keys() >= known.ids:
             return False
-        current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
-        current.named.update(known.names)
+        usual.current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        usual.current.named.update(known.names)
         return True
 
-    def _usual_after(self, use: Use, current: Pass) -> Usual | None:
-        """What is known of a pass after its first use; None if it may do more than the usual."""
-        within, inner = use.within, self.inner_now()
-        if within is None or within.calls is None or current.captures or current.higher_order or current.is_hess:
+    def _begun(self, within: Within) -> Usual | None:
+        """Begins a usual pass with its first gradient; None if it is not the first, or the pass may do more."""
+        running = self.running
+        if running is not None and (running._received or running.arrived):
             return None
-        if self.record.on_arrival is not None or (keeps_graph() if inner is None else inner.keeps):
+        if torch.is_grad_enabled() or within.told.kind.derives is not False or is_transformed():
             return None
-        leaves = within.leaves
-        if inner is None:
-            if not self.wants_grad:
-                return None
-            try:
-                reaches_all = all(map(will_execute, leaves.values()))
-            except RuntimeError:  # torch.autograd.grad takes some
-                return None
-        else:
-            reaches_all = len(inner.ways) == len(leaves) and set(inner.ways.values()) == {EXECUTED}
+        if not (self.hears() and self._is_usual(within)):
+            return None
+        inner = self.inner_now()
+        current = self._entered(current_task() if inner is None else inner.task)
+        if not (current.captures or current.is_hess):
+            self._file(current, within.forward)
+            self._usual, self.answered = self._usual_of(current, within), True
+        return self._usual
+
+    def _is_usual(self, within: Within | None) -> bool:
+        """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
+        inner = self.inner_now()
+        if within is None or within.calls is None or self.record.on_arrival is not None:
+            return False
+        if keeps_graph() if inner is None else inner.keeps:
+            return False
+        if inner is not None:
+            return len(inner.ways) == len(within.leaves) and set(inner.ways.values()) == {EXECUTED}
+        if not self.wants_grad:
+            return False
+        try:
+            return all(map(will_execute, within.leaves.values()))
+        except RuntimeError:  # torch.autograd.grad takes some
+            return False
+
+    def _usual_of(self, current: Pass, within: Within) -> Usual:
+        inner = self.inner_now()
         tasks = (current.task,) if inner is None else (inner.task, inner.own)
-        return Usual(current, tasks, inner, within, self.record.segments) if reaches_all else None
+        return Usual(current, tasks, inner, within, self.record.segments)
+
+    def _entered(self, task: int) -> Pass:
+        """The pass of a task, after one that has failed."""
+        if self.running is not None and self.running.task != task:
+            self.running = None
+        return self.enter(task)
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
@@ -254,13 +270,11 @@ class Backward:
         if outer is not None and captures and task != outer.task:  # a user's function brings it to the parameter
             self.record.unseen |= dict.fromkeys([edge.name for edge in use.edges.values()], self.record.forwards)
             return None
-        if outer is None and self.running is not None and self.running.task != task:
-            self.running = None  # left by a pass that failed
-        current = outer or self.enter(task)
+        current = self._entered(task) if outer is None else outer
         current.captures |= captures
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
-        self._file(current, use)
+        self._file(current, use.forward)
         is_first, received = not (current._received or current.arrived), current.received_at(use)
         for number, grad in enumerate(grads, slot):
             if grad is not None:
@@ -276,20 +290,23 @@ class Backward:
                 received.reached += (local,)
                 current._calls_of.setdefault(edges[local].name, []).append(use)
         if is_first:
-            self._usual = self._usual_after(use, current)
+            is_more = current.captures or makes_graph or current.is_hess or not self._is_usual(use.within)
+            self._usual = None if is_more else self._usual_of(current, use.within)
         self.answered = True
         return received
 
-    def _file(self, current: Pass, call: Use) -> None:
-        """Puts the pass into a segment.
+    def _file(self, current: Pass, forward: int) -> None:
+        """Puts a pass through a forward into a segment.
 
         A pass through a forward of an existing segment adds to that segment.  A pass through other forwards only replaces
         all segments, or begins a new one while accumulating.
         """
         record = self.record
         home = next((segment for segment in record.segments if current in segment.passes), None)
-        # 1. Does the call belong to a forward of another segment, including replaced ones?
-        target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
+        # 1. Does the forward belong to another segment, including replaced ones?
+        target = next(
+            (s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, forward)), None
+        )
         # 2. A second backprop_hess must not replace the unread passes of the first.
         for segment in record.segments if current.is_hess and home is None else ():
             if segment is target or not (record.accumulating or segment.read):
@@ -298,13 +315,13 @@ class Backward:
             # 3. The pass began in another segment and comes here too: join both, at the place of the target.
             target.passes += home.passes
             target.forwards |= home.forwards
-            others = record.superseded if target in record.superseded else record.segments
+            its = record.superseded if target in record.superseded else record.segments
             current.replaces_unread = False
-            record.segments, home = [segment for segment in others if segment is not home], target
+            record.segments, home = [segment for segment in its if segment is not home], target
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
             # 4. This is the pass's first call: it adds to the segment that was found, or begins a new one.
-            home = target or Segment(forwards={call.forward})
+            home = target or Segment(forwards={forward})
             home.passes.append(current)
             if target is None and record.accumulating:
                 record.segments = [*record.segments, home]
@@ -316,7 +333,7 @@ class Backward:
                     record.superseded, record.superseded_unseen = record.segments, record.unseen
                 record.segments = [home]
                 record.unseen = {name: after for name, after in record.unseen.items() if after == record.forwards}
-        home.forwards.add(call.forward)
+        home.forwards.add(forward)
 
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         """Receives a parameter's gradient, after all uses that it passed through.
@@ -370,10 +387,12 @@ class Backward:
             if is_around:
                 record.unseen[name] = record.forwards
 
-    def put_back(self, parameter: Tensor) -> None:
+    def accumulated(self, parameter: Tensor) -> None:
         """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
         if self._keeps and (name := self.record.names.get(parameter)) in self._keeps:
             parameter.grad = self._keeps.pop(name or "")
+        if self.reduction.reducing:
+            self.reduction.accumulated()
 
     def check_captured(self, parameters: Sequence[Tensor]) -> None:
         """Raises if ordinary gradients are requested.  parameters: those that torch.autograd.grad captures"""
@@ -404,38 +423,17 @@ def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
         own.is_silent = False
 
 
-def may_skip(parameter: Tensor) -> bool:
-    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
-    before, after = hooks_before(parameter), hooks_after(parameter)
-    return (before is None or len(before) <= 1) and (after is None or len(after) <= 1)  # one is this library's own
-
-
 def _sum(before: Any, forms: Any) -> Any:
-    """The forms of a node's values, added up from two parts of its gradient."""
+    """The forms of a node's values, by place or by name, added up from two parts of its gradient."""
     if before is None or isinstance(forms, Exception):
         return forms
     if isinstance(before, Exception):
         return before
-    return before | {place: add([before[place], form]) if place in before else form for place, form in forms.items()}
+    if isinstance(before, Form):
+        return add([before, forms])
+    return before | {key: _sum(before.get(key), own) for key, own in forms.items()}
 
 
 def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
-    if (heard_by := backward()) is not None:
-        heard_by.put_back(parameter)
-        if heard_by.reduction.reducing:
-            heard_by.reduction.accumulated()
-
-
-class _Arrival:
-    """A hook on a parameter."""
-
-    __slots__ = ("backward", "id", "parameter")
-
-    def __init__(self, backward: Backward, parameter: Tensor) -> None:
-        self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
-
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        heard_by, at = self.backward(), self.parameter()
-        if heard_by is None or at is None or (grad is None and heard_by.skips(self.id)):
-            return None
-        return heard_by.arrive(at, grad)
+    if (heard_by := backward()) is not None and (heard_by._keeps or heard_by.reduction.reducing):
+        heard_by.accumulated(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer
 from autograd_hacks.forms import Form, Grouping, gathered
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.call import Call, Settings
-from autograd_hacks.formulas.table import Rule, rule_for
+from autograd_hacks.formulas.table import Rule, is_given, rule_for
 from autograd_hacks.probe.documents import check_told
 from autograd_hacks.support.graph import node_of
 from autograd_hacks.support.layout import Layout
@@ -41,10 +41,10 @@ class Layer:
         self._buffers = [*map(id, layer._buffers.values())]
         # What the rule covers, and the buffers: the rule may read them.
         self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
-        self.tensors = [x for _, x in self.read]
+        self.tensors, self.held = [x for _, x in self.read], dict(self.read)
         self.ids = frozenset([id(p) for _, p, _ in wanted])
-        self.local_set = frozenset([local for local, _, _ in wanted])
         self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
+        self.is_given = is_given(layer)
         self.is_plain = not rule.recomputes and rule.count is None  # whether its calls may be noted in few words
         self.settings = Settings(layer)  # a stride, an epsilon: they may differ from call to call
         self.ref = weakref.ref(self)
@@ -67,13 +67,14 @@ class Within:
     forward: its number    told: what was read of it    samples: N, if its arguments show it
     """
 
-    __slots__ = ("calls", "forward", "leaves", "refused", "samples", "told")
+    __slots__ = ("calls", "forward", "leaves", "plain", "refused", "samples", "told")
 
     def __init__(self, forward: int, told: Told, samples: int | None) -> None:
         self.forward, self.told, self.samples = forward, told, samples
         self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
         self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
         self.refused: Mapping[str, str] = {}  # and why some have no rows
+        self.plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
 
 
 class Note:
@@ -125,27 +126,28 @@ class Note:
 
         grad: that arrived at the output    version: how often it had been overwritten"""
         known, within, x = self.known, self.within, self.x
-        layer, whose = known.layer, None if within.calls is None else within.calls[self.number]
-        if whose is None or whose.is_unseen or within.refused:
+        samples, dtype = within.samples, known.wanted[0][1].dtype
+        if not (self.is_first and samples and within.plain and within.plain[self.number]):
             return None
-        if not self.is_first or whose.layouts != _FIRST or versions_among(x, grad) != [self.versions[0], version]:
+        if rule_for(known.layer) is not known.rule:
             return None
-        dtype = known.wanted[0][1].dtype
+        if versions_among(x, grad) != [self.versions[0], version] or (x.dtype is not dtype and x.is_floating_point()):
+            return None
         if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not torch.strided:
             return None
-        if x.dtype is not dtype and x.is_floating_point():
-            return None
-        if grad.shape[:1] != (within.samples,) or rule_for(layer) is not known.rule or not within.samples:
+        if grad.shape[:1] != (samples,):
             return None
         call = _Plain.__new__(_Plain)
         call.__dict__ = {
             "note": self,
             "path": known.path,
-            "layer": known.settings.put_back(layer),
+            "layer": known.settings.put_back(known.layer),
             "args": (x,),
             "kwargs": _NONE,
             "training": self.training,
             "grads": (grad,),
+            "grad": grad,
+            "held": known.held,
             "precision": self.precision,
             "saved": self.saved,
         }
@@ -153,13 +155,20 @@ class Note:
             forms = known.rule.formula(call.layer, call)
         except (BatchSizeError, SamplesMixed):
             return None
-        if type(forms) is not dict or not forms.keys() >= known.local_set:
+        if type(forms) is not dict:
             return None
         for local, p, _ in known.wanted:
-            form = forms[local]
-            if not isinstance(form, Form) or form.samples != within.samples or form.shape != p.shape:
+            form = forms.get(local)
+            if form is None or (known.is_given and not isinstance(form, Form)):
+                return None
+            if form.samples != samples or form.shape != p.shape:
                 return None
         return forms
+
+
+def are_plain(calls: Iterable[Whose | None]) -> list[bool]:
+    """For each call, whether its only output has the samples first."""
+    return [whose is not None and whose.layouts == _FIRST and not whose.is_unseen for whose in calls]
 
 
 _FIRST = (Layout(),)
@@ -172,6 +181,9 @@ def gone() -> None:
 
 class _Plain(Call):
     """What the formula of a usual call gets."""
+
+    grad: Any = None
+    held: Mapping[str, Tensor] = _NONE
 
     def __getattr__(self, name: str) -> Any:
         if name != "state":

@@ -11,14 +11,15 @@ graph: parameters' gradients are computed, and `Backward` restores ``.grad``.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, reach_of
-from autograd_hacks.capture.backward import Backward, may_skip
+from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, may_skip, reach_of
+from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Kind
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.records import Inner
@@ -37,8 +38,9 @@ class Behind:
         self.backward, self.kind = backward, kind
         self.outputs = [x for x in ran.outputs[: ran.count] if x.grad_fn is not None]
         self.has_graphs = False  # whether passes made graphs, which lead into this one
-        # The hooks at uses, with their nodes.
-        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for noted in ran.noted for own in noted.hooks)]
+        # The hooks at uses, with their nodes.  A call whose rule gives no rows is none.
+        calls = ran.noted if ran.within is None or ran.within.calls is None else compress(ran.noted, ran.within.calls)
+        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for noted in calls for own in noted.hooks)]
         if off.ends is None:
             off.ends = self._ends(ran)
             off.note_ends(off.ends)

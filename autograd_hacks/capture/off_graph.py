@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from sys import maxsize
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -28,15 +27,13 @@ from autograd_hacks.support.graph import (
     Graph,
     Leaf,
     Value,
-    inputs_of,
     made,
-    operands_of,
     shape_of,
 )
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import samples_of_rows
 from autograd_hacks.support.parts import memory_of
-from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
+from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
 
 
 @dataclass(eq=False)
@@ -69,7 +66,7 @@ class Ran:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return tensors_of(self.arguments)
+        return tensors_in(*self.arguments) if self.arguments else []
 
     @cached_property
     def packed(self) -> dict[Any, Tensor]:
@@ -125,16 +122,10 @@ class Ran:
         is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
         return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
 
-    @cached_property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of the graph's values."""
-        return {x.dtype for x in self.outputs} | {x.dtype for node in self.graph.nodes for x in made(node)}
-
     @property
     def is_covered(self) -> bool:
         """Whether layers with rules cover all parameters."""
-        covered_names = {edge.name for noted in self.noted for edge in noted.call.edges.values()}
-        return covered_names >= self.parameters.keys()
+        return {name for noted in self.noted for name in noted.noted.known.names} >= self.parameters.keys()
 
     def value(self, slot: int) -> Value:
         """An output, as a value of the graph."""
@@ -147,39 +138,19 @@ class Ran:
         leaf = self.leaf_of[name]
         return Edge(name, leaf.variable, leaf)
 
-    def taken_apart(self) -> set[Any]:
-        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
-
-        Their rules don't see these uses, so their nodes give the rows."""
-        found = set[Any]()
+    @cached_property
+    def inside(self) -> Sequence[Sequence[Node]]:
+        """The nodes of each noted call, from its outputs to its inputs."""
+        found = list[Sequence[Node]]()
         for noted in self.noted:
-            inside, own = dict.fromkeys(self.inside(noted)), {Value(node, hook.number) for node, hook in noted.hooks}
-            inner = (node for node in inside if not self._is_view(node))
-            values = {Value(node, number) for node in inner for number in range(len(made(node)))} - own
-            if any(taker.node not in inside for value in values for taker in self.graph.takers.get(value, ())):
-                found.add(noted.call)
+            waiting, seen, inputs = [node for node, _ in noted.hooks], dict[Node, None](), noted.inputs
+            while waiting:
+                node = waiting.pop()
+                if node not in seen and node not in inputs and type(node) is not Leaf:
+                    seen[node] = None
+                    waiting += [ahead for ahead, _ in node.next_functions if ahead is not None]
+            found.append(list(seen))
         return found
-
-    def _is_view(self, node: Node) -> bool:
-        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
-        while type(node) is not Leaf:
-            if len(node.next_functions) != 1 or next(operands_of(node), None) is not None:
-                return False
-            ((ahead, _),) = node.next_functions
-            if ahead is None:
-                return False
-            node = ahead
-        return node in self.leaves
-
-    def inside(self, noted: Noted) -> Iterator[Node]:
-        """The nodes of a call, from its outputs to its inputs."""
-        waiting, seen = [node for node, _ in noted.hooks], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in seen and node not in noted.inputs and type(node) is not Leaf:
-                seen.add(node)
-                yield node
-                waiting += [value.node for value in inputs_of(node)]
 
 
 class Ends(NamedTuple):
@@ -203,21 +174,15 @@ class OffGraph:
         self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
         self.found: dict[Node, Planned] = {}  # by the node that takes values of parameters
         self.hooks: list[tuple[Node, AtNode]] = []
-        self._below: dict[Node, frozenset[str]] = {}
         self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
         self.ends: Ends | None = None  # if known
         self.note_ends: Callable[[Ends], None] = lambda _: None
 
     def below(self, node: Node) -> frozenset[str]:
         """The parameters on which a node's outputs depend."""
-        if node not in self._below:
-            seen, waiting = {node}, [node]
-            while waiting:
-                new = {value.node for value in inputs_of(waiting.pop())} - seen
-                seen |= new
-                waiting += new
-            self._below[node] = frozenset(self.ran.leaves[leaf] for leaf in seen if leaf in self.ran.leaves)
-        return self._below[node]
+        trace, leaves = self.ran.trace, self.ran.leaves
+        assert trace is not None  # a forward is read by it
+        return frozenset(leaves[trace.nodes[k]] for k in trace.behind([trace.number[node]]) if trace.nodes[k] in leaves)
 
     def planned(self, node: Node, values: Sequence[tuple[Value, int, Collection[str]]], whose: Whose) -> Planned:
         """What follows from the graph about the use at a node.

@@ -38,7 +38,17 @@ from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import SIMPLE, Tree, made_by, modules_of, parameters_of, tensors_of, version_of, weakly
+from autograd_hacks.support.trees import (
+    SIMPLE,
+    Tree,
+    made_by,
+    modules_of,
+    parameters_of,
+    tensors_in,
+    tensors_of,
+    version_of,
+    weakly,
+)
 
 KEPT = (
     "samples mix, or may: the loss reads a tensor that a module keeps as an attribute, and not only what the model returns. "
@@ -137,7 +147,7 @@ class Recorder:
             check_whole(model)
         if is_on := Switch.on():
             # Checkpointing first runs a model without gradients; only its input then requires them.
-            self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
+            self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_in(args, kwargs)))
             if self.forward.records():
                 self._look(path, model, args, kwargs)
         # The model's own code runs next, and its gradients may be reduced over processes.
@@ -169,7 +179,7 @@ class Recorder:
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
-        self._ends = made_by((args, kwargs))
+        self._ends = made_by(tensors_in(args, kwargs))
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +58,7 @@ class Pass:
     named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead
     _received: dict[Use, OutputGrads] = field(default_factory=dict)
     _calls_of: dict[str, list[Use]] = field(default_factory=dict)
+    _witness: tuple[object, Sequence[tuple[Use, OutputGrads]]] = None, ()  # with how much had come when it was found
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
@@ -131,14 +132,17 @@ class Pass:
         edges = (use.edges[local] for use, grads in self._received.items() if use.is_own for local in grads.reached)
         yield from ((edge.name, edge.parameter) for edge in edges)
 
-    def witnesses(self) -> Iterator[tuple[Use, OutputGrads]]:
+    def witnesses(self) -> list[tuple[Use, OutputGrads]]:
         """The uses, but of the usual calls in a forward only one, since what a forward tells is the same for all."""
-        yield from self._received.items()
-        seen = set[tuple[Within, bool]]()
-        for own in self.arrived:
-            if len(own) == 3 and (like := (own[0].within, not own[0].known.path)) not in seen:  # the model itself is none
-                seen.add(like)
-                yield own[0].made(gone), OutputGrads([own[1]], [own[2]], own[0].known.locals)
+        like: dict[tuple[Within, bool], tuple[Note, Tensor, int]] = {}
+        of, found = self._witness
+        if of != (len(self.arrived), len(self._received)):
+            for own in self.arrived:
+                if len(own) == 3:
+                    like.setdefault((own[0].within, not own[0].known.path), own)  # the model itself is none
+            found = [(note.made(gone), OutputGrads([g], [n], note.known.locals)) for note, g, n in like.values()]
+            self._witness = (len(self.arrived), len(self._received)), found
+        return [*self._received.items(), *found]
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
@@ -187,9 +191,9 @@ class Segment:
     read: bool = False
     replaced: bool = False  # whether the library has replaced .grad
 
-    def takes(self, current: Pass, call: Use) -> bool:
-        """Whether a pass through a call adds to this segment.  torch.autograd.grad adds nothing to ``.grad``."""
-        return call.forward in self.forwards and all(
+    def takes(self, current: Pass, forward: int) -> bool:
+        """Whether a pass through a forward adds to this segment.  torch.autograd.grad adds nothing to ``.grad``."""
+        return forward in self.forwards and all(
             other.captures == current.captures or current.is_hess or other.is_hess for other in self.passes
         )
 
@@ -417,3 +421,8 @@ class Record:
         if name is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"
         return name
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """`name_of` parameters, most of which are the model's."""
+        parameters = [*parameters]
+        return [name or self.name_of(p) for name, p in zip(self.names.of(parameters), parameters)]

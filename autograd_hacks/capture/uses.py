@@ -20,7 +20,7 @@ from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
-from autograd_hacks.support.graph import Leaf, Value, dtype_of, kept_by, made
+from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
@@ -229,29 +229,28 @@ class NodeUse(Use):
         node: the node itself, with its saved tensors
         """
         found: dict[int, Form | Mapping[str, Form]] = {}
-        between = [node]
+        dtypes = {x.dtype for x in made(node)}
         for value in self.values:
             if not set(value.names).isdisjoint(reached):
                 form = self._by_formula(node, value, grads)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
-                if value.way is not None:
-                    ahead = value.way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
-                    between += [each for each in ahead if type(each) is not Leaf]
-                    if not self._way(value, ahead).exists:
+                if (way := value.way) is not None:
+                    ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
+                    dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
+                    if not self._way(value, way, ahead).exists:
                         leaves = {self.edges[name].node: name for name in value.names}
-                        rows = carried_back(Value(ahead[0], value.way.output), form.dense(), leaves)
+                        rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
         self.versions = versions_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
-        self.precision = _coarsest({x.dtype for each in between for x in made(each)})
+        self.precision = _coarsest(dtypes)
         return found
 
-    def _way(self, value: ValueUse, nodes: Sequence[Node]) -> Stepwise | Transposed:
+    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | Transposed:
         """The way back from a value, made when a pass first arrives.  nodes: those between"""
-        assert value.way is not None
         found = self.ways.get(value.place)
         if found is None or (torch.is_grad_enabled() and not found.is_live):
-            found = self.ways[value.place] = value.way.bound(nodes, self._kept) or Transposed(value.way, nodes)
+            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, nodes)
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:

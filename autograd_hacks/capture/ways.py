@@ -6,7 +6,6 @@ they saved, it becomes steps (`Stepwise`), or a second derivative where a node h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,13 +40,14 @@ class _Turn(NamedTuple):
     output: int  # the input's number there
     names: frozenset[str]  # the parameters behind it
     before: Before  # what the step gets, except for what the node saves
-    step: Step | None  # if it holds for each equal graph
 
 
 class Way(NamedTuple):
     """The nodes between a value and its parameters, numbered from the value on.  It holds none of them.
 
     turns: the inputs on the way, each after those through which rows come to its node
+    steps: their steps; None for one that doesn't hold for each equal graph
+    computing: the nodes, other than leaves, that don't only move entries, so that they may give another dtype
     output: the value's number at its node
     ends: the numbers of the parameters' leaves, by the parameters' names
     is_straight: whether there are views of one parameter alone
@@ -55,6 +55,8 @@ class Way(NamedTuple):
     """
 
     turns: tuple[_Turn, ...]
+    steps: tuple[Step | None, ...]
+    computing: tuple[int, ...]
     output: int
     ends: dict[str, int]
     is_straight: bool
@@ -72,13 +74,13 @@ class Way(NamedTuple):
 
         kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
-        for turn in self.turns:
-            step = turn.step
+        for turn, step in zip(self.turns, self.steps):
             if step is None:
-                make = STEPS.get(turn.before.kind)
-                step = make and make(replace(turn.before, kept=kept(nodes[turn.node], held)))
-            if step is None:
-                return None
+                before = turn.before
+                make = STEPS.get(before.kind)
+                step = make and make(before.with_saved(kept(nodes[turn.node], held)))
+                if step is None:
+                    return None
             steps.append(step)
         return Stepwise(self, steps, held)
 
@@ -97,6 +99,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     # Leaves come last, so that the last number is one of theirs.
     order = sorted((node for node in reversed(names) if names[node]), key=lambda node: node in leaves)
     number, outputs, turns = {node: k for k, node in enumerate(order)}, {value.node: {value.number: None}}, list[_Turn]()
+    steps = list[Step | None]()
     for node in order:
         given = tuple([None if ahead is None else shape_of(Value(ahead, n)) for ahead, n in node.next_functions])
         for out in outputs[node]:
@@ -104,13 +107,16 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                 if ahead in number:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
-                    kept = replace(before, kept=partial(kept_by, node))
-                    step = STEPS[before.kind](kept) if before.kind in KNOWN else None
-                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before, step))
+                    is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
+                    steps.append(STEPS[before.kind](before.with_saved(partial(kept_by, node))) if is_known else None)
+                    turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
     most = max(turn.before.shape.numel() for turn in turns)
-    return Way(tuple(turns), value.number, ends, is_straight, most)
+    computing = tuple(
+        [k for k, x in enumerate(order) if x not in leaves and (x.name() not in VIEWS or x.name() == "ToCopyBackward0")]
+    )
+    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
 
 
 def _nothing(name: str) -> Any:

@@ -239,7 +239,7 @@ def _as_function(func: Any) -> tuple[Any, int | None]:
     pure = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
     if name in TURNS:
         return pure, None
-    if places == [0] and name in FILLS:
+    if places == [0] and name in FILLS and (name, overload) != ("fill_", "Tensor"):
         return torch.ops.aten.empty.memory_format if name not in ("zero_", "fill_") else torch.ops.aten.zeros.default, 0
     if places != [0] or pure is None or not name.endswith("_"):
         raise UnsupportedOperation(f"the operation {schema.name} writes into its arguments")

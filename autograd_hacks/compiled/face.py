@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch import Tensor
@@ -13,19 +13,17 @@ from autograd_hacks.errors import ON_COMPILING
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.support.draws import Noise, check_noise
-from autograd_hacks.support.ranges import check_bound, checked
+from autograd_hacks.support.ranges import check_bound, check_word, checked
 
 if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
 
-VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
-"""What a compiled step can compute."""
 NUMBERS = {
-    "clip": ("max_norm",),
+    "rows": (), "norms": (), "clip": ("max_norm",),
     "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
-    "project": ("dim",),
-}
-"""The numbers that a verb needs."""
+    "sum": (), "dot": (), "project": ("dim",),
+}  # fmt: skip
+"""{what a compiled step can compute: the numbers that it needs}"""
 
 
 @checked(ON_COMPILING)
@@ -45,7 +43,6 @@ def compile(
     budget: int = 2**28,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """A compiled training step of a model, whose backward pass also computes rows, norms or clipped gradients::
 
@@ -75,7 +72,6 @@ def compile(
     budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``
-    options: inductor's options, ``torch._inductor.list_options()``
 
     Returns a module that is called like the model and holds it as ``.model``.
 
@@ -86,14 +82,13 @@ def compile(
     """
     check_module("compile", model, ON_COMPILING)
     check_loss_type(loss_type)
-    if verb not in VERBS:
-        raise ValueError(f"compile was given verb={verb!r}; expected one of {', '.join(map(repr, VERBS))}" + ON_COMPILING)
+    check_word("compile", ON_COMPILING, NUMBERS, verb=verb)
     if backend not in (None, "inductor"):
         raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
     numbers = {
         "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
     }  # fmt: skip
-    needed = NUMBERS.get(verb, ())
+    needed: Collection[str] = NUMBERS[verb]
     check_noise("compile", noise)
     for name, number in list(numbers.items()):
         if (name in needed) != (number is not None):
@@ -105,4 +100,4 @@ def compile(
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic, options)
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic)

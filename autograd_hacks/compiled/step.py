@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.taken_apart import TakenApart
@@ -62,14 +63,13 @@ class CompiledStep(nn.Module):
     def __init__(
         self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str, param_grad: bool,
         numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
-        options: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results = Given(), dict[str, Tensor]()
-        self._contexts = compiling(options or {})
+        self._context = compiling()
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
@@ -114,7 +114,7 @@ class CompiledStep(nn.Module):
         self._backend.axes, self._results = self._axes_of(args, kwargs), {}
         before, began = self._backend.compilations, perf_counter()
         try:
-            with self._contexts[0], self._contexts[1]:
+            with self._context:
                 found = self._compiled(self.model, args, kwargs)
         except TorchDynamoException as error:
             inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
@@ -228,9 +228,8 @@ class CompiledStep(nn.Module):
         if self.verb == "rows":
             for name, p in self._named.items():
                 if p.requires_grad:
-                    p.grad1 = results.get(name)  # type: ignore[attr-defined]
-                    if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
-                        p.grad1 = p.grad1.to(p.dtype)  # type: ignore[attr-defined]
+                    rows = results.get(name)
+                    p.grad1 = None if rows is None else rows.to(p.dtype)  # type: ignore[attr-defined]
         else:
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
@@ -240,7 +239,7 @@ class CompiledStep(nn.Module):
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with noise, in new memory, because two parameters' gradients may be one tensor."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if has_processes() and dist.get_world_size() > 1:
             raise NotImplementedError(
                 "compile(model, 'clip_and_noise') does not support several processes: each would add noise, and the sum "
                 "would have another deviation. Use 'clip' and add the noise once; or use add_hooks and clip_and_noise_."

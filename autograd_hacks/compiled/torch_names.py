@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -15,12 +16,12 @@ import torch.nn as nn
 from torch import Tensor, fx
 
 from autograd_hacks.errors import ON_COMPILING
+from autograd_hacks.support.restored import kept, restored
 
 try:
     with catch_warnings():
         simplefilter("ignore", DeprecationWarning)  # inductor imports torch.jit
         import torch._dynamo as dynamo
-        import torch._inductor as inductor
         from torch._decomp import core_aten_decompositions
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -87,28 +88,18 @@ def lowered() -> dict[Any, Any]:
     return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[0])}
 
 
-def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Contexts for a call: recurrent layers are traced step by step, and inductor has the given options."""
+def compiling() -> Any:
+    """A context for calls: recurrent layers are traced step by step, and a step may be compiled `MOST` times."""
     limits: dict[str, Any] = {"recompile_limit": MOST, "accumulated_recompile_limit": MOST}
-    return dynamo.config.patch(allow_rnn=True, **limits), inductor.config.patch(dict(options))
-
-
-@contextmanager
-def _said_to_compile() -> Iterator[None]:
-    """A context in which libraries see that they are being compiled, and skip code that depends on values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return dynamo.config.patch(allow_rnn=True, **limits)
 
 
 def joint_graph(
     stack: ExitStack, module: nn.Module, args: Sequence[Tensor], decompositions: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """The graph of a module's forward and backward, traced without values."""
-    stack.enter_context(_said_to_compile())
+    stack.enter_context(kept(torch.compiler, "_is_compiling_flag"))
+    torch.compiler._is_compiling_flag = True  # libraries then skip code that depends on values
     found = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=dict(decompositions))
     traced: fx.GraphModule = found.graph_module
     traced.graph.eliminate_dead_code()
@@ -161,9 +152,7 @@ def describe_more(graph: fx.Graph, kinds: Sequence[Any]) -> None:
 
 def source_of(node: fx.Node) -> str:
     """The Python expression for an input of a graph, for messages."""
-    source: Any = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    return str(name() if callable(name) else name or node.name)
+    return str(getattr(getattr(node, "_dynamo_source", None), "name", node.name))
 
 
 def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -196,12 +185,9 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
     Use it only for models with such layers: without mkldnn, tracing assumes a wrong memory layout of convolutions' outputs.
     """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    with restored(partial(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())):
+        torch._C._set_mkldnn_enabled(False)
         yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 __all__ = [

@@ -132,14 +132,9 @@ class Sums:
 
     def coverage(self) -> Coverage:
         """The final result of every parameter."""
-        had, skipped, sizes = dict[str, str](), dict[str, str](), dict[str, int]()
-        frozen = 0
-        for name, p in self.model.named_parameters():
-            if not p.requires_grad:
-                frozen += p.numel()
-                continue
-            sizes[name] = p.numel()
-            size = "" if not p.ndim else " × ".join([f"{p.numel():,}"] * (1 if self.kind == "diag" else 2))
+        had, skipped = dict[str, str](), dict[str, str]()
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        for name, p in trained.items():
             if name not in self.names:
                 is_out = name in self.left_out
                 skipped[name] = f"it {'was left out by add_hooks(only=...)' if is_out else 'is not among parameters='}"
@@ -152,8 +147,10 @@ class Sums:
                 had[name] = str(self.lays[name])
             else:
                 is_diagonal = self.kind == "diag" or (name in self.lays and self.lays[name].is_thin)
-                had[name] = "its diagonal" if is_diagonal else f"its block, {size or 1}"
-        return Coverage(self.asked, had, skipped, sizes, frozen)
+                size = f"{p.numel():,} × {p.numel():,}" if p.ndim else "1"
+                had[name] = "its diagonal" if is_diagonal else f"its block, {size}"
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        return Coverage(self.asked, had, skipped, {name: p.numel() for name, p in trained.items()}, frozen)
 
     def _zeros(self, name: str) -> list[Tensor]:
         """The sums of a parameter that only other processes' samples have reached."""

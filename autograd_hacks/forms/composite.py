@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
@@ -266,18 +265,8 @@ class Grouping(Composite):
             return ()
         return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
-    @cached_property
-    def _is_order(self) -> bool:
-        """Whether it only reorders rows."""
-        return len(self.rows) == self.samples and len(self.rows.unique()) == self.samples
-
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if not self._is_order:
-            return super().second_moment(w, about, budget)
-        return self.form.second_moment(w[self.rows], about, budget)
-
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if self._is_order:
+        if len(self.rows) == self.samples == len(self.rows.unique()):  # it only reorders rows
             return self._join([self.form.norms(budget)])
         if not isinstance(self.form, Paired) or not len(self.rows):
             return super().norms(budget)
@@ -324,14 +313,6 @@ class Concatenation(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Concatenation(parts)
-
-    def to(self, dtype: torch.dtype) -> Form:
-        if self.varying is None or self.like.dtype == dtype:
-            return super().to(dtype)
-        first, *more = self._sharing
-        own = first.to(dtype)
-        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
-        return Concatenation([own, *others], self.varying)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is None:

@@ -287,11 +287,6 @@ class Mapped(Form):
         found = self._wide_map()(self.form.weighted_sum(w, budget), self.form.shape).to(self.sum_dtype)
         return found.contiguous() if total is None else total.add_(found)
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if about is None and isinstance(self.by, Elementwise):
-            return self.form.second_moment(w, None, budget) * self.by.scale.to(self.sum_dtype).abs().square()
-        return super().second_moment(w, about, budget)
-
     def _wide_map(self) -> LinearMap:
         """The map in the dtype that verbs use for sums."""
         return self.by.to(self.new_sums())

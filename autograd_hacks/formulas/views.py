@@ -41,6 +41,10 @@ class Before:
         """The input's shape."""
         return self.given[self.place] or torch.Size()
 
+    def with_saved(self, kept: Kept) -> "Before":
+        """The same, with what the node saves."""
+        return Before(kept, self.kind, self.number, self.place, self.made, self.given)
+
     def axis(self, name: str = "dim", axes: int | None = None) -> int:
         """An axis that the node saves, counted from the front."""
         return int(signed(self.kept(name)) % (len(self.made) if axes is None else axes))
@@ -206,8 +210,8 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     if b.place < first:
         beta, shape = b.kept("beta").conjugate(), b.shape
         return lambda form: _summed(scale(form, beta), shape)
-    is_first = b.place == first
-    other = b.kept(names[is_first]).mH * (b.kept("alpha").conjugate() if first else 1)
+    is_first, alpha = b.place == first, b.kept("alpha") if first else 1
+    other = b.kept(names[is_first]).mH if alpha == 1 else b.kept(names[is_first]).mH * alpha.conjugate()
     if is_first:
         return lambda form: Dense(form.values @ other) if isinstance(form, Dense) else mapped(form, Sides(right=other))
 
@@ -232,6 +236,8 @@ def _resized(b: Before, operation: str) -> Step:
     scales = ["scales"] if len(b.made) == 3 else [f"scales_{axis}" for axis in "dhw"[5 - len(b.made) :]]
     settings = [b.kept(name) for name in ([] if "nearest" in operation else ["align_corners"]) + scales]
     back, shape, made = getattr(torch.ops.aten, f"{operation}_backward"), b.shape, b.made
+    if made == shape and not any(settings[-len(scales) :]):  # each value is that of its own place
+        return lambda form: form
 
     def put(form: Form) -> Form:
         images = form.samples * shape[0]

@@ -12,13 +12,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autograd_hacks.graph.label import ALONE, MIX, Links, Shape
+from autograd_hacks.support.graph import signed
 
 Shapes = Sequence[Shape | None]
 Rule = Callable[..., "list[Links]"]
-"""``rule(o, outs, ins, **numbers)``: the links of each input to output number o."""
+"""``rule(o, outs, ins, **numbers)``: the links of each input to output number o.  Rules below get the first three as
+`Sizes`."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a node's outputs and inputs, and the number of the output whose label is moved.
+
+    Inputs without a graph, and outputs that nobody has, have none.
+    """
+
+    o: int
+    outs: Shapes
+    ins: Shapes
+
+    @property
+    def out(self) -> Shape:
+        return self.outs[self.o] or ()
+
+    @property
+    def n(self) -> int:
+        """How many axes that output has."""
+        return len(self.out)
+
+    @property
+    def own(self) -> Shape:
+        """The first input's."""
+        return self.ins[0] or ()
 
 
 @dataclass(frozen=True)
@@ -40,15 +67,13 @@ AXES: dict[str, Axes] = {}
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        AXES.update(dict.fromkeys(names.split(), Axes(rule, tuple(reads.split()), multiplies)))
+        def of(o: int, outs: Shapes, ins: Shapes, **numbers: Any) -> list[Links]:
+            return rule(Sizes(o, outs, ins), **numbers)
+
+        AXES.update(dict.fromkeys(names.split(), Axes(of, tuple(reads.split()), multiplies)))
         return rule
 
     return enter
-
-
-def signed(number: int) -> int:
-    """An integer with its sign, which autograd drops."""
-    return number if number < 2**63 else number - 2**64
 
 
 def axis(dim: int, n: int) -> int:
@@ -79,45 +104,41 @@ def within(last: int, n: int) -> Links:
 
 
 @axes("permute", reads="dims")
-def _(o: int, outs: Shapes, ins: Shapes, dims: Sequence[int]) -> list[Links]:
+def _(sizes: Sizes, dims: Sequence[int]) -> list[Links]:
     order = [axis(d, len(dims)) for d in dims]
     return [[order.index(d) for d in range(len(order))]]
 
 
 @axes("transpose", reads="dim0 dim1")
-def _(o: int, outs: Shapes, ins: Shapes, dim0: int, dim1: int) -> list[Links]:
-    n = len(outs[o] or ())
-    a, b = axis(dim0, n), axis(dim1, n)
-    return [[b if d == a else a if d == b else d for d in range(n)]]
+def _(sizes: Sizes, dim0: int, dim1: int) -> list[Links]:
+    a, b = axis(dim0, sizes.n), axis(dim1, sizes.n)
+    return [[b if d == a else a if d == b else d for d in range(sizes.n)]]
 
 
 @axes("t")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [range(len(outs[o] or ()))[::-1]]
+def _(sizes: Sizes) -> list[Links]:
+    return [range(sizes.n)[::-1]]
 
 
 @axes("unsqueeze", reads="dim")
-def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[d + (d >= axis(dim, n)) for d in range(n - 1)]]
+def _(sizes: Sizes, dim: int) -> list[Links]:
+    return [[d + (d >= axis(dim, sizes.n)) for d in range(sizes.n - 1)]]
 
 
 @axes("squeeze", reads="dim")
-def _(o: int, outs: Shapes, ins: Shapes, dim: Any = None) -> list[Links]:
-    own = ins[0] or ()
-    gone = [d for d in some_axes(dim, len(own)) if own and own[d] == 1]
-    return [[ALONE if d in gone else d - sum(g < d for g in gone) for d in range(len(own))]]
+def _(sizes: Sizes, dim: Any = None) -> list[Links]:
+    gone = [d for d in some_axes(dim, len(sizes.own)) if sizes.own and sizes.own[d] == 1]
+    return [[ALONE if d in gone else d - sum(g < d for g in gone) for d in range(len(sizes.own))]]
 
 
 @axes("expand")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [broadcast(outs[o] or (), ins[0])]
+def _(sizes: Sizes) -> list[Links]:
+    return [broadcast(sizes.out, sizes.ins[0])]
 
 
 @axes("view_as_real view_as_complex")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[d if d < n else ALONE for d in range(len(ins[0] or ()))]]
+def _(sizes: Sizes) -> list[Links]:
+    return [[d if d < sizes.n else ALONE for d in range(len(sizes.own))]]
 
 
 # Entry by entry.
@@ -142,10 +163,9 @@ AXES.update(dict.fromkeys(_ENTRYWISE.split(), Axes()))
     """mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward""",
 )
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """A loss of each entry, or their sum, which has no axes."""
-    out = outs[o] or ()
-    return [[ALONE] * len(s or ()) if len(s or ()) > len(out) else broadcast(out, s) for s in ins]
+    return [[ALONE] * len(s or ()) if len(s or ()) > sizes.n else broadcast(sizes.out, s) for s in sizes.ins]
 
 
 # Reductions.
@@ -156,38 +176,38 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     linalg_vector_norm any all argmax argmin""",
     reads="dim keepdim",
 )
-def _(o: int, outs: Shapes, ins: Shapes, dim: Any = None, keepdim: bool = False) -> list[Links]:
-    n, out = len(ins[0] or ()), outs[o] or ()
-    if n == len(out) and dim is None and len(ins) > 1:
-        return [broadcast(out, s) for s in ins]
+def _(sizes: Sizes, dim: Any = None, keepdim: bool = False) -> list[Links]:
+    n, out = len(sizes.own), sizes.out
+    if n == len(out) and dim is None and len(sizes.ins) > 1:
+        return [broadcast(out, s) for s in sizes.ins]
     over = some_axes(dim, n) if keepdim or len(out) != n or n == 0 else []
     kept = [d for d in range(n) if d not in over]
     return [[ALONE if d in over else d if keepdim else kept.index(d) for d in range(n)]]
 
 
 @axes("trace dot vdot dist pdist _pdist_forward")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [[MIX] * len(s or ()) for s in ins]
+def _(sizes: Sizes) -> list[Links]:
+    return [[MIX] * len(s or ()) for s in sizes.ins]
 
 
 @axes("nll_loss_forward nll_loss multi_margin_loss multilabel_margin_loss_forward nll_loss2d nll_loss2d_forward")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Scores by class on axis 1, or on the only axis."""
-    out, n = outs[o] or (), len(ins[0] or ())
+    out, n = sizes.out, len(sizes.own)
     links = [0, ALONE, *range(1, n - 1)] if len(out) == n - 1 and out else [ALONE] * n
-    return [links, *[[ALONE] * len(s or ()) for s in ins[1:]]]
+    return [links, *[[ALONE] * len(s or ()) for s in sizes.ins[1:]]]
 
 
 @axes("nll_loss_backward nll_loss2d_backward")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """The gradient of each sample's loss, and scores to which nothing comes."""
-    n, g = len(outs[o] or ()), len(ins[0] or ())
-    return [[0, *range(2, n)] if g == n - 1 and g else [ALONE] * g, *[range(len(s or ())) for s in ins[1:]]]
+    n, g = sizes.n, len(sizes.own)
+    return [[0, *range(2, n)] if g == n - 1 and g else [ALONE] * g, *[range(len(s or ())) for s in sizes.ins[1:]]]
 
 
 @axes("ctc_loss _ctc_loss _cudnn_ctc_loss miopen_ctc_loss cudnn_ctc_loss")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [[ALONE, 0, ALONE] if len(ins[0] or ()) == 3 else [MIX] * len(ins[0] or ())]
+def _(sizes: Sizes) -> list[Links]:
+    return [[ALONE, 0, ALONE] if len(sizes.own) == 3 else [MIX] * len(sizes.own)]
 
 
 # Along axes.
@@ -199,93 +219,88 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     _masked_softmax linalg_cross sort topk""",
     reads="dim",
 )
-def _(o: int, outs: Shapes, ins: Shapes, dim: Any = -1) -> list[Links]:
-    out = outs[o] or ()
-    dims = some_axes(-1 if dim is None else dim, len(out)) if out else []
-    found: list[Links] = []
-    for s in ins:
-        own = s or ()
-        if len(own) == len(out):
-            sizes = [own[d] if d in dims else size for d, size in enumerate(out)]
-            found.append([MIX if e in dims else e for e in broadcast(sizes, own)])
-        else:
-            found.append([MIX] * len(own))
-    return found
+def _(sizes: Sizes, dim: Any = -1) -> list[Links]:
+    dims = some_axes(-1 if dim is None else dim, sizes.n) if sizes.out else []
+
+    def of(own: Shape) -> Links:
+        if len(own) != sizes.n:
+            return [MIX] * len(own)
+        lengths = [own[d] if d in dims else size for d, size in enumerate(sizes.out)]
+        return [MIX if e in dims else e for e in broadcast(lengths, own)]
+
+    return [of(s or ()) for s in sizes.ins]
 
 
 @axes("renorm", reads="dim")
-def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[d if d == axis(dim, n) else MIX for d in range(n)]]
+def _(sizes: Sizes, dim: int) -> list[Links]:
+    return [[d if d == axis(dim, sizes.n) else MIX for d in range(sizes.n)]]
 
 
 @axes("_weight_norm_interface", reads="dim")
-def _(o: int, outs: Shapes, ins: Shapes, dim: int) -> list[Links]:
-    own = axis(dim, len(outs[o] or ()))
-    return [[d if d == own else MIX for d in range(len(s or ()))] for s in ins]
+def _(sizes: Sizes, dim: int) -> list[Links]:
+    own = axis(dim, sizes.n)
+    return [[d if d == own else MIX for d in range(len(s or ()))] for s in sizes.ins]
 
 
 # Products.
 
 
 @axes("mm addmm _addmm_activation", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, ALONE), (ALONE, 1)]
+def _(sizes: Sizes) -> list[Links]:
+    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE, 1)]
 
 
 @axes("bmm baddbmm", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, 1, ALONE), (0, ALONE, 2)]
+def _(sizes: Sizes) -> list[Links]:
+    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, 1, ALONE), (0, ALONE, 2)]
 
 
 @axes("_grouped_mm", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Rows in groups, each with a matrix of its own, M K and G K N; or a product of batches."""
-    more: list[Links] = [broadcast(outs[o] or (), s) for s in ins[2:]]
-    if len(outs[o] or ()) == 3:
-        are_batches = all(s is None or len(s) == 3 for s in ins[:2])
-        return [(0, 1, ALONE), (0, ALONE, 2), *more] if are_batches else [[MIX] * len(s or ()) for s in ins]
+    more: list[Links] = [broadcast(sizes.out, s) for s in sizes.ins[2:]]
+    if sizes.n == 3:
+        are_batches = all(s is None or len(s) == 3 for s in sizes.ins[:2])
+        return [(0, 1, ALONE), (0, ALONE, 2), *more] if are_batches else [[MIX] * len(s or ()) for s in sizes.ins]
     return [
-        (0, ALONE) if len(ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX),
-        (ALONE, MIX, 1)[-len(ins[1] or (0, 0, 0)) :],
+        (0, ALONE) if len(sizes.ins[0] or (0, 0)) == 2 else (ALONE, 0, MIX),
+        (ALONE, MIX, 1)[-len(sizes.ins[1] or (0, 0, 0)) :],
         *more,
     ]
 
 
 @axes("addbmm", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [broadcast(outs[o] or (), ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
+def _(sizes: Sizes) -> list[Links]:
+    return [broadcast(sizes.out, sizes.ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
 
 
 @axes("mv addmv", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [*(broadcast(outs[o] or (), s) for s in ins[:-2]), (0, ALONE), (ALONE,)]
+def _(sizes: Sizes) -> list[Links]:
+    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE,)]
 
 
 @axes("addr")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    return [broadcast(outs[o] or (), ins[0]), (0,), (1,)]
+def _(sizes: Sizes) -> list[Links]:
+    return [broadcast(sizes.out, sizes.ins[0]), (0,), (1,)]
 
 
 @axes("linear mkldnn_linear", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[*range(n - 1), ALONE], (n - 1, ALONE), (n - 1,)][: len(ins)]
+def _(sizes: Sizes) -> list[Links]:
+    return [[*range(sizes.n - 1), ALONE], (sizes.n - 1, ALONE), (sizes.n - 1,)][: len(sizes.ins)]
 
 
 @axes("_trilinear", reads="expand1 expand2 expand3 sumdim", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
+def _(sizes: Sizes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
     expanded = [[signed(d) for d in e] for e in (expand1, expand2, expand3)]
-    full = next(len(s) + len(e) for s, e in zip(ins, expanded) if s is not None)
+    full = next(len(s) + len(e) for s, e in zip(sizes.ins, expanded) if s is not None)
     kept = [d for d in range(full) if d not in [signed(s) for s in sumdim]]
     return [[kept.index(d) if d in kept else ALONE for d in range(full) if d not in e] for e in expanded]
 
 
 @axes("_cdist_forward cdist _euclidean_dist", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    out = outs[o] or ()
-    n = len(out)
-    lead = [broadcast(out[:-2], s[:-2]) if s is not None else () for s in ins]
+def _(sizes: Sizes) -> list[Links]:
+    n = sizes.n
+    lead = [broadcast(sizes.out[:-2], s[:-2]) if s is not None else () for s in sizes.ins]
     return [[*lead[0], n - 2, ALONE], [*lead[1], n - 1, ALONE]]
 
 
@@ -298,18 +313,17 @@ _CONV = "conv{0}d slow_conv{0}d slow_conv_transpose{0}d slow_conv_dilated{0}d _c
     mps_convolution mps_convolution_transpose _nnpack_spatial_convolution {_CONV.format(2)} {_CONV.format(3)}""",
     multiplies=True,
 )
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """The samples are on axis 0.  Where they are channels, as in grouped convolutions, they are said to mix."""
-    n = len(outs[o] or ())
-    return [[0, *[MIX] * (n - 1)], [ALONE] * n, (1,)][: len(ins)]
+    return [[0, *[MIX] * (sizes.n - 1)], [ALONE] * sizes.n, (1,)][: len(sizes.ins)]
 
 
 @axes("convolution_backward convolution_backward_overrideable mps_convolution_backward", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Of its results, the input's gradient has samples."""
-    first = 0 if o == 0 else ALONE
-    ends = [[MIX if d else first for d in range(len(s or ()))] for s in ins[:2]]
-    return [*ends, *[[ALONE] * len(s or ()) for s in ins[2:]]]
+    first = 0 if sizes.o == 0 else ALONE
+    ends = [[MIX if d else first for d in range(len(s or ()))] for s in sizes.ins[:2]]
+    return [*ends, *[[ALONE] * len(s or ()) for s in sizes.ins[2:]]]
 
 
 @axes(
@@ -318,35 +332,34 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     _scaled_dot_product_fused_attention_overrideable""",
     multiplies=True,
 )
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Queries N H L E, keys N H S E, values N H S V, and a mask that broadcasts to N H L S.
 
     Heads are taken to mix where some share keys."""
-    out = outs[o] or ()
-    n, sizes = len(out), [s for s in ins[:3] if s is not None]
+    n, lengths = sizes.n, [s for s in sizes.ins[:3] if s is not None]
     heads = n - 3
-    lead = [*range(heads), heads if len({s[heads] for s in sizes}) == 1 and out[heads] == sizes[0][heads] else MIX]
-    given: list[Links] = [[*lead, n - 2, ALONE], [*lead, MIX, ALONE], [*lead, MIX, n - 1 if o == 0 else ALONE]]
-    masks = ([*broadcast([*(out if o else out[:-1]), 0], s)[:-1], MIX] if s else () for s in ins[3:])
-    return [*given, *masks][: len(ins)]
+    lead = [*range(heads), heads if len({s[heads] for s in lengths}) == 1 and sizes.out[heads] == lengths[0][heads] else MIX]
+    given: list[Links] = [[*lead, n - 2, ALONE], [*lead, MIX, ALONE], [*lead, MIX, n - 1 if sizes.o == 0 else ALONE]]
+    masks = ([*broadcast([*(sizes.out if sizes.o else sizes.out[:-1]), 0], s)[:-1], MIX] if s else () for s in sizes.ins[3:])
+    return [*given, *masks][: len(sizes.ins)]
 
 
 # Norms.
 
 
 @axes("native_layer_norm _fused_rms_norm fused_rms_norm", reads="normalized_shape")
-def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]:
-    n, last = len(ins[0] or outs[0] or ()), len(normalized_shape)
-    weights: list[Links] = [range(n - last, n)] * (len(ins) - 1)
+def _(sizes: Sizes, normalized_shape: Shape) -> list[Links]:
+    n, last = len(sizes.ins[0] or sizes.outs[0] or ()), len(normalized_shape)
+    weights: list[Links] = [range(n - last, n)] * (len(sizes.ins) - 1)
     return [within(last, n), *weights]
 
 
 @axes("native_layer_norm_backward", reads="normalized_shape")
-def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]:
-    n, last = len(outs[0] or ()), len(normalized_shape)
-    if o:
-        return [[MIX if k or d < n - last else d - n + last for d in range(len(s or ()))] for k, s in enumerate(ins)]
-    return [within(last, n) if len(s or ()) == n else range(n - last, n) for s in ins]
+def _(sizes: Sizes, normalized_shape: Shape) -> list[Links]:
+    n, last = len(sizes.outs[0] or ()), len(normalized_shape)
+    if sizes.o:
+        return [[MIX if k or d < n - last else d - n + last for d in range(len(s or ()))] for k, s in enumerate(sizes.ins)]
+    return [within(last, n) if len(s or ()) == n else range(n - last, n) for s in sizes.ins]
 
 
 @axes(
@@ -355,25 +368,23 @@ def _(o: int, outs: Shapes, ins: Shapes, normalized_shape: Shape) -> list[Links]
     batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward""",
     reads="training train update",
 )
-def _(o: int, outs: Shapes, ins: Shapes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
-    n = len(outs[0] or ())
+def _(sizes: Sizes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
+    n = len(sizes.outs[0] or ())
     whole = [1 if d == 1 else MIX if training and train and update else d for d in range(n)]
-    if o:
+    if sizes.o:
         whole = [0 if d == 1 else ALONE for d in range(n)]
-    return [whole if len(s or ()) == n and n > 1 else (0 if o else 1,) * len(s or ()) for s in ins]
+    return [whole if len(s or ()) == n and n > 1 else (0 if sizes.o else 1,) * len(s or ()) for s in sizes.ins]
 
 
 @axes("_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm_no_update")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(outs[o] or ())
-    return [range(n), *[(1,)] * (len(ins) - 1)]
+def _(sizes: Sizes) -> list[Links]:
+    return [range(sizes.n), *[(1,)] * (len(sizes.ins) - 1)]
 
 
 @axes("native_group_norm", reads="C group")
-def _(o: int, outs: Shapes, ins: Shapes, C: int, group: int) -> list[Links]:
+def _(sizes: Sizes, C: int, group: int) -> list[Links]:
     """Channels are in step only if each is a group of its own."""
-    n = len(outs[o] or ())
-    return [[0, 1 if group == C else MIX, *[MIX] * (n - 2)], *[(1,)] * (len(ins) - 1)]
+    return [[0, 1 if group == C else MIX, *[MIX] * (sizes.n - 2)], *[(1,)] * (len(sizes.ins) - 1)]
 
 
 # Windows, resampling, single matrices: samples lie before the places.
@@ -403,21 +414,19 @@ for _last, _names in (
 
 
 @axes("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler _grid_sampler_2d_cpu_fallback", multiplies=True)
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[0, 1, *[MIX] * (n - 2)], [0, *range(2, n), ALONE]]
+def _(sizes: Sizes) -> list[Links]:
+    return [[0, 1, *[MIX] * (sizes.n - 2)], [0, *range(2, sizes.n), ALONE]]
 
 
 @axes("im2col col2im")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(ins[0] or ())
-    return [[0 if d == 0 and len(outs[o] or ()) == 7 - n else MIX for d in range(n)]]
+def _(sizes: Sizes) -> list[Links]:
+    n = len(sizes.own)
+    return [[0 if d == 0 and sizes.n == 7 - n else MIX for d in range(n)]]
 
 
 @axes("channel_shuffle")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-    n = len(outs[o] or ())
-    return [[MIX if d == 1 else d for d in range(n)]]
+def _(sizes: Sizes) -> list[Links]:
+    return [[MIX if d == 1 else d for d in range(sizes.n)]]
 
 
 @axes(
@@ -426,24 +435,21 @@ def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
     _linalg_solve_ex linalg_lu_solve linalg_solve_triangular triangular_solve cholesky_solve linalg_householder_product
     ormqr _linalg_det _linalg_slogdet _linalg_eigh linalg_lstsq""",
 )
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Matrices on the last two axes.  Columns of a right-hand side are taken to mix."""
-    out = outs[o] or ()
-    lead = max(len(s) - 2 for s in ins if s is not None)
-    found: list[Links] = []
-    for s in ins:
-        own = s or ()
-        if len(own) != lead + 1:  # one axis less: a vector, or a matrix of fewer batches
-            found.append([*broadcast(out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own))
-        else:
-            found.append(within(1, len(own)) if list(own) == list(out) else [MIX] * len(own))
-    return found
+    lead = max(len(s) - 2 for s in sizes.ins if s is not None)
+
+    def of(own: Shape) -> Links:
+        if len(own) == lead + 1:  # one axis less: a vector, or a matrix of fewer batches
+            return within(1, len(own)) if list(own) == list(sizes.out) else [MIX] * len(own)
+        return [*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own)
+
+    return [of(s or ()) for s in sizes.ins]
 
 
 @axes("mkldnn_rnn_layer")
-def _(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
+def _(sizes: Sizes) -> list[Links]:
     """Time first: T N C, and states N C or 1 N C."""
-    n = len(outs[o] or ())
-    batch = 1 if n == 3 else 0
-    states = [[batch if d == len(s or ()) - 2 else ALONE for d in range(len(s or ()))] for s in ins[5:]]
-    return [[ALONE if o else MIX, batch, ALONE], *[[ALONE] * len(s or ()) for s in ins[1:5]], *states]
+    batch = 1 if sizes.n == 3 else 0
+    states = [[batch if d == len(s or ()) - 2 else ALONE for d in range(len(s or ()))] for s in sizes.ins[5:]]
+    return [[ALONE if sizes.o else MIX, batch, ALONE], *[[ALONE] * len(s or ()) for s in sizes.ins[1:5]], *states]

@@ -106,11 +106,11 @@ def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     return torch.arange(size, device=device or "cpu") // inner % samples
 
 
-def order_on(label: Owned, dim: int, size: int, samples: int, device: Any = None) -> Tensor | None:
+def order_on(label: Owned, dim: int, size: int, samples: int) -> Tensor | None:
     """The sample of each entry on one axis, if it changes along no other."""
     if set(varying(label)) - {dim}:
         return None
-    return entries(label, [*[1] * dim, size], samples, device).flatten().expand(size)
+    return entries(label, [*[1] * dim, size], samples).flatten().expand(size)
 
 
 def entries(label: Owned, shape: Shape, samples: int, device: Any = None) -> Tensor:
@@ -137,9 +137,8 @@ def joined(a: Label, b: Label, shape: Shape, samples: int) -> Label:
         return a
     if isinstance(a, Several) or isinstance(b, Several):
         return MIXED  # SUM and an owner: a value of the batch, and a statistic of it
-    mine, theirs = entries(a, shape, samples), entries(b, shape, samples)
-    if mine.device != theirs.device:
-        mine, theirs = (x.to((mine if isinstance(a, Entries) else theirs).device) for x in (mine, theirs))
+    device = next((own.samples.device for own in (a, b) if isinstance(own, Entries)), None)
+    mine, theirs = (entries(own, shape, samples, device) for own in (a, b))
     differ = (mine != theirs) & (mine >= 0) & (theirs >= 0)
     if bool(differ.any()):
         return MIXED
@@ -214,11 +213,10 @@ def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, 
         unit = samples * label.inner
         if step == 1 and start % unit == 0 and size % unit == 0:
             return At(dim, size // unit, label.inner)
-        order = (torch.arange(size, device="cpu") * step + start) // label.inner % samples
-        return One(int(order[0])) if size == 1 else on_axis(order, dim, len(shape))
-    assert isinstance(label, Entries)
-    index = torch.arange(size, device=label.samples.device) * step + start
-    return Entries(label.samples.index_select(dim, index))
+        if size == 1:
+            return One(start // label.inner % samples)
+    own = entries(label, shape, samples)
+    return Entries(own.index_select(dim, torch.arange(size, device=own.device) * step + start))
 
 
 def put(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
@@ -268,11 +266,11 @@ def tidied(found: Entries, shape: Shape, samples: int) -> Owned:
     return found
 
 
-def scattered(order: Tensor, index: Tensor, size: int) -> Tensor | None:
-    """The sample of each of ``size`` entries, of which ``index`` says where each of some went; None if samples meet in one.
+def scattered(order: Tensor, index: Tensor, size: int, dim: int = 0) -> Tensor | None:
+    """The sample of each entry of an axis of ``size``, of which ``index`` says where some went; None if samples meet in one.
 
-    order, index: M, the sample and the entry of each
+    order, index: the sample and the entry of each, of one shape
     """
-    found = torch.full((size,), NOBODY, dtype=order.dtype, device=order.device)
-    found.scatter_reduce_(0, index, order, "amax")
-    return None if bool(((found[index] != order) & (order >= 0)).any()) else found
+    sizes = [size if d == dim else s for d, s in enumerate(order.shape)]
+    found = torch.full(sizes, NOBODY, dtype=order.dtype, device=order.device).scatter_reduce_(dim, index, order, "amax")
+    return None if bool(((found.gather(dim, index) != order) & (order >= 0)).any()) else found

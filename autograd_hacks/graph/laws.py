@@ -21,10 +21,8 @@ from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.moves import Law as Rule
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import VALUES
-from autograd_hacks.support.graph import put_back_by
-from autograd_hacks.support.internals import RAW, SAVED
-
-IDENTITIES = ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, raw_names
+from autograd_hacks.support.internals import SAVED
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ def kind_of_name(name: str, kind: type) -> Kind:
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:
     numbers = tuple(n for n in reads if hasattr(kind, SAVED + n))
     get = attrgetter(*(SAVED + n for n in numbers)) if numbers else None
-    return Kind(name, numbers, get, has_operands=bool(_raw_names(kind)), **more)
+    return Kind(name, numbers, get, has_operands=bool(raw_names(kind)), **more)
 
 
 _BY_TYPE: dict[type, Kind | None] = {}
@@ -128,44 +126,14 @@ class Deferred(Exception):
     """A law needs a value that only a second forward of a checkpoint gives."""
 
 
-class Reader:
-    """Reads what a node saved, and keeps what was read.
+def saved(node: Any, name: str, may_recompute: bool) -> Any:
+    """What a node saved.  Raises Deferred.
 
     may_recompute: whether a checkpoint may run its forward for it, as it does in a backward pass anyway
     """
-
-    def __init__(self, node: Any, may_recompute: bool) -> None:
-        self.node, self.may_recompute, self.seen = node, may_recompute, dict[str, Any]()
-
-    def __call__(self, name: str) -> Any:
-        self.seen[name] = found = self.saved(name)
-        return found
-
-    def saved(self, name: str) -> Any:
-        if not _is_recomputed(getattr(self.node, RAW + name, None)):
-            return getattr(self.node, SAVED + name)
-        if not self.may_recompute:
-            raise Deferred
-        put_back = put_back_by(self.node)
-        try:
-            return getattr(self.node, SAVED + name)
-        finally:
-            put_back()
-
-
-def _is_recomputed(raw: Any) -> bool:
-    hooked = [own for own in (raw if isinstance(raw, tuple | list) else (raw,)) if getattr(own, "unpack_hook", None)]
-    return any(type(own.data).__module__ == "torch.utils.checkpoint" for own in hooked)
-
-
-@cache
-def _raw_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(RAW))
-
-
-def is_recomputed(node: Any) -> bool:
-    """Whether a checkpoint recomputes what a node saved."""
-    return any(_is_recomputed(getattr(node, name)) for name in _raw_names(node.__class__))
+    if not may_recompute and is_recomputed(node, name):
+        raise Deferred
+    return kept_by(node, name)
 
 
 class Law(NamedTuple):
@@ -214,9 +182,14 @@ def law_of(
         return Law([None if own is None else SUM for own in ins])
     if kind.law is None:
         return asked(node, labels, samples, may_recompute)
-    reader, given = Reader(node, may_recompute), kind.named(numbers)
+    given, seen = kind.named(numbers), dict[str, Any]()
+
+    def read(name: str) -> Any:
+        seen[name] = saved(node, name, may_recompute)
+        return seen[name]
+
     if kind.by_values:
-        given["read"] = reader
+        given["read"] = read
     answer = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
@@ -225,7 +198,7 @@ def law_of(
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
         answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
-    return Law(answer, reader.seen or None)
+    return Law(answer, seen or None)
 
 
 def _by_entry(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import Entries, Label, same
-from autograd_hacks.graph.laws import Deferred, Reader
+from autograd_hacks.graph.laws import Deferred, saved
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
@@ -85,7 +85,7 @@ def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
     nodes = trace.nodes
     try:
         for k, name, value in walk.read:
-            if not _equal(Reader(nodes[k], False).saved(name), value):
+            if not _equal(saved(nodes[k], name, may_recompute=False), value):
                 return False
         for k, origin in walk.origins.items():
             if memory.origin(nodes[k], trace.read_by(k)) != origin:

@@ -1,7 +1,7 @@
 """Laws of operations that move entries, by shapes and saved numbers alone: views, parts of an axis, copies side by side.
 
 ``law(label, o, outs, ins, samples, **numbers)`` gives the labels of the inputs from that of output number o.  It is called
-with owned labels only.
+with owned labels only.  Laws below get the three in the middle as `Sizes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autograd_hacks.graph.axes import AXES, Shapes, axis, signed, some_axes
+from autograd_hacks.graph.axes import AXES, Shapes, Sizes, axis, some_axes
 from autograd_hacks.graph.label import (
     ALONE,
     MIXED,
@@ -35,6 +35,7 @@ from autograd_hacks.graph.label import (
     varying,
     viewed,
 )
+from autograd_hacks.support.graph import signed
 
 Law = Callable[..., "list[Label] | None"]
 
@@ -51,33 +52,41 @@ MOVES: dict[str, Move] = {}
 
 
 def move(names: str, reads: str = "") -> Callable[[Law], Law]:
+    return entering(MOVES, names, reads)
+
+
+def entering(table: dict[str, Move], names: str, reads: str) -> Callable[[Law], Law]:
+    """A decorator that enters a law in a table."""
+
     def enter(law: Law) -> Law:
-        MOVES.update(dict.fromkeys(names.split(), Move(law, tuple(reads.split()))))
+        def of(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, **given: Any) -> list[Label] | None:
+            return law(label, Sizes(o, outs, ins), samples, **given)
+
+        table.update(dict.fromkeys(names.split(), Move(of, tuple(reads.split()))))
         return law
 
     return enter
 
 
-def by_axes(name: str, label: Owned, o: int, outs: Shapes, ins: Shapes, **numbers: Any) -> list[Label]:
+def by_axes(name: str, label: Owned, sizes: Sizes, **numbers: Any) -> list[Label]:
     """The labels of an operation's inputs by its entry in `AXES`."""
     rule = AXES[name].rule
     assert rule is not None
-    return [linked(label, links, own or ()) for links, own in zip(rule(o, outs, ins, **numbers), ins)]
+    return [linked(label, links, own or ()) for links, own in zip(rule(*sizes, **numbers), sizes.ins)]
 
 
 @move("view _unsafe_view _reshape_alias _mkldnn_reshape _reshape_copy reshape unflatten flatten")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int) -> list[Label]:
-    return [viewed(label, outs[o] or (), ins[0] or (), samples)]
+def _(label: Owned, sizes: Sizes, samples: int) -> list[Label]:
+    return [viewed(label, sizes.out, sizes.own, samples)]
 
 
 # Parts of an axis.
 
 
 @move("slice", reads="dim start step")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
-    own, out = ins[0] or (), outs[o] or ()
-    d = axis(dim, len(own))
-    return [put(label, d, _begin(start, own[d]), out[d], step, own, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
+    d = axis(dim, len(sizes.own))
+    return [put(label, d, _begin(start, sizes.own[d]), sizes.out[d], step, sizes.own, samples)]
 
 
 def _begin(start: int | None, size: int) -> int:
@@ -85,10 +94,9 @@ def _begin(start: int | None, size: int) -> int:
 
 
 @move("slice_backward slice_inverse", reads="dim start step")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
-    own, out = ins[0] or (), outs[o] or ()
-    d = axis(dim, len(own))
-    return [cut(label, d, _begin(start, out[d]), own[d], step, out, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
+    d = axis(dim, len(sizes.own))
+    return [cut(label, d, _begin(start, sizes.out[d]), sizes.own[d], step, sizes.out, samples)]
 
 
 def _selected(label: Owned, d: int, index: int, whole: Shape, samples: int) -> Label:
@@ -109,56 +117,50 @@ def _taken(label: Owned, d: int, index: int, whole: Shape, samples: int) -> Labe
 
 
 @move("select", reads="dim index")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, index: int) -> list[Label]:
-    own = ins[0] or ()
-    d = axis(dim, len(own))
-    return [_selected(label, d, axis(index, own[d]), own, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int) -> list[Label]:
+    d = axis(dim, len(sizes.own))
+    return [_selected(label, d, axis(index, sizes.own[d]), sizes.own, samples)]
 
 
 @move("select_backward", reads="dim index")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int, index: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    return [_taken(label, d, axis(index, out[d]), out, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+    return [_taken(label, d, axis(index, sizes.out[d]), sizes.out, samples)]
 
 
 @move("unbind", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
-    own = ins[0] or ()
-    return [_selected(label, axis(dim, len(own)), o, own, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
+    return [_selected(label, axis(dim, len(sizes.own)), sizes.o, sizes.own, samples)]
 
 
 @move("stack", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    return [_taken(label, d, k, out, samples) for k in range(len(ins))]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+    return [_taken(label, d, k, sizes.out, samples) for k in range(len(sizes.ins))]
 
 
 @move("split unsafe_split split_with_sizes unsafe_split_with_sizes chunk", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label]:
-    own = ins[0] or ()
-    d = axis(dim, len(own))
-    starts = [0, *accumulate((s or ())[d] for s in outs)]
-    return [put(label, d, starts[o], (outs[o] or ())[d], 1, own, samples)]
+def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
+    d = axis(dim, len(sizes.own))
+    starts = [0, *accumulate((s or ())[d] for s in sizes.outs)]
+    return [put(label, d, starts[sizes.o], sizes.out[d], 1, sizes.own, samples)]
 
 
 @move("cat", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dim: int) -> list[Label] | None:
+def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label] | None:
     """None if the sizes of several inputs without a graph, which no node keeps, would matter."""
-    out = outs[o] or ()
-    d = axis(dim, len(out))
+    d = axis(dim, sizes.n)
     if d not in varying(label):
-        return [label for _ in ins]
-    hidden = [k for k, own in enumerate(ins) if own is None]
+        return [label for _ in sizes.ins]
+    hidden = [k for k, own in enumerate(sizes.ins) if own is None]
     if len(hidden) > 1 and max(hidden) - min(hidden) >= len(hidden):  # not all side by side
         return None
-    left = out[d] - sum(_size(own, d) for own in ins if own is not None)
-    sizes = [_size(own, d) if own is not None else left if k == hidden[0] else 0 for k, own in enumerate(ins)]
-    starts = [0, *accumulate(sizes)]
+    left = sizes.out[d] - sum(_size(own, d) for own in sizes.ins if own is not None)
+    lengths = [_size(own, d) if own is not None else left if k == hidden[0] else 0 for k, own in enumerate(sizes.ins)]
+    starts = [0, *accumulate(lengths)]
     return [
-        None if own is not None and len(own) != len(out) else cut(label, d, start, size, 1, out, samples)
-        for own, start, size in zip(ins, starts, sizes)
+        None if own is not None and len(own) != sizes.n else cut(label, d, start, size, 1, sizes.out, samples)
+        for own, start, size in zip(sizes.ins, starts, lengths)
     ]
 
 
@@ -167,36 +169,28 @@ def _size(own: Shape, d: int) -> int:
 
 
 @move("constant_pad_nd", reads="pad")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, pad: Sequence[int]) -> list[Label]:
-    own, found = list(outs[o] or ()), label
+def _(label: Owned, sizes: Sizes, samples: int, pad: Sequence[int]) -> list[Label]:
+    own, found = list(sizes.out), label
     for k in range(len(pad) // 2):
         d, before = len(own) - 1 - k, signed(pad[2 * k])
-        size = (ins[0] or ())[d]
-        if before < 0:  # takes entries away
-            there = min(size + before, own[d])
-            found = put(cut(found, d, 0, there, 1, own, samples), d, -before, there, 1, _with(own, d, size), samples)
-        else:
-            there = min(size, own[d] - before)
-            found = cut(found, d, before, there, 1, own, samples)
-            found = put(found, d, 0, there, 1, _with(own, d, size), samples) if there != size else found
+        size, skipped, taken = sizes.own[d], max(before, 0), max(-before, 0)  # a negative number takes entries away
+        there = min(size - taken, own[d] - skipped)
+        found = cut(found, d, skipped, there, 1, own, samples)
         own[d] = size
+        found = put(found, d, taken, there, 1, own, samples) if there != size else found
     return [found]
 
 
-def _with(shape: Sequence[int], d: int, size: int) -> list[int]:
-    return [size if k == d else s for k, s in enumerate(shape)]
-
-
 @move("repeat", reads="repeats")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, repeats: Sequence[int]) -> list[Label]:
-    own, n = ins[0] or (), len(repeats)
+def _(label: Owned, sizes: Sizes, samples: int, repeats: Sequence[int]) -> list[Label]:
+    own, n = sizes.own, len(repeats)
     shape = [*[1] * (n - len(own)), *own]
     for d, times in enumerate(repeats):
         found = folded(label, d, signed(times), _before(shape, repeats, d), samples)
         if not isinstance(found, At | One | Entries):
             return [found]
         label = found
-    return by_axes("expand", label, 0, [shape], [own])
+    return by_axes("expand", label, Sizes(0, [shape], [own]))
 
 
 def _before(shape: Sequence[int], repeats: Sequence[int], d: int) -> list[int]:
@@ -205,100 +199,88 @@ def _before(shape: Sequence[int], repeats: Sequence[int], d: int) -> list[int]:
 
 
 @move("flip", reads="dims")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any) -> list[Label]:
-    out = outs[o] or ()
-    own = [d for d in some_axes(dims, len(out)) if d in varying(label)] if dims else []
-    return [Entries(entries(label, out, samples).flip(own)) if own else label]
+def _(label: Owned, sizes: Sizes, samples: int, dims: Any) -> list[Label]:
+    own = [d for d in some_axes(dims, sizes.n) if d in varying(label)] if dims else []
+    return [Entries(entries(label, sizes.out, samples).flip(own)) if own else label]
 
 
 @move("roll", reads="dims shifts")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dims: Any, shifts: Any) -> list[Label]:
-    out = outs[o] or ()
+def _(label: Owned, sizes: Sizes, samples: int, dims: Any, shifts: Any) -> list[Label]:
     back = [-signed(s) for s in (shifts if isinstance(shifts, Sequence) else (shifts,))]
     if not dims:
-        whole = entries(label, out, samples).expand(*out)
+        whole = entries(label, sizes.out, samples).expand(*sizes.out)
         return [label if isinstance(label, One) else Entries(whole.roll(back[0]))]
-    over = [(d, k) for d, k in zip(some_axes(dims, len(out)), back) if d in varying(label)]
-    return [Entries(entries(label, out, samples).roll([k for _, k in over], [d for d, _ in over])) if over else label]
+    over = [(d, k) for d, k in zip(some_axes(dims, sizes.n), back) if d in varying(label)]
+    return [Entries(entries(label, sizes.out, samples).roll([k for _, k in over], [d for d, _ in over])) if over else label]
 
 
 # Diagonals and windows.
 
 
 @move("diagonal", reads="offset dim1 dim2")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
+def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
     """The diagonal is the output's last axis; its entries' samples are those of their rows."""
-    own, out = ins[0] or (), outs[o] or ()
-    a, b, last = axis(dim1, len(own)), axis(dim2, len(own)), len(out) - 1
-    kept = [d for d in range(len(own)) if d not in (a, b)]
+    a, b, last = axis(dim1, len(sizes.own)), axis(dim2, len(sizes.own)), sizes.n - 1
+    kept = [d for d in range(len(sizes.own)) if d not in (a, b)]
     if last not in varying(label):
-        return [linked(label, [ALONE if d in (a, b) else kept.index(d) for d in range(len(own))], own)]
-    order = order_on(label, last, out[last], samples)
+        return [linked(label, [ALONE if d in (a, b) else kept.index(d) for d in range(len(sizes.own))], sizes.own)]
+    order = order_on(label, last, sizes.out[last], samples)
     if order is None:
         return [MIXED]
     start = max(0, -signed(offset))
-    return [put(on_axis(order, a, len(own)), a, start, len(order), 1, own, samples)]
+    return [put(on_axis(order, a, len(sizes.own)), a, start, len(order), 1, sizes.own, samples)]
 
 
 @move("diag_embed diagonal_backward", reads="offset dim1 dim2")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
-    own, out = ins[0] or (), outs[o] or ()
-    a, b, by, last = axis(dim1, len(out)), axis(dim2, len(out)), signed(offset), len(own) - 1
-    kept = [d for d in range(len(out)) if d not in (a, b)]
+def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
+    a, b, by, last = axis(dim1, sizes.n), axis(dim2, sizes.n), signed(offset), len(sizes.own) - 1
+    kept = [d for d in range(sizes.n) if d not in (a, b)]
     for d, start in ((a, max(0, -by)), (b, max(0, by))):
         if d in varying(label):
-            order = order_on(label, d, out[d], samples)
-            return [MIXED if order is None else on_axis(order[start : start + own[last]], last, len(own))]
-    return [linked(label, [*kept, ALONE], own)]
+            order = order_on(label, d, sizes.out[d], samples)
+            return [MIXED if order is None else on_axis(order[start : start + sizes.own[last]], last, len(sizes.own))]
+    return [linked(label, [*kept, ALONE], sizes.own)]
 
 
 @move("unfold", reads="dimension size step")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, dimension: int, size: int, step: int) -> list[Label]:
-    return [_unfolded(label, outs[o] or (), ins[0] or (), dimension, signed(size), signed(step), samples)]
-
-
-def _unfolded(label: Owned, out: Shape, own: Shape, dimension: int, size: int, step: int, samples: int) -> Label:
+def _(label: Owned, sizes: Sizes, samples: int, dimension: int, size: int, step: int) -> list[Label]:
     """Windows on axis d, and places in a window on the last axis; windows may share entries."""
+    out, own = sizes.out, sizes.own
     if not own:
-        return SUM if varying(label) else label
-    d, last = axis(dimension, len(own)), len(out) - 1
+        return [SUM if varying(label) else label]
+    d, last = axis(dimension, len(own)), sizes.n - 1
     if not {d, last} & set(varying(label)):
-        return linked(label, [ALONE if k == d else k for k in range(len(own))], own)
-    at = entries(label, out, samples).expand(*[s if k in (d, last) else t for k, (s, t) in enumerate(
-        zip(out, entries(label, out, samples).shape))])  # fmt: skip
+        return [linked(label, [ALONE if k == d else k for k in range(len(own))], own)]
+    at = entries(label, out, samples)
+    at = at.expand([s if k in (d, last) else t for k, (s, t) in enumerate(zip(out, at.shape))])
     if at.numel() != out[d] * out[last]:
-        return MIXED
-    index = torch.arange(out[d], device=at.device)[:, None] * step + torch.arange(size, device=at.device)
+        return [MIXED]
+    index = torch.arange(out[d], device=at.device)[:, None] * signed(step) + torch.arange(signed(size), device=at.device)
     order = scattered(at.reshape(out[d], out[last]).flatten(), index.flatten(), own[d])
-    return MIXED if order is None else on_axis(order, d, len(own))
+    return [MIXED if order is None else on_axis(order, d, len(own))]
 
 
 # Channels in groups.
 
 
 @move("native_group_norm", reads="C group")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, C: int, group: int) -> list[Label]:
-    if isinstance(label, At) and label.dim == 1 and o == 0 and label.inner % (C // group) == 0:
-        return [label, *[At(0, label.outer, label.inner)] * (len(ins) - 1)]
-    return by_axes("native_group_norm", label, o, outs, ins, C=C, group=group)
+def _(label: Owned, sizes: Sizes, samples: int, C: int, group: int) -> list[Label]:
+    if isinstance(label, At) and label.dim == 1 and sizes.o == 0 and label.inner % (C // group) == 0:
+        return [label, *[At(0, label.outer, label.inner)] * (len(sizes.ins) - 1)]
+    return by_axes("native_group_norm", label, sizes, C=C, group=group)
 
 
 CONVOLUTIONS = [name for name, entry in AXES.items() if entry.rule is AXES["convolution"].rule]
 
 
-@move(" ".join(CONVOLUTIONS), reads="groups transposed")
-def _(
-    label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, groups: int = 1, transposed: bool = False
-) -> list[Label]:
+@move(" ".join(CONVOLUTIONS), reads="groups")
+def _(label: Owned, sizes: Sizes, samples: int, groups: int = 1) -> list[Label]:
     """Samples may be groups of channels."""
-    out, own, weight = outs[o] or (), ins[0], ins[1]
-    each = out[1] // max(1, groups) if len(out) > 1 else 0
-    if not isinstance(label, At) or label.dim != 1 or groups == 1 or label.inner % each or (o, len(out)) == (0, 2):
-        return by_axes("convolution", label, o, outs, ins)
+    each = sizes.out[1] // max(1, groups) if sizes.n > 1 else 0
+    if not isinstance(label, At) or label.dim != 1 or groups == 1 or label.inner % each or (sizes.o, sizes.n) == (0, 2):
+        return by_axes("convolution", label, sizes)
     of_groups = label.inner // each  # how many groups a sample has
-    found: list[Label] = [None, None, At(0, label.outer, label.inner)]
-    if own is not None:
-        found[0] = At(1, label.outer, of_groups * (own[1] // groups))
-    if weight is not None:
-        found[1] = At(0, label.outer, of_groups * (weight[0] // groups))
-    return found[: len(ins)]
+    channels: list[Label] = [
+        None if s is None else At(d, label.outer, of_groups * (s[d] // groups)) for d, s in zip((1, 0), sizes.ins)
+    ]
+    return [*channels, At(0, label.outer, label.inner)][: len(sizes.ins)]

@@ -43,8 +43,8 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         if label is None:
             given.append(None)
             continue
-        g = torch.randn(tuple(like.shape), dtype=_drawn(like.dtype), generator=draws, device="cpu")
-        g = g.to(like.device, like.dtype)
+        drawn = like.dtype if like.dtype.is_complex or like.dtype == torch.float64 else torch.float32
+        g = torch.randn(tuple(like.shape), dtype=drawn, generator=draws, device="cpu").to(like.device, like.dtype)
         given.append((g, entries(label, like.shape, samples, like.device)))  # type: ignore[arg-type]  # it has owners
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
         passes = [
@@ -76,10 +76,6 @@ def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
     most = whole.abs().nan_to_num(0, 0, 0).max() if whole.numel() else 0
     rest = whole - sum(x for x in parts if x is not None)
     return bool((rest.abs().nan_to_num(0, 0, 0) <= ROUNDING * torch.finfo(whole.dtype).eps * most).all())
-
-
-def _drawn(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
 
 
 def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor | None:

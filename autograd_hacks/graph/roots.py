@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import IDENTITIES, kind_of, node_name
+from autograd_hacks.graph.laws import kind_of, node_name
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import Walk
-from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
+from autograd_hacks.support.graph import IDENTITIES, Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
 from autograd_hacks.support.layout import candidates
 
 _SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
@@ -64,8 +64,10 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
             waiting += ahead
         elif not is_one and candidates(shape, samples, range(len(shape))):
             found[value] = None
-        elif name in _LINEAR or (name in _BILINEAR and len(ahead) == 1 and not _divides(node)):
+        elif name in _LINEAR:
             waiting += ahead
+        elif name in _BILINEAR and len(ahead) == 1 and (name != "Div" or node.next_functions[0][0] is not None):
+            waiting += ahead  # and it doesn't divide by them
         elif is_one and "linear_cross_entropy" in node.name():  # its weight is no sample's
             found |= dict.fromkeys(ahead[:1] if node.next_functions[0][0] is not None else ())
         elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
@@ -80,11 +82,6 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
 
 def _name(node: Any) -> str:
     return str(node.name().split("Backward")[0].rpartition("::")[2])
-
-
-def _divides(node: Any) -> bool:
-    """Whether a node divides by the value that has a graph."""
-    return _name(node) == "Div" and node.next_functions[0][0] is None
 
 
 def picked(root: Value, samples: int) -> tuple[Tensor, Value] | None:
@@ -160,13 +157,15 @@ def fits(
 
     nodes: the nodes to look at; those of all uses by default"""
     seen = None
-    for k in (use.node for use in walk.uses if use.node >= 0) if nodes is None else nodes:
-        label, out = walk.labels[k][0], trace.shapes[k][0] or ()
+    for k in dict.fromkeys([use.node for use in walk.uses if use.node >= 0]) if nodes is None else nodes:
+        label, kind = walk.labels[k][0], trace.kinds[k]
+        if not isinstance(label, Owned) or samples == 1 or (kind.keeps_sizes and None not in trace.edges[k]):
+            continue  # it has no masks or indices, so all of its operands have a graph then
         for own in _orders(trace.nodes[k], given, samples):
-            if isinstance(label, Owned) and samples > 1:
-                if not _agree(trace.kinds[k].name, entries(label, out, samples, own.device), own, out):
-                    return False
-                seen = True
+            out = made(trace.nodes[k])[0].shape
+            if not _agree(kind.name, entries(label, out, samples, own.device), own, out):
+                return False
+            seen = True
     return seen
 
 

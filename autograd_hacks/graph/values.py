@@ -1,6 +1,6 @@
 """Laws of operations that move entries as a saved tensor says: the index family, masks, sorting, packing.
 
-``law(label, o, outs, ins, samples, read, **numbers)`` gives the labels of the inputs; ``read(name)`` gives a saved tensor.
+A law is called as in `moves.py`, with ``read`` too: ``read(name)`` gives a saved tensor.
 A law reads only if the samples lie on an axis on which entries are moved, so the walk knows on which values it rests.
 """
 
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import Shapes, axis, broadcast
+from autograd_hacks.graph.axes import Sizes, axis, broadcast
 from autograd_hacks.graph.label import (
     ALONE,
     MIXED,
     NOBODY,
     SUM,
-    At,
     Entries,
     Label,
     One,
@@ -29,25 +28,19 @@ from autograd_hacks.graph.label import (
     entries,
     is_owned,
     linked,
-    on_axis,
-    order_on,
     scattered,
     tidied,
     varying,
     viewed,
 )
-from autograd_hacks.graph.moves import Law, Move
+from autograd_hacks.graph.moves import Law, Move, entering
 
 VALUES: dict[str, Move] = {}
 Read = Callable[[str], Any]
 
 
 def value(names: str, reads: str = "") -> Callable[[Law], Law]:
-    def enter(law: Law) -> Law:
-        VALUES.update(dict.fromkeys(names.split(), Move(law, tuple(reads.split()))))
-        return law
-
-    return enter
+    return entering(VALUES, names, reads)
 
 
 def _thin(x: Tensor) -> Tensor:
@@ -63,12 +56,8 @@ def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samp
     index = _thin(index)
     at = entries(label, out, samples, index.device)
     sizes = [max(a, b) if a and b else 0 for a, b in zip(at.shape, index.shape)]
-    at, index = at.expand(sizes), index.expand(sizes)
-    whole = [own[d] if k == d else size for k, size in enumerate(sizes)]
-    found = torch.full(whole, NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(d, index, at, "amax")
-    if bool(((found.gather(d, index) != at) & (at >= 0)).any()):
-        return MIXED
-    return tidied(Entries(_longer(found, own)), own, samples)
+    found = scattered(at.expand(sizes), index.expand(sizes), own[d], d)
+    return MIXED if found is None else tidied(Entries(_longer(found, own)), own, samples)
 
 
 def _longer(at: Tensor, own: Shape) -> Tensor:
@@ -114,63 +103,51 @@ def _narrowed(found: Tensor, own: Shape) -> Label:
 
 
 @value("index_select", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
-    out, own = outs[o] or (), ins[0] or ()
-    d = axis(dim, len(out))
-    if d not in varying(label) or not own:
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+    if d not in varying(label) or not sizes.own:
         return [label]
-    index = read("index").view([-1 if k == d else 1 for k in range(len(out))])
-    return [_scattered(label, d, index, out, own, samples)]
+    index = read("index").view([-1 if k == d else 1 for k in range(sizes.n)])
+    return [_scattered(label, d, index, sizes.out, sizes.own, samples)]
 
 
 @value("gather", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
-    out, own = outs[o] or (), ins[0] or ()
-    if not out:
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
+    if not sizes.out:
         return [label]
-    d = axis(dim, len(out))
+    d = axis(dim, sizes.n)
     if d in varying(label):
-        label = _scattered(label, d, read("index"), out, own, samples)  # type: ignore[assignment]
-    return [_as_long(label, own) if is_owned(label) else label]
+        label = _scattered(label, d, read("index"), sizes.out, sizes.own, samples)  # type: ignore[assignment]
+    return [_as_long(label, sizes.own) if is_owned(label) else label]
 
 
 @value("sort topk", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    return [_scattered(label, d, read("indices"), out, ins[0] or (), samples) if d in varying(label) else label]
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+    return [_scattered(label, d, read("indices"), sizes.out, sizes.own, samples) if d in varying(label) else label]
 
 
 @value("index_add index_copy index_reduce", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    found: list[Label] = [label]
-    for own in ins[1:]:
-        if own is None or d not in varying(label):
-            found.append(label if own is None or len(own) == len(out) else MIXED)
-            continue
-        index = read("index").view(-1)
-        order = order_on(label, d, out[d], samples, index.device)
-        if order is not None:
-            found.append(on_axis(order[index], d, len(out)))
-        else:
-            index = index.view([-1 if k == d else 1 for k in range(len(out))])
-            found.append(_gathered(label, d, index, out, samples))
-    return found
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+
+    def of(own: Shape) -> Label:
+        if len(own) != sizes.n:
+            return MIXED
+        index = [-1 if k == d else 1 for k in range(sizes.n)]
+        return _gathered(label, d, read("index").view(index), sizes.out, samples) if d in varying(label) else label
+
+    return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
 
 
 @value("scatter scatter_add scatter_reduce", reads="dim")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, dim: int) -> list[Label]:
-    out = outs[o] or ()
-    d = axis(dim, len(out))
-    found: list[Label] = [label]
-    for own in ins[1:]:
-        if own is None or not own:
-            found.append(None if own is None else SUM if varying(label) else label)
-            continue
-        found.append(_as_long(_gathered(label, d, read("index"), out, samples) if d in varying(label) else label, own))
-    return found
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
+    d = axis(dim, sizes.n)
+
+    def of(own: Shape) -> Label:
+        return _as_long(_gathered(label, d, read("index"), sizes.out, samples) if d in varying(label) else label, own)
+
+    return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
 
 
 def _as_long(label: Owned, own: Shape) -> Owned:
@@ -206,49 +183,19 @@ class Indexed:
 
     def scattered(self, at: Tensor, samples: int) -> Label:
         """The label of the whole, from that of the result."""
-        if (regular := self._regular(at, samples)) is not None:
-            return regular
-        flat = self._flat()
         sizes = [self.whole[d] for d in self.dims]
         rest = [self.place_of(d) for d in self.left]
-        if self.axes == 1 and at.numel() == self.shape[0]:  # rows that were picked: one sample each
-            found = scattered(at.reshape(-1), flat, prod(sizes))
-        else:
-            at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
-            rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
-            index = flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
-            found = torch.full((prod(sizes), *rows.shape[1:]), NOBODY, dtype=rows.dtype, device=rows.device)
-            found.scatter_reduce_(0, index, rows, "amax")
-            if bool(((found.gather(0, index) != rows) & (rows >= 0)).any()):
-                found = None
+        at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
+        rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
+        flat: Any = 0  # where the indices point to in the indexed axes, laid out one behind the other
+        for size, index in zip(sizes, self.indices):
+            flat = flat * size + index % max(1, size)
+        found = scattered(rows, flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape), prod(sizes))
         if found is None:
             return MIXED
         axes = [*self.dims, *self.left]
-        left = [1] * len(self.left) if found.ndim == 1 else found.shape[1:]
-        found = found.view(*sizes, *left).permute([axes.index(d) for d in range(len(axes))])
+        found = found.view(*sizes, *found.shape[1:]).permute([axes.index(d) for d in range(len(axes))])
         return tidied(Entries(found), self.whole, samples)
-
-    def _regular(self, at: Tensor, samples: int) -> At | None:
-        """The label of the whole, if each entry went where its sample's entries lie in order on an axis."""
-        if self.start or any(at.shape[self.place_of(d)] != 1 for d in self.left):
-            return None
-        owners = at.reshape(at.shape[: self.axes])
-        for d, index in zip(self.dims, self.indices):
-            size = self.whole[d]
-            for inner in (size // samples, 1) if size and size % samples == 0 else ():
-                order = entries(At(0, 1, inner), (size,), samples, index.device)[index]
-                if not bool(((order != owners) & (owners >= 0)).any()):
-                    return At(d, size // (samples * inner), inner)
-        return None
-
-    def _flat(self) -> Tensor:
-        """Where the indices point to in the indexed axes, laid out one behind the other."""
-        flat: Tensor | None = None
-        for d, index in zip(self.dims, self.indices):
-            own = index % max(1, self.whole[d])
-            flat = own if flat is None else flat * self.whole[d] + own
-        assert flat is not None
-        return flat
 
     def read(self, at: Tensor) -> Tensor:
         """The label of the result, from that of the whole."""
@@ -260,68 +207,62 @@ class Indexed:
 
 
 @value("index _unsafe_index")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    out, own = outs[o] or (), ins[0] or ()
-    by = Indexed(read("indices"), own)
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
+    by = Indexed(read("indices"), sizes.own)
     moved = range(by.start, by.start + by.axes)
     if isinstance(label, One) or not set(varying(label)).isdisjoint(moved):
-        return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
-    return [linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(own))], own)]
+        return [by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)]
+    return [linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(sizes.own))], sizes.own)]
 
 
 @value("index_put _unsafe_index_put _index_put_impl")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    out = outs[o] or ()
-    found: list[Label] = [label, *[None] * (len(ins) - 1)]
-    if len(ins) > 1 and (own := ins[1]) is not None:
-        by = Indexed(read("indices"), out)
-        found[1] = _narrowed(by.read(entries(label, out, samples, by.indices[0].device)), own)
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
+    found: list[Label] = [label, *[None] * (len(sizes.ins) - 1)]
+    if len(sizes.ins) > 1 and (own := sizes.ins[1]) is not None:
+        by = Indexed(read("indices"), sizes.out)
+        found[1] = _narrowed(by.read(entries(label, sizes.out, samples, by.indices[0].device)), own)
     return found
 
 
 @value("masked_select")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    own, mask = ins[0] or (), read("mask")
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
+    own, mask = sizes.own, read("mask")
     mask = mask.expand(torch.broadcast_shapes(mask.shape, torch.Size(own)))
-    order = entries(label, outs[o] or (), samples, mask.device).expand(outs[o] or ())
+    order = entries(label, sizes.out, samples, mask.device).expand(sizes.out)
     found = torch.full(mask.shape, NOBODY, dtype=order.dtype, device=order.device)
     found[mask] = order
     return [_narrowed(found, own)]
 
 
 @value("masked_scatter")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
-    found: list[Label] = [None if ins[0] is None else linked(label, broadcast(outs[o] or (), ins[0]), ins[0])]
-    for own in ins[1:]:
-        if own is None:
-            found.append(None)
-            continue
-        mask, out = read("mask"), outs[o] or ()
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
+    def of(own: Shape) -> Label:
+        mask, out = read("mask"), sizes.out
         at = entries(label, out, samples, mask.device).expand(*out)[mask.expand(*out)]
         whole = torch.full((prod(own),), NOBODY, dtype=at.dtype, device=at.device)
         whole[: len(at)] = at
-        found.append(Entries(whole.view(*own)))
-    return found
+        return Entries(whole.view(*own))
+
+    found = [None if own is None else of(own) for own in sizes.ins[1:]]
+    return [None if sizes.ins[0] is None else linked(label, broadcast(sizes.out, sizes.own), sizes.own), *found]
 
 
 @value("embedding")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read) -> list[Label]:
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     """The rows of a table of activations."""
-    out, own = outs[o] or (), ins[0] or ()
-    if set(varying(label)) <= {len(out) - 1} and not isinstance(label, One):
-        return [linked(label, [ALONE, len(out) - 1], own)]
-    by = Indexed([read("indices"), None], own)
-    return [by.scattered(entries(label, out, samples, by.indices[0].device), samples)]
+    if set(varying(label)) <= {sizes.n - 1} and not isinstance(label, One):
+        return [linked(label, [ALONE, sizes.n - 1], sizes.own)]
+    by = Indexed([read("indices"), None], sizes.own)
+    return [by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)]
 
 
 @value("_pack_padded_sequence", reads="batch_first")
-def _(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, read: Read, batch_first: bool) -> list[Label]:
+def _(label: Owned, sizes: Sizes, samples: int, read: Read, batch_first: bool) -> list[Label]:
     """Rows of padded sequences, by time and then by sequence."""
-    out, own = outs[o] or (), ins[0] or ()
     if 0 not in varying(label) and not isinstance(label, One):
-        return [viewed(label, out, (1, *out), samples)]
-    sizes = read("result1").tolist()
-    time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(sizes)])
-    row = torch.cat([torch.arange(n, device="cpu") for n in sizes])
-    by = Indexed([row, time] if batch_first else [time, row], own)
-    return [by.scattered(entries(label, out, samples, row.device), samples)]
+        return [viewed(label, sizes.out, (1, *sizes.out), samples)]
+    lengths = read("result1").tolist()
+    time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(lengths)])
+    row = torch.cat([torch.arange(n, device="cpu") for n in lengths])
+    by = Indexed([row, time] if batch_first else [time, row], sizes.own)
+    return [by.scattered(entries(label, sizes.out, samples, row.device), samples)]

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
-from autograd_hacks.graph.laws import Deferred, asked, law_of
+from autograd_hacks.graph.laws import Deferred, Law, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
@@ -85,11 +86,6 @@ class Memory:
             return BATCH
         is_bare = sum(edge is None for edge in edges) > len(operands)
         return OPEN if is_bare or not all(map(self.is_fixed, places)) else OWN
-
-
-def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """The memory of tensors, of which some may share one."""
-    return {memory_of(x) for x in tensors}
 
 
 @dataclass
@@ -166,8 +162,9 @@ def _walked(
     own = walk.own = _own(trace, order, memory, walk)
     lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
+    answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
     meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
-    labels, shapes, edges, kinds = walk.labels, trace.shapes, trace.edges, trace.kinds
+    labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
         k, at = trace.roots[number]
         labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
@@ -184,42 +181,38 @@ def _walked(
             walk.unknown.update(edge[0] for edge in edges[k] if edge is not None)
             continue
         kind = kinds[k]
-        if kind is LEAF or kind is END or outs.count(None) == len(outs):
+        there = {*map(type, outs)}
+        if kind is LEAF or kind is END or there <= {NoneType}:
             continue
-        has_owners = not any(type(label) is Several for label in outs)
+        has_owners = Several not in there
         if own[k] and (samples == 1 or not has_owners):
             continue
-        ahead, why = edges[k], ""
+        ahead, like = edges[k], None
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
+        alone = [edge is not None and own[edge[0]] for edge in ahead]
+        is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
+        if not (is_asked or Entries in there):
+            like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
         try:
-            is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-            if _are_empty(outs, shapes[k]):
-                answer: list[Label] = [
-                    None if edge is None else SUM if own[edge[0]] else _of_nobody(sizes or (), samples)
-                    for edge, sizes in zip(ahead, ins)
-                ]
-            else:
-                alone = [edge is not None and own[edge[0]] for edge in ahead]
-                if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-                    law = asked(trace.nodes[k], outs, samples, k in settled)
-                else:
-                    law = law_of(kind, trace.nodes[k], trace.numbers[k], outs, shapes[k], ins, alone, samples, k in settled)
-                answer, why = list(law.ins), law.why
-                if law.read:
-                    walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
-                if law.was_asked:
-                    walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
-                    walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+            law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
             continue
+        answer, why = law.ins, law.why
+        if law.read:
+            walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+        if law.was_asked:
+            walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+            walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+        if like is not None and not (law.read or law.was_asked):  # it rests on nothing else
+            answers[like] = law
         for place, (edge, label) in enumerate(zip(ahead, answer)):
             if edge is None or label is None:
                 continue
             j, at = edge
             before = labels[j][at]
-            labels[j][at] = now = joined(before, label, ins[place] or (), samples)
+            labels[j][at] = now = label if before is None else joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
                     meetings.setdefault(j, []).append(_Edge(k, place, label, why))
@@ -237,6 +230,26 @@ def _walked(
     if of_parameters:
         _part(trace, own, of_parameters, walk)
     return walk
+
+
+def _answer(
+    trace: Trace, k: int, outs: Sequence[Label], ins: Sequence[Any], alone: Sequence[bool], samples: int,
+    may_recompute: bool, is_asked: bool,
+) -> Law:  # fmt: skip
+    """What a node does to labels.  Raises Deferred.
+
+    outs: the labels at its outputs    ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
+    node, ahead = trace.nodes[k], trace.edges[k]
+    if _are_empty(outs, trace.shapes[k]):
+        return Law(
+            [
+                None if edge is None else SUM if is_own else _of_nobody(sizes or (), samples)
+                for edge, is_own, sizes in zip(ahead, alone, ins)
+            ]
+        )
+    if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+        return asked(node, outs, samples, may_recompute)
+    return law_of(trace.kinds[k], node, trace.numbers[k], outs, trace.shapes[k], ins, alone, samples, may_recompute)
 
 
 def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -> None:

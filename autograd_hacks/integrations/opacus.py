@@ -1,6 +1,5 @@
 """Opacus: its loader, noise and accountants, with norms and clipped sums from hooks.  Nothing of size N × P is stored."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +60,10 @@ class DPOptimizer(_DPOptimizer):
     def accumulated_iterations(self) -> int:
         return 1
 
+    @property
+    def grad_samples(self) -> list[nn.Parameter]:
+        return self.params  # Opacus asks only whether there are any
+
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:
         """Adds the sum of the clipped gradients to ``p.summed_grad``."""
@@ -105,17 +108,6 @@ class DPOptimizer(_DPOptimizer):
             noise = _generate_noise(self.noise_multiplier * self.max_grad_norm, like, self.generator, self.secure_mode)
             p.grad = (p.summed_grad + (torch.view_as_complex(noise) if p.is_complex() else noise)).view_as(p)
             _mark_as_processed(p.summed_grad)
-
-    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        self.clip_and_accumulate()
-        self._is_last_step_skipped = self._check_skip_next_step()
-        if self._is_last_step_skipped:
-            return False
-        self.add_noise()
-        self.scale_grad()
-        if self.step_hook:
-            self.step_hook(self)
-        return True
 
 
 class PrivacyEngine(_PrivacyEngine):

@@ -1,19 +1,21 @@
 """skorch: callbacks that measure and clip steps, or train privately."""
 
-from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import torch
 
-from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
+from autograd_hacks.errors import ON_PRIVATE, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.privacy.poisson import OF_POISSON, WOULD_CLIP, PrivateLoader
 from autograd_hacks.privacy.private import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
-from autograd_hacks.support.ranges import checked
 
 with needed("skorch"):
     from skorch.callbacks import Callback, GradientNormClipping
+
+SETTINGS = {name: argument.default for name, argument in signature(Steps).parameters.items()}
+"""The arguments of `Steps`, with their defaults."""
 
 
 class GradsCallback(Callback):
@@ -24,31 +26,16 @@ class GradsCallback(Callback):
     notify ``on_grad_computed`` once per step, as skorch's own recipe does.
     """
 
-    @checked(ON_STEPS)
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        noise_scale: bool = True,
-        per_parameter: bool = False,
-        smoothing: float = 0.9,
-        loss_type: str = "mean",
-        batch_dim: int = 0,
-        scaler: torch.amp.GradScaler | None = None,
-        every: int = 1,
-        only: str | Iterable[str] | None = None,
-    ) -> None:
-        # The arguments are stored unchanged, because skorch sets and clones them.
-        self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
-        self.smoothing, self.loss_type, self.batch_dim, self.scaler = smoothing, loss_type, batch_dim, scaler
-        self.every, self.only = every, only
+    def __init__(self, max_norm: float | None = None, scaler: torch.amp.GradScaler | None = None, **options: Any) -> None:
+        Steps(max_norm, **options)  # raises for options that it doesn't take
+        # The arguments are attributes, unchanged, because skorch sets and clones them.
+        self.scaler = scaler
+        self.__dict__.update(SETTINGS, max_norm=max_norm, **options)
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         if isinstance(before := vars(self).get("steps_"), Steps):
             before.detach()  # an interrupted training
-        self.steps_ = Steps(
-            self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim, self.every,
-            self.only,
-        )  # fmt: skip
+        self.steps_ = Steps(**{name: vars(self)[name] for name in SETTINGS})
         self.steps_.attach(net.module_, *([net.optimizer_] if hasattr(net, "optimizer_") else []))
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp
 from typing import Any
 
 import torch
@@ -42,18 +42,13 @@ class QuantileClip:
     deviation: σ_b, the standard deviation of the noise in the count, about √(expected_batch_size) / 20. The count uses a
     part of the guarantee, so the gradients' noise is (z⁻² - (2 σ_b)⁻²)^(-1/2) times the bound for a step with noise
     multiplier z
-    least: the smallest bound    most: the largest bound
 
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
 
     @checked(ON_CLIPPING)
-    def __init__(
-        self, quantile: float = 0.5, rate: float = 0.2, deviation: float = 1.0, least: float = 0.0, most: float = inf
-    ) -> None:
-        if least > most:
-            raise ValueError(f"QuantileClip was given least={least} and most={most}; expected least ≤ most" + ON_CLIPPING)
-        self.quantile, self.rate, self.deviation, self.least, self.most = quantile, rate, deviation, least, most
+    def __init__(self, quantile: float = 0.5, rate: float = 0.2, deviation: float = 1.0) -> None:
+        self.quantile, self.rate, self.deviation = quantile, rate, deviation
         self.bound: float | None = None
 
     def state_dict(self) -> dict[str, float | None]:
@@ -83,8 +78,7 @@ class QuantileClip:
         if multiplier:
             (own,) = drawn(noise, [("the count of QuantileClip", torch.zeros(1, device="cpu"))], self.deviation)
             count += float(own)
-        found = bound * exp(-self.rate * (count / expected + 0.5 - self.quantile))
-        self.bound = min(max(found, self.least), self.most)
+        self.bound = bound * exp(-self.rate * (count / expected + 0.5 - self.quantile))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, zip_longest
+from itertools import count as counted
 from math import comb
 from typing import Any
 
@@ -173,27 +174,19 @@ class Batch:
         return self.tree, tuple(map(_kind, self.leaves)), tuple(which)
 
 
-FEW = 4096
-"""Up to this many samples, every pair of samples is distinguished."""
-
-
 def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
     """Which samples each run keeps.  Each is N booleans.
 
-    For up to `FEW` samples and for every ordered pair of them, some run keeps the first and replaces the second, so no
-    sample's runs are a subset of another's.  Above that, random halves and their complements are used.  For three to six
-    samples each half is used twice, with different replacements.
+    For every ordered pair of samples some run keeps the first and replaces the second, so no sample's runs are a subset of
+    another's.  For three to six samples each half is used twice, with different replacements.
     Source: Sperner 1928, "Ein Satz über Untermengen einer endlichen Menge".
     """
     if samples < 2:
         return [torch.ones(samples, dtype=torch.bool, device="cpu")]
-    if samples > FEW:
-        halves = [torch.randperm(samples, generator=draws, device="cpu") < samples // 2 for _ in range(4)]
-        return [kept for half in halves for kept in (half, ~half)]
-    count = next(count for count in range(2, 16) if comb(count, count // 2) >= samples)
-    sets = list(combinations(range(count), (count + 1) // 2))
-    order = torch.randperm(len(sets), generator=draws, device="cpu").tolist()
-    halves = [torch.tensor([n in sets[k] for k in order[:samples]], device="cpu") for n in range(count)]
+    count = next(count for count in counted(2) if comb(count, count // 2) >= samples)
+    sets = torch.tensor([*combinations(range(count), (count + 1) // 2)], device="cpu")
+    own = sets[torch.randperm(len(sets), generator=draws, device="cpu")[:samples]]
+    halves = [(own == n).any(1) for n in range(count)]
     return halves * 2 if 2 < samples < 7 else halves
 
 

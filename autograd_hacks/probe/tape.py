@@ -130,30 +130,20 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         kind = _kind(func)
         if self.is_paused or kind == _MARK:
             return func(*args, **kwargs) if kwargs else func(*args)
-        numbers, expected, at = self._numbers, self._expected, len(self.entries)
-        given: list[Any] = []
+        expected, at = self._expected, len(self.entries)
         noted: list[Any] = []
-        if func is _LIFT and numbers.get(self._key(args[0])) is None:
+        if func is _LIFT and self.number(args[0]) is None:
             self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
             self.values.append(args[0])
-        for x in args:  # here, too, stands what `_noted` does for most: a call takes as long again
-            try:
-                n = numbers.get((address_of(x), x.shape, x.stride())) if type(x) in _PLAIN else None
-            except (RuntimeError, NotImplementedError):  # sparse
-                n = None
-            given.append((n,) if n is not None else x if type(x) in _NUMBERS else self._noted(x))
+        given = [x if type(x) in _NUMBERS else self._noted(x) for x in args]
         named = [(name, self._noted(x)) for name, x in kwargs.items()] if kwargs else None
         out = func(*args, **kwargs) if kwargs else func(*args)
         is_one = isinstance(out, Tensor)
         for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
             if isinstance(x, Tensor):
                 self._count = n = self._count + 1
-                try:
-                    key: Any = address_of(x), x.shape, x.stride()
-                except (RuntimeError, NotImplementedError):  # sparse
-                    key = 0, x.shape, ()
-                noted.append((n, key[1], key[2], x.dtype))
-                numbers[key if key[0] else self._key(x)] = n
+                self._numbers[self._key(x)] = n
+                noted.append((n, x.shape, _strides(x), x.dtype))
             elif is_one or x is None:
                 noted.append((0, (), (), None))
         entry = Entry(func, given, named, noted, not is_one)
@@ -167,11 +157,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
     def _noted(self, x: Any) -> Any:
-        if type(x) in (list, tuple):
-            return [y if type(y) in _NUMBERS else self._noted(y) for y in x]
         if isinstance(x, Tensor):
             number = self._numbers.get(key := self._key(x))
             return (self._found(x, key) if number is None else number,)
+        if type(x) in (list, tuple):
+            return [y if type(y) in _NUMBERS else self._noted(y) for y in x]
         if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
             return str(x._type())
         return x.device if isinstance(x, torch.Generator) else x  # a copy of a model has another one
@@ -180,17 +170,16 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         """What identifies a tensor until other memory takes its place."""
         try:
             at = address_of(x)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # sparse
             at = 0
-        if at and x.layout == torch.strided:
+        if at and x.layout is torch.strided:
             return at, x.shape, x.stride()
         self._held.append(x)
         return id(x)
 
     def _source(self, x: Tensor, key: Any, kind: str, name: Hashable) -> int:
         self._count = number = self._count + 1
-        strides = x.stride() if x.layout == torch.strided else ()
-        self._numbers[key], self.sources[number] = number, Source(kind, name, x.shape, strides, x.dtype)
+        self._numbers[key], self.sources[number] = number, Source(kind, name, x.shape, _strides(x), x.dtype)
         return number
 
     def _found(self, x: Tensor, key: Any) -> int:
@@ -281,6 +270,10 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
 never_compile(Tape.__torch_dispatch__)
 
 
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride() if x.layout is torch.strided else ()
+
+
 def _numbers(tape: Tape) -> list[Any]:
     """The operations that are no casts, with their numbers."""
     return [
@@ -308,7 +301,6 @@ _TORCHS = frozenset("aten prim prims c10d _c10d_functional inductor mkldnn quant
 """Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""
-_PLAIN = frozenset((Tensor, nn.Parameter))
 _NUMBERS = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout))
 _MARK, _OPAQUE, _SILENT, _READING = "mark", "opaque", "silent", "reading"
 """Kinds of operations: marks for profilers, as DistributedDataParallel sets them; those of other packages; those that

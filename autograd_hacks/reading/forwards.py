@@ -50,13 +50,8 @@ class Chosen:
     untold: str = ""  # why an output's entries can't be assigned to documents
 
     @property
-    def by_values(self) -> bool:
-        """Whether samples are apart by the values of this forward only."""
-        return self.reader.walk.by_values
-
-    @property
     def is_sure(self) -> bool:
-        return not (self.is_mixed or self.by_values or self.lost())
+        return not (self.is_mixed or self.reader.walk.by_values or self.lost())
 
     @property
     def is_mixed(self) -> bool:
@@ -75,7 +70,9 @@ class Chosen:
         the arguments, or an output on their axis.
         """
         if before is None or not (before.is_mixed or before.lost()):
-            return before is None or (before.by_values and self.is_sure)
+            return before is None or (
+                before.reader.walk.by_values and self.is_sure
+            )  # samples are apart by these values only
         if self.is_mixed or self.lost():
             return False
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
@@ -145,8 +142,10 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
         best.reader.follow(found, off)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
-    for link in found.links if walk.was_read and recorder.backward.wants_grad else ():
-        nodes[link.node].register_hook(Passed(recorder.backward, link))
+    if walk.was_read and recorder.backward.wants_grad:
+        found.links = best.reader.links(found) if found.links is None else found.links
+        for link in found.links:
+            nodes[link.node].register_hook(Passed(recorder.backward, link))
     walk.was_read = True
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
@@ -183,8 +182,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
-    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
-    found.covered = frozenset([edge.name for call in calls for edge in call.edges.values()])
+    calls = (noted.noted for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
         _note_nodes(ran, reader, found, off)
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
@@ -273,28 +272,17 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
 
 def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
     """Notes which nodes read parameters, for messages."""
-    behind, nodes = Behind(ran), reader.trace.nodes
+    nodes = reader.trace.nodes
+    paths = {node: noted.noted.known.path for noted, inside in zip(ran.noted, ran.inside) for node in inside}
     for k, (values, _) in found.uses.items():
-        text = f"{nodes[k].name()} at {behind.of(nodes[k])}"
+        at = k  # it is followed to the next call of a layer with a rule, or to the outputs
+        while at >= 0 and nodes[at] not in paths:
+            at = reader.takers[at][0][0]
+        place = "the outputs" if at < 0 else f"the input of {paths[nodes[at]]!r}"
+        text = f"{nodes[k].name()} at {place}"
         for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
             known = found.nodes.setdefault(name, [])
             known += [text] if text not in known else []
-
-
-class Behind:
-    """Where nodes lead, as text for messages: to the next call of a layer with a rule, or to the outputs."""
-
-    def __init__(self, ran: Ran) -> None:
-        self.takers: dict[Node, Node] = {}  # by node, one that takes its output
-        for value, takers in ran.graph.takers.items():
-            self.takers.setdefault(value.node, takers[0].node)
-        self.paths = {node: noted.call.path for noted in ran.noted for node in ran.inside(noted)}
-
-    def of(self, node: Node) -> str:
-        at: Node | None = node
-        while at is not None and at not in self.paths:
-            at = self.takers.get(at)
-        return "the outputs" if at is None else f"the input of {self.paths[at]!r}"
 
 
 def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], lost: Mapping[int, Value]) -> str:

@@ -44,6 +44,18 @@ def read(
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     scaling: the factor by which the loss was multiplied
     """
+    with outside_inference(), without_autocast(parameters.values()):
+        return read_here(model, parameters, recorder, loss_type, scaling)
+
+
+def read_here(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    recorder: Recorder,
+    loss_type: str | None,
+    scaling: float | Tensor = 1.0,
+) -> dict[str, Form | None]:
+    """The same within the caller's contexts."""
     record = recorder.record
     parameters = record.asked(dict(parameters))
     check_loss_type(loss_type)
@@ -65,21 +77,19 @@ def read(
 def _read(
     parameters: Mapping[str, Tensor], record: Record, loss_type: str | None, scaling: float | Tensor
 ) -> dict[str, Form | None]:
-    segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    names = {name: record.name_of(parameter) for name, parameter in trainable.items()}
-    with outside_inference(), without_autocast(parameters.values()):
-        gates = [Gate(segment, loss_type) for segment in segments]
-        certificate = Certificate(record)
-        for gate in gates:
-            gate.read_all()
-            if any(recorded.along for recorded in gate.segment.passes):
-                with torch.no_grad():
-                    for name, known in names.items():
-                        gate.certify(certificate, name, known)
-        with torch.no_grad():
-            certificate.check()
-        return dict(_forms_of(gates, trainable, names, scaling))
+    gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
+    names = dict(zip(trainable, record.names_of(trainable.values())))
+    certificate = Certificate(record)
+    for gate in gates:
+        gate.read_all()
+        if any(recorded.along for recorded in gate.segment.passes):
+            with torch.no_grad():
+                for name, known in names.items():
+                    gate.certify(certificate, name, known)
+    with torch.no_grad():
+        certificate.check()
+    return dict(_forms_of(gates, trainable, names, scaling))
 
 
 def _forms_of(
@@ -89,12 +99,11 @@ def _forms_of(
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
     """(name, form) pairs.  names: in the record"""
-    share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
+    is_scaled = isinstance(scaling, Tensor) or scaling != 1
     for name, parameter in parameters.items():
-        forms = [gate.form(names[name]) for gate in gates]
-        if share is not None:
-            forms = [None if form is None else scale(form, share) for form in forms]
-        yield name, forms[0] if len(forms) == 1 else _stack(forms, gates, parameter)
+        known = names[name]
+        form = gates[0].form(known) if len(gates) == 1 else _stack([gate.form(known) for gate in gates], gates, parameter)
+        yield name, scale(form, 1 / scaling) if is_scaled and form is not None else form
 
 
 class Gate:
@@ -140,9 +149,13 @@ class Gate:
         if (forms := note.forms(grad, version)) is None:
             self._ask(number, note.made(gone), OutputGrads([grad], [version], known.locals))
             return
+        terms = self._terms[number]
         for local, name in zip(known.locals, known.names):
-            form = forms[local]
-            self._take(number, note, name, scale(form, form.samples) if is_mean else form)
+            form = scale(forms[local], note.within.samples or 0) if is_mean else forms[local]
+            if name in terms:
+                self._take(number, note, name, form)
+            else:
+                terms[name] = {note: form}
 
     def _take(self, number: int, call: Use | Note, name: str, form: Form) -> None:
         terms = self._terms[number]

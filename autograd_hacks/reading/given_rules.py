@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.uses import OutputGrads, Whose
@@ -63,7 +62,10 @@ def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, s
             return {}
     terms = [(noted.call, received, float(w.max()))]
     return {
-        noted.call.edges[local].name: _why(noted.call, noted.call.edges[local].name)
+        (name := noted.call.edges[local].name): (
+            f"with random weights, the rows of {name} don't add up to the gradient that its layer gives. Its rule is wrong "
+            f"({noted.call.place})"
+        )
         for local, form in forms.items()
         if local in arrived
         and not agree(
@@ -75,10 +77,3 @@ def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, s
             rounded_by([noted.call], arrived[local]),
         )
     }
-
-
-def _why(call: LayerCall, name: str) -> str:
-    return (
-        f"with random weights, the rows of {name} don't add up to the gradient that its layer gives. Its rule is wrong "
-        f"({call.place})"
-    )

@@ -44,8 +44,9 @@ def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: R
         for path, layer in (model.named_modules() if missing else ())
         if layer in missing and not isinstance(layer, torch.jit.ScriptModule)
     ]
-    trained = ((name, p) for name, p in parameters.items() if p.requires_grad and p.is_leaf and p.grad is not None)
-    unwatched = [f"parameter {name!r}" for name, p in trained if p not in recorder.backward.watched]
+    trained = {name: p for name, p in parameters.items() if p.requires_grad and p.is_leaf and p.grad is not None}
+    watched = recorder.backward.watched.of(trained.values())
+    unwatched = [f"parameter {name!r}" for name, handles in zip(trained, watched) if handles is None]
     if unhooked or unwatched:
         raise NothingRecorded(
             f"not hooked, because they were added or unfrozen after add_hooks: {'; '.join(unhooked or unwatched)}. Call "

@@ -28,7 +28,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_users
 from autograd_hacks.support.internals import COMPILER
-from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.layout import Layout, differs, likeliest, rounding_of
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.switch import Switch
@@ -121,11 +121,11 @@ def show_independent(
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
     """batch: the copied arguments: the forward may have overwritten its own"""
     makes_loss = _losses(ran, told)
-    if not makes_loss and _is_analysed(recorder, copy, batch, ran, told, samples):
+    if makes_loss or told.counted_at is not None or batch.has_lists(samples):  # lists' numbers are constants in a trace
+        _check_repeats(recorder, copy, batch)
+    elif _is_analysed(recorder, copy, batch, ran, told, samples):
         told.kind.is_independent = True
         return
-    if makes_loss or told.counted_at is not None or batch.has_lists(samples):
-        _check_repeats(recorder, copy, batch)
     runs, arguments = _Runs(recorder, told, copy, samples, makes_loss), batch.arguments()
     draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
     reference = runs.run(arguments, with_rows=True)
@@ -156,9 +156,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
 
 def _is_analysed(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> bool:
     """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
-    if told.counted_at is not None or (dist.is_available() and dist.is_initialized()):
-        return False
-    if batch.has_lists(samples):  # their numbers are constants in a trace
+    if dist.is_available() and dist.is_initialized():
         return False
     told.kind.why_unshown = ""
     if _is_by_tape(recorder, ran, told, samples):
@@ -279,7 +277,7 @@ class _Runs:
         return _differing_rows(first.rows, other.rows, kept), every
 
     def _by_size(self, x: Tensor) -> Layout | None:
-        return next(iter(candidates(x.shape, self.samples, range(x.ndim))), None)
+        return likeliest(x.shape, self.samples, range(x.ndim))
 
 
 def _along(x: Tensor, seed: int) -> Tensor:

@@ -3,7 +3,7 @@
 A parameter that the forward uses once gets its gradient from one node, or through nodes that pass it on to it alone (casts
 of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from autograd_hacks.capture.arrivals import Link
@@ -15,23 +15,17 @@ INSIDE = "TBackward0"
 
 
 def links_of(
-    trace: Trace, own: Sequence[bool], names: Mapping[int, str], is_read: Callable[[int, int, int, int], bool],
-    inside: Collection[int],
+    trace: Trace, takers: Mapping[int, Sequence[tuple[int, int, int]]], own: Sequence[bool], names: Mapping[int, str],
+    read: Collection[tuple[int, int, int]], inside: Mapping[int, Collection[int]],
 ) -> list[Link]:  # fmt: skip
     """Links from uses to the parameters that get all of their gradient by them.
 
+    takers: by node, who takes its outputs (-1: a loss), at which of their inputs, and which output
     own: whether each node's outputs are made of parameters alone
     names: of the parameters, by their leaves
-    is_read: of a node, the place and the node of what it takes there, and a leaf: whether rows of the leaf are read there
-    inside: the nodes inside layers' calls
+    read: nodes at which rows are read, with the place and the node of what they take there
+    inside: the nodes inside layers' calls, with the leaves of which the layers' rules give rows there
     """
-    takers: dict[int, list[tuple[int, int, int]]] = {}
-    for k, ahead in enumerate(trace.edges):
-        for place, edge in enumerate(ahead):
-            if edge is not None:
-                takers.setdefault(edge[0], []).append((k, place, edge[1]))
-    for k, number in trace.roots:  # the loss brings gradient there
-        takers.setdefault(k, []).append((-1, 0, number))
 
     def path_to(leaf: int) -> list[Link]:
         path, at, receiver, is_begun = list[Link](), leaf, cast("str | int", names[leaf]), False
@@ -43,7 +37,7 @@ def links_of(
                 break
             if not own[k]:
                 whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
-                return whole if is_read(k, place, at, leaf) else []
+                return whole if (k, place, at) in read or leaf in inside.get(k, ()) else []
             is_begun = trace.kinds[k].name == INSIDE and k in inside
             path.append(Link(k, ((place, receiver),), is_begun, 0))
             at, receiver = k, k

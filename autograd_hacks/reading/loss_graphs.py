@@ -10,7 +10,7 @@ from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import Owned, entries
 from autograd_hacks.reading.reader import Reader, label_of, ran_behind
-from autograd_hacks.support.graph import Value, inputs_of
+from autograd_hacks.support.graph import Graph, Value
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import Switch
 
@@ -70,11 +70,5 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
             if isinstance(hook, AtNode):
                 found.add(node)
             elif hook.call is not None and hook.call.edges:
-                inside = dict.fromkeys([node])
-                waiting = [node]
-                while waiting:
-                    new = {value.node for value in inputs_of(waiting.pop())} - hook.inputs - inside.keys()
-                    inside |= dict.fromkeys(new)
-                    waiting += new
-                found.update(inside)
+                found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
     return found

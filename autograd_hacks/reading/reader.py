@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import Note, packed_into
+from autograd_hacks.capture.calls import Note, are_plain, packed_into
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
@@ -29,7 +29,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Value, is_users, shape_of
+from autograd_hacks.support.graph import Leaf, Value, is_users, operands_of, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -50,8 +50,10 @@ class Read:
     covered: the parameters for which some layer's rule gives rows
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
-    links: between uses and parameters that get gradient from one use alone
+    inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
+    links: see `Reader.links`; None as long as nobody has looked for them
     ends: see `OffGraph`; None as long as nobody has looked for them
+    plain: see `Within`; None as long as nobody has looked
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
@@ -63,8 +65,10 @@ class Read:
     covered: frozenset[str] = frozenset()
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
-    links: Sequence[Link] = ()
+    inside: dict[int, set[int]] = field(default_factory=dict)
+    links: Sequence[Link] | None = None
     ends: tuple[list[int], dict[str, int], list[int]] | None = None
+    plain: list[bool] | None = None
     planned: dict[int, Planned] | None = None
 
     def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
@@ -150,8 +154,8 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        apart = self.ran.taken_apart()
-        found.calls = [None if noted.call in apart else self._whose(noted) for noted in self.ran.noted]
+        apart = self._taken_apart()
+        found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
         for n, noted in enumerate(self.ran.noted):
             if noted.is_empty and (whose := found.calls[n]) is not None:
                 found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
@@ -162,20 +166,54 @@ class Reader:
             found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({mix.why})" if mix is not None and mix.why else at)
         return found
 
+    @cached_property
+    def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
+        """By node, who takes its outputs: nodes, -1 for a loss; the number of their input; and the number of the output."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for k, ahead in enumerate(self.trace.edges):
+            for place, edge in enumerate(ahead):
+                if edge is not None:
+                    found.setdefault(edge[0], []).append((k, place, edge[1]))
+        for k, number in self.trace.roots:  # the loss brings gradient there
+            found.setdefault(k, []).append((-1, 0, number))
+        return found
+
+    def _taken_apart(self) -> set[int]:
+        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
+
+        Their rules don't see these uses, so their nodes give the rows."""
+        found, number, takers = set[int](), self.number, self.takers
+        for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
+            own = {(number.get(node), hook.number) for node, hook in noted.hooks}
+            inside = {number.get(node, -1): node for node in nodes}
+            used = {(k, at) for k in inside for j, _, at in takers.get(k, ()) if j >= 0 and j not in inside} - own
+            if not all(self._is_view(inside[k]) for k, _ in used):
+                found.add(n)
+        return found
+
+    def _is_view(self, node: Node) -> bool:
+        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
+        while type(node) is not Leaf:
+            ahead = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+            if ahead is None or next(operands_of(node), None) is not None:
+                return False
+            node = ahead
+        return node in self.ran.leaves
+
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
-        below = _Below(trace, {self.number[leaf] for leaf in leaves if leaf in self.number})
-        for noted, whose in zip(self.ran.noted, found.calls):
+        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
+        below = cache(lambda k: trace.behind([k]) & by_leaf.keys())  # the parameters on which a value depends
+        for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
             if whose is not None:
-                found_leaves = (self.ran.leaf_of.get(edge.name) for edge in noted.call.edges.values())
-                own = {self.number[leaf] for leaf in found_leaves if leaf in self.number}
-                for node in self.ran.inside(noted):
+                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.noted.known.names) if x in self.number}
+                for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
         waiting = [(k, place) for k, place, _ in self.walk.uses if k >= 0]
         for k, place in waiting:  # the list grows
             edge = trace.edges[k][place]
-            if edge is None or not (names_below := below[edge[0]]):
+            if edge is None or not (names_below := below(edge[0])):
                 continue
             j, output = edge
             is_inside = k in covered and (trace.kinds[j] is LEAF or j in covered)
@@ -190,17 +228,17 @@ class Reader:
                 found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
-        for noted in self.ran.noted:
-            if is_given(noted.call.layer):  # the user's rule may be wrong, so its rows are compared
-                for node in self.ran.inside(noted):
+        for noted, nodes in zip(self.ran.noted, self.ran.inside):
+            if is_given(noted.layer):  # the user's rule may be wrong, so its rows are compared
+                for node in nodes:
                     covered.pop(self.number.get(node, -1), None)
+        found.inside = covered
+
+    def links(self, found: Read) -> Sequence[Link]:
+        """Links between uses and parameters that get gradient from one use alone."""
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
-
-        def is_read(k: int, place: int, at: int, leaf: int) -> bool:
-            return (k, place, at) in read or leaf in covered.get(k, ())
-
-        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
-        found.links = links_of(trace, self.walk.own, by_leaf, is_read, covered)
+        by_leaf = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
+        return links_of(self.trace, self.takers, self.walk.own, by_leaf, read, found.inside)
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""
@@ -223,19 +261,19 @@ class Reader:
         call, layer, samples = noted.call, noted.call.layer, self.samples
         known = {slot: own for slot in range(call.slots) if (own := self._at(noted, slot)) is not None}
         labels = {slot: label for slot, (label, _) in known.items() if label is not None}
-        usual = noted.usual_layouts(samples)
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
             return None
         rule = rule_for(layer)
         if not labels:
             is_loss = rule is not None and rule.by_input  # the walk begins inside
-            return Whose(usual, is_unseen=samples > 1 and not is_loss)
-        layouts, packed, rows = list(usual), packed_into(call), None
+            return Whose(noted.usual_layouts(samples), is_unseen=samples > 1 and not is_loss)
+        packed, rows = packed_into(call), None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
         if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
-            return Whose(usual)
+            return Whose(noted.usual_layouts(samples))
+        layouts = list(noted.usual_layouts(samples) if len(labels) < call.slots else [None] * call.slots)
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
             shape = known[slot][1]
@@ -279,6 +317,9 @@ class Reader:
         refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if (within := ran.within) is not None:
             within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+            if found.plain is None:
+                found.plain = are_plain(found.calls)
+            within.plain = () if refused else found.plain
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
             call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
@@ -324,18 +365,6 @@ def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
     size = shape[at.axis] // samples
     outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
     return At(at.axis, outer, inner)
-
-
-class _Below:
-    """The parameters on which a value depends, by their leaves."""
-
-    def __init__(self, trace: Trace, leaves: set[int]) -> None:
-        self.trace, self.leaves, self._known = trace, leaves, dict[int, frozenset[int]]()
-
-    def __getitem__(self, k: int) -> frozenset[int]:
-        if k not in self._known:
-            self._known[k] = frozenset(self.trace.behind([k]) & self.leaves)
-        return self._known[k]
 
 
 def layout_of(label: Owned, shape: Sequence[int], samples: int) -> Layout | None:

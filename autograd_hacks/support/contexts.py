@@ -66,11 +66,23 @@ _may_autocast: Callable[[str], bool] = cache(torch.amp.is_autocast_available)
 @contextmanager
 def outside_inference() -> Iterator[None]:
     """A context in which gradients can be enabled, even inside ``torch.inference_mode``.  They are off at first."""
-    with switches_kept(), ExitStack() as stack:
+    if _HERE.is_outside and not torch.is_inference_mode_enabled():  # an open context puts the switches back
+        yield
+        return
+    with restored(partial(setattr, _HERE, "is_outside", False)), switches_kept(), ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+        _HERE.is_outside = True
         yield
+
+
+class _Here(threading.local):
+    is_outside = False
+
+
+_HERE = _Here()
+"""Whether `outside_inference` is open in this thread."""
 
 
 @contextmanager

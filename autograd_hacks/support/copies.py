@@ -26,9 +26,8 @@ from autograd_hacks.support.contexts import as_written, cuda_devices_of, without
 from autograd_hacks.support.internals import rebuilt
 from autograd_hacks.support.parts import memory_of, part_of
 from autograd_hacks.support.restored import restored, switches_kept
-from autograd_hacks.support.trees import like_its_kind, slots_of, tensors_of
+from autograd_hacks.support.trees import OF_MODULE, like_its_kind, slots_of, tensors_of
 
-_OF_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 _ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
 _SHARED = (*_ATOMS, torch.utils.data.Dataset, torch.optim.Optimizer)
@@ -294,7 +293,7 @@ class Marks:
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.attributes = [(own, {k: x for k, x in vars(own).items() if type(x) in _PLAIN}) for own in modules]
         every = (pair for own in modules for pair in vars(own).items())
-        held = [x for k, x in every if type(x) is Tensor or (type(x) in _BOXES and x and k not in _OF_MODULE)]
+        held = [x for k, x in every if type(x) is Tensor or (type(x) in _BOXES and x and k not in OF_MODULE)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
 
     def put_on(self) -> None:

@@ -17,6 +17,8 @@ Leaf: Any = AccumulateGrad
 
 CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint.  Its own backward would add to parameters' ``.grad``."""
+IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
+"""Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
 
 def node_of(parameter: Tensor) -> Node:
@@ -89,13 +91,20 @@ _OF_RESULTS = tuple(RAW + name for name in ("result", "output", "rstd", "mean", 
 
 
 @cache
-def _raw_names(kind: type) -> tuple[str, ...]:
+def raw_names(kind: type) -> tuple[str, ...]:
+    """The attributes under which nodes of a type keep tensors as hooks have packed them."""
     return tuple(name for name in dir(kind) if name.startswith(RAW))
+
+
+def _raws(node: Any, attribute: str) -> Sequence[Any]:
+    """What a node keeps there: of an index, one for each axis."""
+    raw = getattr(node, attribute, None)
+    return raw if isinstance(raw, tuple | list) else (raw,)
 
 
 @cache
 def _operand_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in _raw_names(kind) if not name.startswith(_OF_RESULTS))
+    return tuple(name for name in raw_names(kind) if not name.startswith(_OF_RESULTS))
 
 
 def operands_of(node: Node) -> Iterator[Tensor]:
@@ -129,21 +138,17 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw = getattr(node, RAW + name, None)
-    if getattr(raw, "unpack_hook", None) is None and not isinstance(raw, tuple | list):  # the usual case
+    if not is_packed_by_hooks(node, name):  # the usual case
         return getattr(node, SAVED + name)
-    every = raw if isinstance(raw, tuple | list) else (raw,)  # an index of several axes
-    if not any(getattr(own, "unpack_hook", None) for own in every):
-        return getattr(node, SAVED + name)
-    found = [_unpacked(own) for own in every]
-    return found if every is raw else found[0]
+    raw = getattr(node, RAW + name)
+    return [_unpacked(own) for own in raw] if isinstance(raw, tuple | list) else _unpacked(raw)
 
 
 def _unpacked(raw: Any) -> Any:
     if (unpack := raw.unpack_hook) is None:
         return raw.data
     x = unpack(raw.data)
-    if _is_handed_out_once(raw.data):
+    if _is_handed_out_once(raw):
         _put_back(raw.data, unpack, x)
     return x
 
@@ -161,19 +166,21 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
 def is_packed_by_hooks(node: Any, name: str) -> bool:
     """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
-    raw = getattr(node, f"{RAW}{name}")
-    every = raw if isinstance(raw, tuple | list) else (raw,)
-    return any(getattr(own, "unpack_hook", None) is not None for own in every)
+    return any(getattr(own, "unpack_hook", None) is not None for own in _raws(node, RAW + name))
+
+
+def is_recomputed(node: Any, *names: str) -> bool:
+    """Whether a checkpoint recomputes what a node saves, by default anything of it."""
+    attributes = [RAW + name for name in names] or raw_names(node.__class__)
+    return any(_is_handed_out_once(raw) for name in attributes for raw in _raws(node, name))
 
 
 def put_back_by(node: Any) -> Callable[[], None]:
     """Returns a function that restores what checkpoints recomputed for a node.
 
     Checkpoints give each recomputed tensor out only once per pass.  Call the function after each call of the node."""
-    every = [getattr(node, name) for name in _raw_names(node.__class__)]
-    kept = [raw for own in every for raw in (own if isinstance(own, tuple | list) else (own,))]
-    packed = [(raw.data, raw.unpack_hook) for raw in kept if getattr(raw, "unpack_hook", None) is not None]
-    taken = [(at, unpack, unpack(at)) for at, unpack in packed if _is_handed_out_once(at)]
+    kept = [raw for name in raw_names(node.__class__) for raw in _raws(node, name) if _is_handed_out_once(raw)]
+    taken = [(raw.data, raw.unpack_hook, raw.unpack_hook(raw.data)) for raw in kept]
 
     def put_back() -> None:
         for at, unpack, x in taken:
@@ -183,8 +190,9 @@ def put_back_by(node: Any) -> Callable[[], None]:
     return put_back
 
 
-def _is_handed_out_once(packed: Any) -> bool:
-    return type(packed).__module__ == "torch.utils.checkpoint"
+def _is_handed_out_once(raw: Any) -> bool:
+    """Whether a checkpoint has packed it."""
+    return getattr(raw, "unpack_hook", None) is not None and type(raw.data).__module__ == "torch.utils.checkpoint"
 
 
 def _put_back(packed: Any, unpack: Any, x: Any) -> None:

@@ -87,8 +87,8 @@ _NAMES = {
     Range("(0, inf)"): "batch_size damping deviation epsilon expected_batch_size rate scale",
     Range("(0, inf]"): "max_grad_norm max_norm",  # see also `check_bound`
     Range("(0, inf]", "dictionary"): "clip_and_noise_.max_norm PrivateTraining.max_norm",
-    Range("[0, inf)"): "as_linear_operator.damping least noise_multiplier",
-    Range("[0, inf]"): "bound most PrivateStep.deviation",
+    Range("[0, inf)"): "as_linear_operator.damping noise_multiplier",
+    Range("[0, inf]"): "bound PrivateStep.deviation",
     Range("(-inf, inf)"): "over.weight",  # of a checkpoint
     Range("(-inf, inf)", "list"): "coefficients",
 }

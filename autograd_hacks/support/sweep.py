@@ -16,7 +16,18 @@ from torch.utils.checkpoint import CheckpointError
 
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
-from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
+from autograd_hacks.support.graph import (
+    CHECKPOINT,
+    IDENTITIES,
+    Graph,
+    Leaf,
+    Value,
+    dtype_of,
+    is_users,
+    made,
+    put_back_by,
+    shape_of,
+)
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -25,9 +36,6 @@ Made = TypeVar("Made")
 
 Grads = list[Tensor | None]
 """The gradients that one pass brings to a node, by the number of the node's output."""
-
-_IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
-"""Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
 
 def sweep(
@@ -102,7 +110,7 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
     if not issubclass(type(node), BackwardCFunction):
         found = node(*grads)
         return found if isinstance(found, tuple) else (found,)
-    if node.name() in _IDENTITIES:
+    if node.name() in IDENTITIES:
         return grads
     zeros = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) if g is None else g for g, x in zip(grads, made(node)))
     with _put_back(node):

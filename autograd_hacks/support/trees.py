@@ -5,7 +5,7 @@ from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from types import NoneType, SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 import torch.nn as nn
@@ -18,18 +18,20 @@ from autograd_hacks.support.internals import register_pytree_node, tree_leaves, 
 T = TypeVar("T")
 
 _CLOSED = (Tensor, NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module, PackedSequence)
-_LEAVES = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype, torch.device}
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """An object is opened if its class creates instances in the same way as one of these."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree, in order.  For a packed sequence, its data."""
-    if isinstance(tree, Tensor):  # the usual cases first, without a walk
+    if isinstance(tree, Tensor):
         return [tree]
-    if _is_flat(tree):
-        return list(tree)
-    leaves = leaves_of(tree, is_packed)
+    kind = type(tree)
+    if kind is tuple or kind is list or kind is dict:  # torch's functions take twice as long, and more
+        return [x for part in (tree.values() if kind is dict else tree) for x in tensors_of(part)]
+    if isinstance(tree, _CLOSED):
+        return [tree.data] if is_packed(tree) else []
+    leaves = tree_leaves(tree, is_packed)
     if not all(isinstance(leaf, _CLOSED) for leaf in leaves):
         leaves = tree_leaves(unpacked(tree, everything=True), is_packed)
     leaves = [leaf.data if is_packed(leaf) else leaf for leaf in leaves]
@@ -41,9 +43,9 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
 
 
-def made_by(tree: Any) -> frozenset[Node]:
-    """The graph nodes that made a tree's tensors."""
-    return frozenset(x.grad_fn for x in tensors_of(tree) if x.grad_fn is not None)
+def made_by(tensors: Iterable[Tensor]) -> frozenset[Node]:
+    """The graph nodes that made tensors."""
+    return frozenset([x.grad_fn for x in tensors if x.grad_fn is not None])
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -61,19 +63,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
     return tree_map(at_leaf, unpacked(tree, everything=True), is_leaf=is_packed)
-
-
-def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The same as torch's ``tree_leaves``, in less than half of the time for tuples, lists and dicts.
-
-    is_leaf: applied to everything else
-    """
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return [leaf for part in tree for leaf in leaves_of(part, is_leaf)]
-    if kind is dict:
-        return [leaf for part in tree.values() for leaf in leaves_of(part, is_leaf)]
-    return [tree] if kind in _LEAVES else tree_leaves(tree, is_leaf)
 
 
 class Unpacked:
@@ -195,7 +184,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
-_OF_MODULE = frozenset(vars(nn.Module()))
+OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
@@ -237,7 +226,7 @@ class Tree:
             own = vars(module)
             count, names = self._attributes[n]
             if len(own) != count or not own.keys() >= set(names):
-                names = sorted(own.keys() - _OF_MODULE)
+                names = sorted(own.keys() - OF_MODULE)
                 self._attributes[n] = len(own), names
             yield from [own[name] for name in names if type(own[name]) not in SIMPLE]
 
@@ -268,7 +257,7 @@ def holds_numbers(x: Tensor) -> bool:
     return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def is_packed(tree: Any) -> bool:
+def is_packed(tree: Any) -> TypeGuard[PackedSequence]:
     return isinstance(tree, PackedSequence)
 
 
@@ -327,6 +316,11 @@ class ByTensor(Generic[T]):
     def get(self, tensor: Tensor) -> T | None:
         found = self._held.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
+
+    def of(self, tensors: Iterable[Tensor]) -> list[T | None]:
+        """The values of several tensors."""
+        held = self._held.get
+        return [None if (found := held(id(x))) is None or found[0]() is not x else found[1] for x in tensors]
 
     def keys(self) -> Iterator[Tensor]:
         return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])

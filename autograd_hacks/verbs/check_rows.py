@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -72,7 +72,8 @@ def check_rows(
     The forward draws the random numbers that a step would draw now.  With dropout, first set the generator to the state from
     which the engine's forward started.  The model, ``.grad``, buffers, generators and what a loss function names don't
     change, but what the object of a loss that is a method holds may.  Rows are compared sample by sample, so memory is that
-    of a step, a copy of the model and one or two gradients (for a Gram matrix up to 256 MiB more).
+    of a step, a copy of the model and one or two gradients (for a Gram matrix up to 256 MiB more), and that of a second step
+    where rows are checked again.
 
     Returns a table with a line for each parameter, and the share that was given.  Raises VerificationFailed with that table
     if a row is wrong or not finite, or if less than ``coverage`` is given; ValueError for losses that are not N numbers with
@@ -82,12 +83,12 @@ def check_rows(
     """
     _check_arguments(model, batch, loss, rows)
     known = _known_names(model)
-    with _losses(model, batch, loss) as (losses, parameters):
+    first = Copy(model, (batch, None if isinstance(loss, MethodType) else loss))  # it doesn't run itself
+    with _losses(first.again(first.given), loss) as (losses, parameters):
         comparison = _comparison(model, rows, known, len(losses), tolerance)
         comparison.compare(partial(_gradients, losses, parameters))
-        values = exact(losses).cpu()
     if comparison.doubtful():
-        _look_again(comparison, values, partial(_losses, model, batch, loss))
+        _look_again(comparison, first, loss)
     result = comparison.result()
     wrong = [line.name for line in result.parameters if not line.is_right]
     if wrong or result.share < coverage:
@@ -194,16 +195,18 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     return next(place for place, p in enumerate(known.values()) if p is every[name])
 
 
-def _look_again(comparison: Comparison, values: Tensor, again: Callable[[bool], AbstractContextManager[Losses]]) -> None:
-    """Allows for rounding in samples whose losses, ``values``, change only a little by it.  again: `_losses`, rounded"""
+def _look_again(comparison: Comparison, first: Copy, loss: Callable[..., Tensor]) -> None:
+    """Allows for rounding, where it changes losses only a little."""
     half = torch.finfo(comparison.dtype).eps ** 0.5
     for is_double in (True, False):
+        plain, changed = (first.again(first.given) for _ in range(2))
         try:
-            with again(is_double) as (losses, parameters):
+            with _losses(plain, loss) as (losses, parameters), _losses(changed, loss, is_double) as (rounded, theirs):
                 # Dropout may draw other masks in another precision, which is not rounding.
-                apart = (exact(losses).cpu() - values).abs()
+                values = exact(losses).cpu()
+                apart = (exact(rounded).cpu() - values).abs()
                 if (apart <= half * values.abs().clamp(min=float(values.abs().median()))).all() or not is_double:
-                    comparison.compare_again(partial(_gradients, losses, parameters))
+                    comparison.compare_again(partial(_gradients, losses, parameters), partial(_gradients, rounded, theirs))
                     return
         except Exception:  # a model that was written for one precision may raise anything
             if not is_double:
@@ -211,12 +214,10 @@ def _look_again(comparison: Comparison, values: Tensor, again: Callable[[bool], 
 
 
 @contextmanager
-def _losses(model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None) -> Iterator[Losses]:
+def _losses(copy: Copy, loss: Callable[..., Tensor], is_double: bool | None = None) -> Iterator[Losses]:
     """A context with the losses of a copy.  is_double: with rounded weights, in double precision or in their own"""
-    is_method = isinstance(loss, MethodType)
-    copy = Copy(model, (batch, None if is_method else loss))
-    model, (own, function) = copy.model, copy.given
-    loss = loss if is_method else function
+    model, (own, function) = copy.model, copy.given  # a loss that is a method isn't copied
+    loss = function or loss
     with copy.running(), pause_hooks(), torch.enable_grad(), ExitStack() as stack:
         for module in model.modules():  # other engines' hooks, which may change gradients
             module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
@@ -227,7 +228,7 @@ def _losses(model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double
             for x in model.buffers():
                 x.data = _doubled(x.data)
             stack.enter_context(without_autocast([*model.parameters(), *model.buffers()]))
-        losses = loss(model, *own) if isinstance(batch, tuple) else loss(model, own)
+        losses = loss(model, *own) if isinstance(own, tuple) else loss(model, own)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             raise ValueError(
                 f"the loss given to check_rows returned {kind_of(losses)}; expected {A_LOSS_EACH}" + ON_CHECKING

@@ -13,6 +13,7 @@ from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.reading.scale import is_unscaled
+from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.ranges import check
 from autograd_hacks.verbs.arguments import check_kind, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -85,7 +86,7 @@ def clip_grad1_norm_(
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *[name in here[0].reached for name in names]]
 
-    with spread.weights():
+    with outside_inference(), spread.weights():
         (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
         weights = clip_weights(lengths, float(max_norm))
         if scaler is not None and scaler.is_enabled():

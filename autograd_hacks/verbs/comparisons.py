@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from autograd_hacks.support.display import Shown, Table, in_millions, percent, progress
-from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 
 Gradients = Sequence[Tensor | None]
 """The gradients of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the
@@ -21,8 +19,6 @@ GradientsOf = Callable[[int], Gradients]
 WHOLE = "all parameters"
 
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
-_BUCKETS = 64
-"""Numbers in a row's sketch."""
 _ROUNDINGS = 4.0
 """A row's error may be this many times the effect of rounding all weights once: other kernels sum in another order."""
 _ALIKE = 1e-3
@@ -88,45 +84,39 @@ class _Line:
 
     def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
         self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
-        self.error: list[float] = []  # the distance
-        self.scale: list[float] = []  # the length that the distance is relative to
-        self.right: list[float] = []  # the right length
-        self.given: list[float] = []  # the given length
-        self.product: list[float] = []  # the inner product of both
-        self.sketches: dict[int, Tensor] = {}  # of the right row, if the distance is large but finite
-        self.noise: dict[int, float] = {}  # the distance that rounding explains, if that was checked
+        # By sample: the distance, the length that it is relative to, the right and the given length, the inner product of
+        # both, and the distance that rounding explains.
+        numbers = torch.zeros(6, len(given), dtype=torch.float64, device="cpu")
+        self.error, self.scale, self.right, self.given, self.product, self.noise = numbers
 
-    def add(self, given: Tensor, right: Tensor, scale: float | None = None) -> None:
-        """Adds the next sample.  scale: what its error is relative to, by default the right length"""
-        self.error.append(float(vector_norm(given - right)))
-        self.right.append(float(vector_norm(right)))
-        self.scale.append(self.right[-1] if scale is None else scale)
-        self.given.append(float(vector_norm(given)))
-        self.product.append(float((given.conj() * right).sum().real))
+    def put(self, n: int | slice, given: Tensor, right: Tensor) -> None:
+        """Compares a sample, or several.  given, right: F, or F for each"""
+        for own, x in ((self.error, given - right), (self.right, right), (self.given, given)):
+            own[n] = vector_norm(x, dim=-1)
+        self.scale[n], self.product[n] = self.right[n], (given.conj() * right).sum(-1).real
 
-    def is_off(self, n: int, tolerance: float) -> bool:
-        """Whether sample n's error is too large, or NaN."""
-        return not self.error[n] <= tolerance * self.scale[n] + self.noise.get(n, 0.0)
+    def off(self, tolerance: float) -> Tensor:
+        """Whether each sample's error is too large, or NaN."""
+        return ~(self.error <= tolerance * self.scale + self.noise)
 
-    def relative(self, n: int) -> float:
-        """The error of sample n."""
-        error, scale = self.error[n], self.scale[n]
-        return error / scale if scale and math.isfinite(error) else math.inf if error else 0.0
+    def doubtful(self, tolerance: float) -> Tensor:
+        """Whether each sample's error is too large, and may be rounding."""
+        return self.off(tolerance) & self.error.isfinite()
 
     def checked(self, tolerance: float, digits: str) -> CheckedParameter:
         """The line of the table.  digits: the name of the dtype whose digits count"""
-        samples = range(len(self.error))
-        off = [n for n in samples if self.is_off(n, tolerance)]
-        worst = max(off or samples, key=self.relative)
-        number = len(off) or sum(self.relative(n) > tolerance for n in samples)
-        if not off:
+        off, is_right = self.off(tolerance), not self.off(tolerance).any()
+        relative = (self.error / self.scale).nan_to_num(nan=math.inf, posinf=math.inf).where(self.error != 0, 0)
+        worst = int(relative.where(off | is_right, -1).argmax())
+        number = int((relative > tolerance if is_right else off).sum())
+        if is_right:
             verdict = f"right; too few digits in {digits}" if number else "right"
-        elif not math.isfinite(self.right[worst]):
+        elif not self.right[worst].isfinite():
             verdict = "autograd's own is not finite"
         else:
-            verdict = "wrong" if math.isfinite(self.given[worst]) else "not finite"
-        verdict += f": {number} of {counted(len(samples), 'sample')}" if number else ""
-        return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
+            verdict = "wrong" if self.given[worst].isfinite() else "not finite"
+        verdict += f": {number} of {counted(len(off), 'sample')}" if number else ""
+        return CheckedParameter(self.name, self.shape, float(relative[worst]), worst, verdict, is_right)
 
 
 @dataclass(eq=False)
@@ -160,19 +150,18 @@ class Comparison:
             else:
                 g = gradients[line.index or 0]
                 right = torch.zeros_like(given) if g is None else g.to(given.device)
-            line.add(given, right)
-            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
-                line.sketches[n] = _sketch(gradients, line.index)
+            line.put(n, given.flatten(), right.flatten())
 
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        """Allows for rounding in sample n.  gradients: with all weights rounded once more"""
+    def look_again(self, n: int, changes: Sequence[float]) -> None:
+        """Allows for rounding in sample n.  changes: of its gradients, by parameter, by rounding all weights once more"""
         for line in self.lines:
-            if n in line.sketches:
-                line.noise[n] = self.allowance(n, line.sketches[n] - _sketch(gradients, line.index), line.right[n])
+            if line.doubtful(self.tolerance)[n]:
+                change = math.hypot(*changes) if line.index is None else changes[line.index]
+                line.noise[n] = self.allowance(n, change, float(line.right[n]))
 
     def fits(self, n: int, square: float) -> bool:
         """Whether sample n's given number over all parameters is right for a gradient of this squared length."""
-        allowed = self.tolerance * self.length[n] + self.lines[0].noise.get(n, 0.0)
+        allowed = self.tolerance * self.length[n] + float(self.lines[0].noise[n])
         return abs(float(self.lines[0].rows[n]) - math.sqrt(square)) <= allowed
 
     def compare(self, of: GradientsOf) -> None:
@@ -182,16 +171,17 @@ class Comparison:
 
     def doubtful(self) -> list[int]:
         """The samples whose errors are too large, to be checked again."""
-        return sorted({n for line in self.lines for n in line.sketches})
+        each = torch.stack([line.doubtful(self.tolerance) for line in self.lines])
+        return list[int](each.any(0).nonzero()[:, 0].tolist())
 
-    def compare_again(self, of: GradientsOf) -> None:
-        """Compares the doubtful samples with all weights rounded once more."""
+    def compare_again(self, of: GradientsOf, rounded: GradientsOf) -> None:
+        """Compares the doubtful samples again.  rounded: their gradients with all weights rounded once more"""
         for n in progress(self.doubtful(), "checking again", "sample"):
-            self.look_again(n, of(n))
+            pairs = zip(of(n), rounded(n))
+            self.look_again(n, [0.0 if x is None or y is None else float(vector_norm(x - y)) for x, y in pairs])
 
-    def allowance(self, n: int, change: Tensor, right: float) -> float:
-        """The error that sample n may have.  change: of its sketch, by rounding all weights    right: its length"""
-        apart = float(vector_norm(change))
+    def allowance(self, n: int, apart: float, right: float) -> float:
+        """The error that sample n may have.  apart: its change by rounding all weights    right: its length"""
         # A row that cancels is a difference of numbers as large as the whole gradient, each off by a few ε.
         few, unknown = (2 * torch.finfo(dtype).eps * self.length[n] for dtype in (self.dtype, torch.float64))
         has_digits = right > _ROUNDINGS * (apart + unknown)  # then an error must not hide behind larger parameters
@@ -230,10 +220,10 @@ class Comparison:
 
     def hint(self) -> str:
         """A property that all wrong numbers share."""
-        pairs = [(given, right) for line in self.lines for given, right in zip(line.given, line.right)]
-        if self.what == "norms" and all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
+        squares = [(line.given, line.right.square()) for line in self.lines]
+        if self.what == "norms" and all(((given - x).abs() <= _ALIKE * x).all() for given, x in squares):
             return "All norms are the squares of the right ones; take their roots."
-        common, n = self._factor(range(self.samples)), self.samples ** (1 + len(self.power))
+        common, n = self._factor(slice(self.samples)), self.samples ** (1 + len(self.power))
         if common is not None:
             times, why = f"{common:.6g} times the samples' own." if common else "zero.", ""
             if self.samples > 1 and abs(common * n - 1) < _ALIKE:
@@ -245,7 +235,7 @@ class Comparison:
                 )
                 why = "their mean. Divide them, or tell the engine so (loss_reduction='sum')."
             return "" if abs(common - 1) < _ALIKE else f"All {self.what} are {times}{why}"
-        factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
+        factors = [c for n in range(self.samples) if (c := self._factor(slice(n, n + 1))) is not None]
         if len(factors) < self.samples or self.is_whole:  # one number always has the right direction
             return ""
         return (
@@ -253,16 +243,17 @@ class Comparison:
             "the right one: clipped or weighted, or of losses that are divided by something other than N."
         )
 
-    def _factor(self, samples: Sequence[int]) -> float | None:
+    def _factor(self, samples: slice) -> float | None:
         """The factor between some samples' right numbers and the given ones; None if there is no common factor."""
-        found = [(line.given[n], line.product[n], line.right[n]) for line in self.lines for n in samples]
-        total = sum(right**2 for _, _, right in found)
-        if not (0 < total < math.inf and all(math.isfinite(x) for numbers in found for x in numbers)):
+        found = torch.stack([torch.stack([line.given, line.product, line.right])[:, samples] for line in self.lines], 1)
+        given, product, right = found
+        total = float(right.square().sum())
+        if not (0 < total < math.inf and found.isfinite().all()):
             return None
-        c = sum(product for _, product, _ in found) / total
-        far = [given**2 - 2 * c * product + (c * right) ** 2 for given, product, right in found]
-        near = [(_ALIKE * c) ** 2 * (right**2 + 1e-6 * total / len(found)) for _, _, right in found]
-        return c if all(a <= b for a, b in zip(far, near)) else None
+        c = float(product.sum()) / total
+        far = given.square() - 2 * c * product + (c * right).square()
+        near = (_ALIKE * c) ** 2 * (right.square() + 1e-6 * total / right.numel())
+        return c if (far <= near).all() else None
 
 
 class Gram(Comparison):
@@ -275,8 +266,7 @@ class Gram(Comparison):
         super().__init__({WHOLE: (None, self._given)}, "products", *known)
         self.lines.clear()  # until all products are known
         self._right = torch.zeros_like(self._given)
-        self._sketches: dict[int, Tensor] = {}
-        self._apart: dict[int, float] = {}
+        self._apart = torch.zeros(self.samples, dtype=torch.float64, device="cpu")  # see `allowance`
 
     def compare(self, of: GradientsOf) -> None:
         """Compares one block of samples at a time, holding its rows."""
@@ -294,35 +284,31 @@ class Gram(Comparison):
                 self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
         self._conclude()
 
-    def look(self, n: int, gradients: Gradients) -> None:
-        super().look(n, gradients)
-        self._sketches[n] = _sketch(gradients)
+    def look_again(self, n: int, changes: Sequence[float]) -> None:
+        self._apart[n] = self.allowance(n, math.hypot(*changes), self.length[n])
 
-    def look_again(self, n: int, gradients: Gradients) -> None:
-        self._apart[n] = self.allowance(n, self._sketches[n] - _sketch(gradients), self.length[n])
-        if len(self._apart) == self.samples:
-            self._conclude()
+    def compare_again(self, of: GradientsOf, rounded: GradientsOf) -> None:
+        super().compare_again(of, rounded)
+        self._conclude()
 
     def fits(self, n: int, square: float) -> bool:
         """Decides by a sample's product with itself: a parameter's share of it is at least that of its other products."""
-        allowed = self.tolerance * self.length[n] ** 2 + 2 * self._apart.get(n, 0.0) * self.length[n]
+        allowed = self.tolerance * self.length[n] ** 2 + 2 * float(self._apart[n]) * self.length[n]
         return abs(float(self._given[n, n].real) - square) <= allowed
 
     def doubtful(self) -> list[int]:
         """All samples, since each has products with all others."""
-        is_off = any(line.is_off(n, self.tolerance) for line in self.lines for n in range(self.samples))
-        return list(range(self.samples)) if is_off else []
+        return list(range(self.samples)) if any(line.off(self.tolerance).any() for line in self.lines) else []
 
     def _conclude(self) -> None:
         """Makes the line.  An error in product (n, m) counts relative to the lengths of both."""
-        line, lengths = _Line(WHOLE, self._given), self._right.new_tensor(self.length)
-        apart = self._right.new_tensor([self._apart.get(n, 0.0) for n in range(self.samples)])
-        scale, noise = lengths[:, None] * lengths, apart[:, None] * lengths + apart * lengths[:, None]
+        line, lengths = _Line(WHOLE, self._given), self._apart.new_tensor(self.length)
+        scale, noise = lengths[:, None] * lengths, self._apart[:, None] * lengths + self._apart * lengths[:, None]
         error = (self._given - self._right).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         beyond = (error / (self.tolerance * scale + noise)).nan_to_num(nan=-1.0, posinf=math.inf)  # 0 / 0 is right
-        for n, m in enumerate(beyond.argmax(1).tolist()):  # the largest error represents the row
-            line.add(self._given[n], self._right[n], float(scale[n, m]))
-            line.error[n], line.noise[n] = float(error[n, m]), float(noise[n, m])
+        largest = beyond.argmax(1, keepdim=True)  # the largest error represents the row
+        line.put(slice(self.samples), self._given, self._right)
+        line.error, line.scale, line.noise = (x.gather(1, largest)[:, 0] for x in (error, scale, noise))
         self.lines = [line]
 
 
@@ -331,18 +317,3 @@ def exact(x: Tensor) -> Tensor:
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
     x = x.cpu() if x.device.type == "mps" else x  # MPS has no float64
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _sketch(gradients: Gradients, index: int | None = None) -> Tensor:
-    """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
-    Source: Charikar, Chen, Farach-Colton 2002, count sketch.  index: of the parameter; None for all"""
-    total = torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
-    for seed, g in enumerate(gradients):
-        if g is None or index not in (None, seed):
-            continue
-        flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
-        entries = slice(0, len(flat))
-        signs = unpacked(packed_signs(key_of(seed), slice(0, 1), entries, flat.device), entries, by_byte(flat))
-        signed = F.pad(flat * signs[0], (0, -len(flat) % _BUCKETS))
-        total += signed.view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
-    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
-from functools import cache, reduce
+from functools import reduce
 from itertools import starmap
 from math import prod
 from typing import TypeVar
@@ -310,14 +310,17 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
         forms' own dtype"""
         (forms, factor), found = without_factor(self), dict[str, Tensor]()
+        scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-        @cache
-        def given(device: torch.device, dtype: torch.dtype) -> Tensor:
-            return w.to(device, torch.promote_types(w.dtype, accumulation_dtype(dtype))) * factor
+        def given(like: Tensor) -> Tensor:
+            if (own := scaled.get((like.device, like.dtype))) is None:
+                own = w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
+                scaled[like.device, like.dtype] = own
+            return own
 
         for group in small_alike(forms, budget):
             factors = [*zip(*group.values())]
-            own = given((like := factors[0][0]).device, like.dtype).to(like.dtype)
+            own = given(like := factors[0][0]).to(like.dtype)
             if len(factors) == 1:
                 sums = (own @ torch.cat(factors[0], 1)).split([x.shape[1] for x in factors[0]], -1)
             elif w.ndim == 1 and like.shape[1] * factors[1][0].shape[1] <= SMALL:
@@ -331,7 +334,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             if name in found:
                 yield name, found[name]
                 continue
-            total = form.weighted_sum(given((like := form.like).device, like.dtype), budget)
+            total = form.weighted_sum(given(like := form.like), budget)
             yield name, total.to(like.dtype) if narrow else total
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:

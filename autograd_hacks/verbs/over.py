@@ -41,15 +41,9 @@ Found = TypeVar("Found")
 """What a verb returns: a tensor, or a dictionary of tensors."""
 KEPT = 2**28
 """The default number of bytes for gradients that are kept from batch to batch."""
-_BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
-"""Verbs that compare samples with each other."""
-_WITHIN = (
-    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give the "
-    "other batches, against=loader for the same ones, and a verb of both: lambda grads, others: grads.gram(others)"
-)
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
-_ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
+_ROWS = PerSampleGrads.gram, PerSampleGrads.cosine, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
 """Verbs that return one row per sample.  Their results can't be summed over batches."""
 
 
@@ -173,8 +167,6 @@ def _check(
         raise ValueError(
             "over was given total=True, but this verb returns rows; expected one that returns sums" + ON_DATA_SETS
         )
-    if verb in _BETWEEN and against is None:
-        raise ValueError(_WITHIN + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
             f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader"
@@ -220,7 +212,11 @@ class _Step:
             finally:
                 WITHIN.reset(token)
             if taken and any(x.shape[:2] == (grads.samples, grads.samples) for x in found.values()):
-                raise ValueError(_WITHIN + ON_DATA_SETS)
+                raise ValueError(
+                    "over was given a verb that compares samples, without against=, so it would compare samples of one "
+                    "batch only. Give the other batches, against=loader for the same ones, and a verb of both: lambda "
+                    "grads, others: grads.gram(others)" + ON_DATA_SETS
+                )
             return found
         blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
         if not blocks:

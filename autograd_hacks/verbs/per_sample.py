@@ -27,10 +27,10 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.probe.documents import tokens_of
-from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.gate import read, read_here
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary
-from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.patterns import names_matching
@@ -173,9 +173,9 @@ def compute_grad1(
                 )
             if set_grad:
                 check_may_set(recorder, "compute_grad1(set_grad=True)")
-            with spread.reading():
-                forms = read(model, seen, recorder, loss_type, scale)
-                with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
+            with spread.reading(), outside_inference(), without_autocast(parameters.values()):
+                forms = read_here(model, seen, recorder, loss_type, scale)
+                with torch.no_grad():
                     for name, parameter in parameters.items():
                         write_rows(name, parameter, seen[name], forms.get(name), recorder.pool)
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps

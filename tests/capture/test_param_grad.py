@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim import optimizer
 from torch.testing import assert_close
-from twin import of_squares
+from twin import Bare, of_squares
 
 import autograd_hacks
 from autograd_hacks.capture.recorder import _HEARING
@@ -51,10 +51,22 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_autograd_computes_none() -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        two_layers(),
+        # A layer that meets no batch: rows come from where the product of its output does.
+        Bare(
+            lambda m, x: m.out(x + m.inside(m.table) @ torch.ones(5, 4)),
+            table=torch.ones(1, 4),
+            inside=nn.Linear(4, 5),
+            out=nn.Linear(4, 2),
+        ),
+    ],
+)
+def test_autograd_computes_none(model: nn.Module) -> None:
     """The weight's gradient is a product that doesn't run, and the input is not kept for it by the graph."""
-    model, x = two_layers(), torch.randn(3, 4)
-    counts = []
+    x, counts = torch.randn(3, 4), []
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
             for _ in range(2):

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_means, assert_right, batch, mlp, step
@@ -354,6 +354,7 @@ def distract(model: nn.Module, what: str, way: str, samples: int, kept: list[Ten
                 loss(left).backward()
 
 
+@settings(max_examples=min(settings().max_examples, 300))  # 50 ms each
 @given(st.data())
 def test_rows_add_up_to_grad_whatever_ran_before(data: st.DataObject) -> None:
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from nets import Multiply, Product
 from oracle import assert_rows, joined, one_backward_per_sample, one_loss_at_a_time, squares
 from rarely import crossed
 from steps import check, check_batches, check_losses, count_forwards
@@ -17,19 +18,6 @@ from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
-
-
-class Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # of one gradient
-        x, scale = ctx.saved_tensors
-        return g * scale, (g * x).sum_to_size(scale.shape)
-
 
 How = Callable[[nn.Module, Tensor], Tensor]
 
@@ -268,20 +256,6 @@ def test_after_a_backward_that_failed() -> None:
                     autograd_hacks.backward(squares(model(x)))
             else:
                 check_losses(model, lambda: squares(model(x)))
-
-
-class Product(torch.autograd.Function):
-    """x wᵀ, as kernels of others have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.T
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return g @ w, g.T @ x
 
 
 def _in_a_buffer(w: Tensor) -> Tensor:

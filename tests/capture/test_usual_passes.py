@@ -102,6 +102,13 @@ def differentiated(model: Net, x: Tensor) -> None:
     autograd_hacks.per_sample_grads(model).norms().sum().backward()
 
 
+def paused(model: Net, x: Tensor) -> None:
+    step(model, x)
+    loss = losses(model, x.roll(1, 0)).mean()
+    with autograd_hacks.pause_hooks():
+        loss.backward()
+
+
 def frozen(model: Net, x: Tensor) -> None:
     loss = losses(model, x).mean()
     model.b.bias.requires_grad_(False)
@@ -210,7 +217,9 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "some parameters": lambda model, x: losses(model, x).mean().backward(inputs=[model.a.weight, model.head.bias]),
     "captured": lambda model, x: torch.autograd.grad(losses(model, x).mean(), list(model.parameters())),
     "rows with a graph": differentiated,
+    "a graph of a pass": lambda model, x: losses(model, x).mean().backward(create_graph=True, retain_graph=False),
     "batched": of_several,
+    "paused": paused,
     "frozen between": frozen,
     "a penalty": lambda model, x: (losses(model, x).mean() + model.a.weight.square().sum()).backward(),
     "losses": lambda model, x: autograd_hacks.backward(losses(model, x), "sum"),
@@ -247,7 +256,8 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[
             autograd_hacks.compute_grad1(model)
             found = [returned] if isinstance(returned, Tensor) else []
             found += [vars(p).get("grad1") for p in model.parameters()]
-            found.append(autograd_hacks.per_sample_grads(model).norms())
+            norms = autograd_hacks.per_sample_grads(model).norms()
+            found += [norms, norms.requires_grad]
         except Exception as error:  # whatever it is, it must be the same
             found.append(f"{type(error).__name__}: {error}")
         finally:
@@ -267,7 +277,7 @@ def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, mo
 
     monkeypatch.setattr(Backward, "take", counted)
     found = outcome(PROGRAMS[program], param_grad)
-    assert sum(taken) >= 2 * 4  # in usual steps, all that comes to layers but the first gradient of a pass
+    assert sum(taken) >= 2 * 5  # in usual steps, all that comes to layers
     monkeypatch.setattr(Backward, "take", lambda *given: False)
     expected = outcome(PROGRAMS[program], param_grad)
     assert len(found) == len(expected)

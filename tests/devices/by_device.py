@@ -1,7 +1,8 @@
 """One model of each family, what is true of it on any device, and products in TF32 where the device has none."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,20 @@ import autograd_hacks
 
 aten = torch.ops.aten
 SAMPLES = 6
+
+
+@contextmanager
+def products(precision: str, *settings: Any) -> Iterator[None]:
+    """Whatever may use TF32 does, or by 'ieee' doesn't.  settings: of torch.backends; without, those of a GPU"""
+    settings = settings or (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    kept = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, kept):
+            setting.fp32_precision = value
 
 
 def encode(m: nn.Module, x: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """One model of each family on each device: every verb in double precision, and rows in those that people train in."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 import torch.nn as nn
-from by_device import FAMILIES, double_rows, errors, grad1_of, recurrent, rows_of, step
+from by_device import FAMILIES, double_rows, errors, grad1_of, products, recurrent, rows_of, step
 from quantities import assert_quantities
 from torch.testing import assert_close
 
@@ -45,20 +44,6 @@ def test_a_family_with_another_device_as_the_default(name: str) -> None:
 
 def autocast(dtype: torch.dtype) -> Callable[[torch.device], AbstractContextManager[object]]:
     return lambda device: torch.autocast(device.type, dtype)
-
-
-@contextmanager
-def products(precision: str) -> Iterator[None]:
-    """All products in single precision by TF32, on a GPU that has it, or without ('ieee')."""
-    settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    kept = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = precision
-    try:
-        yield
-    finally:
-        for setting, value in zip(settings, kept):
-            setting.fp32_precision = value
 
 
 PRECISIONS: dict[str, Callable[[torch.device], AbstractContextManager[object]]] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from by_device import TF32, double_rows, errors, grad1_of, recurrent, step
+from by_device import TF32, double_rows, errors, grad1_of, products, recurrent, step
 from torch import Tensor
 from twin import Bare
 
@@ -55,18 +55,9 @@ CASES: dict[str, Case] = {
 @pytest.fixture
 def high() -> Iterator[None]:
     """Whatever may use TF32 may."""
-    settings = [
-        torch.backends.mkldnn.matmul,
-        torch.backends.mkldnn.conv,
-        torch.backends.mkldnn.rnn,
-        torch.backends.cuda.matmul,
-    ]
-    kept = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "tf32"
-    yield
-    for setting, value in zip(settings, kept):
-        setting.fp32_precision = value
+    cpu = torch.backends.mkldnn
+    with products("tf32", cpu.matmul, cpu.conv, cpu.rnn, torch.backends.cuda.matmul):
+        yield
 
 
 @pytest.mark.usefixtures("high")

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autograd_hacks.graph.label import At, Label, One, Several, entries
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.trace import LEAF, Trace
-from autograd_hacks.graph.walk import Memory, Walk, addresses, walked
+from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.support.graph import Value
+from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.sweep import call_node, fitted
 
 Leaf: Any = torch._C._functions.AccumulateGrad
@@ -40,15 +41,10 @@ class Judged:
 
 def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Sequence[Tensor] = ()) -> tuple[Trace, Memory]:
     """The graph behind outputs, and what is known of memory."""
-    own = [] if model is None else [*model.parameters(), *model.buffers()]
-    held = own if model is not None else []
-    trace = Trace([_edge(x) for x in outputs], {id(x) for x in held})
-    return trace, Memory(addresses(held).__contains__, addresses(given))
-
-
-def _edge(x: Tensor) -> tuple[Node, int]:
-    edge = torch.autograd.graph.get_gradient_edge(x)
-    return edge.node, edge.output_nr
+    held = [] if model is None else [*model.parameters(), *model.buffers()]
+    edges = map(get_gradient_edge, outputs)
+    trace = Trace([(edge.node, edge.output_nr) for edge in edges], {id(x) for x in held})
+    return trace, Memory({*map(memory_of, held)}.__contains__, {*map(memory_of, given)})
 
 
 def root_label(samples: int, axis: int = 0) -> Label:
@@ -69,7 +65,6 @@ class Passes:
 
     def __init__(self, trace: Trace, outputs: Sequence[Tensor], labels: Sequence[Label], samples: int) -> None:
         self.trace, self.samples = trace, samples
-        self.leaves = [k for k, kind in enumerate(trace.kinds) if kind is LEAF]
         whole = [torch.randn(x.shape, dtype=x.dtype) for x in outputs]
         self.alone = []  # by sample: what arrives at each node, and at each leaf
         for n in range(samples):
@@ -90,7 +85,7 @@ class Passes:
         handles = [nodes[k].register_prehook(look(k)) for k in inner]
         try:
             found = torch.autograd.grad(
-                outputs, [nodes[k].variable for k in self.leaves], grads, retain_graph=True, allow_unused=True
+                outputs, [nodes[k].variable for k in self.trace.leaves], grads, retain_graph=True, allow_unused=True
             )
         finally:
             for handle in handles:
@@ -123,9 +118,7 @@ def judge(
             continue
         for number, label in enumerate(walk.labels[k]):
             owners = passes.owners(k, number)
-            if owners is None:
-                continue
-            if label is None and k in unjudged:
+            if owners is None or (label is None and k in unjudged):
                 continue
             _compare(found, f"{kind.name}, {tuple(owners.shape[1:])}", label, owners, samples)
     found.rows = _rows(passes, trace, walk)
@@ -176,8 +169,8 @@ def _behind(trace: Trace, places: Sequence[tuple[int, int]]) -> set[int]:
 def _rows(passes: Passes, trace: Trace, walk: Walk) -> float:
     """How far the rows of the uses are from those of a backward pass a sample: each use's node is called with its sample's
     part of the batch's gradient, and what comes out is brought to the parameters."""
-    places = [n for n, k in enumerate(passes.leaves) if id(trace.leaf(k)) in trace.parameters and k not in walk.mixed]
-    leaves = [trace.leaf(passes.leaves[n]) for n in places]
+    places = [n for n, k in enumerate(trace.leaves) if id(trace.leaf(k)) in trace.parameters and k not in walk.mixed]
+    leaves = [trace.leaf(trace.leaves[n]) for n in places]
     worst = 0.0
     for n in range(passes.samples):
         at: list[Any] = []

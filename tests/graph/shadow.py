@@ -19,9 +19,8 @@ from one_at_a_time import judge, traced
 
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import At, Label, One
-from autograd_hacks.graph.laws import is_recomputed
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.support.graph import is_users
+from autograd_hacks.support.graph import is_recomputed, is_users
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task

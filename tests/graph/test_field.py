@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from autograd_hacks.graph.label import At, Entries
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.trace import LEAF, Trace
-from autograd_hacks.graph.walk import Memory, addresses, walked
+from autograd_hacks.graph.walk import Memory, walked
+from autograd_hacks.support.parts import memory_of
 
 N, D = 4, 4
 PERMUTED = torch.tensor([1, 0, 3, 2])
@@ -95,11 +96,10 @@ def test_a_walk_stops_at_what_an_earlier_forward_returned() -> None:
     for _ in range(5):
         h = cell(inputs(N, D), h)
         trace = Trace([(h.grad_fn, 0)], ids(cell), ends)
-        memory = Memory(addresses(cell.parameters()).__contains__)
+        memory = Memory({*map(memory_of, cell.parameters())}.__contains__)
         walk = memo.walk(trace, {0: At(0)}, N, memory)
         assert not walk.mixes
-        at_ends = [walk.labels[k][0] for k, node in enumerate(trace.nodes) if node in ends]
-        assert at_ends == [At(0)] * len(at_ends)
+        assert all(walk.labels[k][0] == At(0) for k, node in enumerate(trace.nodes) if node in ends)
         uses += len(walk.uses)
         ends.add(h.grad_fn)
     assert uses == 5 * 4
@@ -113,7 +113,7 @@ def test_two_models_share_a_layer() -> None:
     h = one(x)
     out = other(h)
     trace = Trace([(out.grad_fn, 0)], ids(other), {h.grad_fn})
-    walk = walked(trace, {0: At(0)}, N, Memory(addresses(other.parameters()).__contains__, addresses([h])))
+    walk = walked(trace, {0: At(0)}, N, Memory({*map(memory_of, other.parameters())}.__contains__, {memory_of(h)}))
     assert sum(trace.leaf(_leaf_of(trace, use)) is shared.weight for use in walk.uses) == 1
     assert len(walk.uses) == 4
 

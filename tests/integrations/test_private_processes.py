@@ -11,7 +11,6 @@ import torch.nn as nn
 from needed import needed
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, net
 from processes import WORLD, Both, both
-from torch import Tensor
 from torch.testing import assert_close
 
 from autograd_hacks import PrivateTraining
@@ -19,21 +18,12 @@ from autograd_hacks import PrivateTraining
 transformers = needed("transformers", "transformers.trainer", "accelerate", "opacus")
 
 from accelerate.state import AcceleratorState  # noqa: E402
-from transformers.modeling_outputs import SequenceClassifierOutput  # noqa: E402
+from test_private_transformers import Classifier  # noqa: E402
 
 from autograd_hacks.integrations.transformers import STATE, PrivateTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 __all__ = ["both"]  # a fixture
-
-
-class Classifier(nn.Module):
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
-        return SequenceClassifierOutput(logits=self.own(x))
 
 
 def trained(folder: str, size: int, parts: int, resume: str | None = None) -> tuple[nn.Module, PrivateTraining, Any]:

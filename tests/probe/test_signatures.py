@@ -15,6 +15,7 @@ import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.kinds import MOST
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.probe.batch import kept_samples
 
 
 @pytest.mark.parametrize("lengths", [(5, 4), (4,)])
@@ -92,3 +93,9 @@ def test_a_model_whose_dtype_changes_and_changes_back() -> None:
                 model.to(torch.float16).to(torch.float32)
             for _ in range(2):
                 check(model, torch.randn(4, 3).to(model[0].weight))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 7, 4100])
+def test_of_any_two_samples_a_run_keeps_the_first_and_replaces_the_second(samples: int) -> None:
+    kept = torch.stack(kept_samples(samples, torch.Generator())).float()
+    assert torch.equal(kept.T @ (1 - kept) == 0, torch.eye(samples, dtype=torch.bool))

@@ -113,6 +113,7 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "dropout, then a mean": by_dropout,
     "what the last step has kept": from_before,
     "a number": lambda own, h: h * (1 + float(h.detach().mean()) if own.on else 1.0),
+    "a mean that fills": lambda own, h: h + torch.zeros_like(h).fill_(h.detach().mean() if own.on else own.centre[0]),
 }
 
 
@@ -158,6 +159,7 @@ APART: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "a buffer that counts": lambda own, h: h * own.centre.add_(1),
     "a constant's values": lambda own, h: h * float(own.kept.numpy().sum() + own.centred.detach()[0, 0].tolist()),
     "parts written into memory": lambda own, h: torch.zeros_like(h).copy_(h),
+    "what a buffer's number fills": lambda own, h: h + h.detach().clone().fill_(own.centre[0]),
 }
 
 

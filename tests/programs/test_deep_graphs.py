@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from derivatives import gradient_penalty, rows_of
 from oracle import assert_rows
+from rarely import rarely
 from steps import check
 from torch import Tensor
 from twin import Bare
@@ -48,20 +49,18 @@ def residual(depth: int) -> nn.Module:
     return Bare(run, layers=layers, scales=nn.ParameterList([torch.full((2,), 0.1) for _ in range(depth)]))
 
 
-def _check(model: nn.Module, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chosen", "steps"),
+    [
+        *(("gru", False, 130), ("linear", False, 420)),
+        *rarely(("linear", True, 420), *((kind, False, 2000) for kind in (*CELLS, "linear", "residual"))),
+    ],
+)
+def test_unrolled_cells(kind: str, chosen: bool, steps: int) -> None:
     torch.manual_seed(0)
+    model = residual(steps) if kind == "residual" else unrolled(kind, chosen)
     with autograd_hacks.add_hooks(model.double()):
         check(model, torch.randn(3, steps, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("kind", "steps"), [("gru", 130), ("linear", 420)])
-def test_unrolled_cells(kind: str, steps: int) -> None:
-    _check(unrolled(kind), steps)
-
-
-@pytest.mark.slow
-def test_samples_in_another_order_before_many_steps() -> None:
-    _check(unrolled("linear", chosen=True), 420)
 
 
 @pytest.mark.slow
@@ -75,9 +74,3 @@ def test_a_penalty_on_a_deep_layer() -> None:
         autograd_hacks.backward(gradient_penalty(model, x.requires_grad_()), "sum")
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*CELLS, "linear", "residual"])
-def test_two_thousand_steps(kind: str) -> None:
-    _check(residual(2000) if kind == "residual" else unrolled(kind), 2000)

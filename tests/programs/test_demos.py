@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import run_script
 from processes import Both
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,21 +28,10 @@ BROUGHT = {"torch", "autograd_hacks", "scipy"}
 
 def printed(name: str, folder: Path, *options: str, without: str = "") -> str:
     """What the example prints.  It has drawn its picture.  without: packages that are not there"""
-    script, picture = EXAMPLES / f"{name}.py", folder / f"{name}.png"
-    code = (
-        f"import matplotlib.pyplot as p; p.show = lambda: p.savefig({str(picture)!r})\n"
-        f"import runpy, sys; sys.argv = {[script.name, *options]!r}; sys.path.insert(0, {str(ROOT)!r})\n"
-        f"sys.modules.update(dict.fromkeys({without.split()!r}))\n"
-        f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    )
-    settings = {**os.environ, "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=settings, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
-    assert "100%" in done.stderr
-    assert size_of(picture) == SIZE
-    return done.stdout
+    out, err = run_script(EXAMPLES / f"{name}.py", folder, options, without)
+    assert "100%" in err
+    assert size_of(folder / f"{name}.png") == SIZE
+    return out
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -57,6 +45,15 @@ def number(pattern: str, out: str) -> float:
     found = re.search(pattern, out)
     assert found, out
     return float(found[1])
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_told(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import scipy\nprint(scipy.nothing)\n")
+    with pytest.raises(AssertionError, match="has no attribute 'nothing'"):
+        run_script(tmp_path / "broken.py", tmp_path)
+    with pytest.raises(AssertionError, match="ModuleNotFoundError: import of scipy halted"):
+        run_script(tmp_path / "broken.py", tmp_path, without="scipy")
 
 
 @pytest.mark.slow
@@ -157,13 +154,10 @@ def trained_privately(said: Path) -> None:
 
 @pytest.mark.slow
 def test_private_training_gives_the_same_numbers_however_many_processes(tmp_path: Path, both: Both) -> None:
-    command = [sys.executable, str(EXAMPLES / "private_processes.py"), "--steps", "10"]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    alone = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings, check=False)
-    assert alone.returncode == 0, alone.stderr
-    assert re.search(r"step  10: \d+ samples, loss \d\.\d+, clipped \d\.\d+, accuracy 0\.\d+", alone.stdout)
+    alone, _ = run_script(EXAMPLES / "private_processes.py", tmp_path, ["--steps", "10"])
+    assert re.search(r"step  10: \d+ samples, loss \d\.\d+, clipped \d\.\d+, accuracy 0\.\d+", alone)
     both(trained_privately, tmp_path / "said")  # and 4, by tox -e processes
-    assert (tmp_path / "said.0").read_text() == alone.stdout
+    assert (tmp_path / "said.0").read_text() == alone
     assert (tmp_path / "said.1").read_text() == ""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from nets import Multiply
 from oracle import squares
 from rarely import crossed
 from torch import Tensor
@@ -209,41 +210,33 @@ class Deleting(Function):
         return found
 
 
-class Counting(Function):
+class Counting(Multiply):
     """Its backward runs once, as it says; what it counts is nowhere in its context."""
 
     runs: ClassVar[dict[int, int]] = {}
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
         ctx.number = len(Counting.runs)
         Counting.runs[ctx.number] = 0
-        return x * w
+        return Multiply.forward(ctx, x, w)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
         Counting.runs[ctx.number] += 1
         if Counting.runs[ctx.number] > 1:
             raise RuntimeError("a second time")
-        return g * w, (g * x).sum(0)
+        return Multiply.backward(ctx, g)
 
 
-class Checking(Function):
+class Checking(Multiply):
     """Takes no gradients but those that its loss makes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
         if bool((g.sum(1).abs() > 1e-9).any()):
             raise ValueError("gradients that don't sum to nothing")
-        return g * w, (g * x).sum(0)
+        return Multiply.backward(ctx, g)
 
 
 @crossed(reads=["its own", "behind it", "above it"], function=[Deleting, Counting, Checking])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from nets import Product
 from oracle import squares
 from steps import check, mlp
 from torch import Tensor
@@ -112,19 +113,12 @@ def test_a_penalty_on_a_cast_that_autocast_keeps() -> None:
                 assert n < 2 or not any(arrived), "what one use brings is compared again"
 
 
-class Normed(torch.autograd.Function):
+class Normed(Product):
     """x wᵀ, whose backward divides large gradients by their norm over the batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.T
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        g = g / g.norm().clamp(min=1)
-        return g @ w, g.T @ x
+        return Product.backward(ctx, g / g.norm().clamp(min=1))
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from one_graph import data
 from oracle import squares
 from rarely import crossed
 from steps import check, check_losses
@@ -15,10 +16,6 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def two_layers(how: Callable[..., Any], features: int = 4, **more: Any) -> Bare:

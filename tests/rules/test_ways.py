@@ -21,7 +21,7 @@ from autograd_hacks.formulas.views import KNOWN, STEPS, Before
 from autograd_hacks.graph.laws import kind_of
 
 AT = torch.tensor([[0, 2, -1], [1, 2, 0]])
-SIZES = [{"size": 4}, {"size": 1}, {"scale_factor": 1.5}]
+SIZES = [{"size": 4}, {"size": 2}, {"size": 1}, {"scale_factor": 1.5}, {"scale_factor": 1.2}]
 
 
 def resized(mode: str, grid: tuple[int, ...], **how: Any) -> Callable[[Tensor, Tensor], Tensor]:
