@@ -76,10 +76,10 @@ def test_a_wrong_rule_fails(
 
     without_own_checks(monkeypatch)
     sabotage(none)
-    rows_law.hypothesis.inner_test(case, loss_type)
+    rows_law.hypothesis.inner_test(case, loss_type, True, 2**20)
     sabotage(mistake)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        rows_law.hypothesis.inner_test(case, loss_type)
+        rows_law.hypothesis.inner_test(case, loss_type, True, 2**20)
 
 
 def by_check(model: nn.Module, x: Tensor) -> None:

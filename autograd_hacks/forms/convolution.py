@@ -26,7 +26,7 @@ FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WINDOWS = 2**20
 # How many numbers of rows a grouped convolution writes at a time, to be copied.  In milliseconds, 16 samples, 3×3, one core,
 # all at once and some: 128 -> 128 channels, 8×8, 13.0 and 3.9; 256 -> 256, 14×14, 71 and 26.
-_ROWS = 2**18
+_ROWS = 2**19
 # With at most so many channels, one convolution along a direction takes less time than one for each of its factors
 # (4 samples, 16 channels, 14×14, 3×3: 180 and 258 µs; with 64: 1000 and 407).
 _FEW = 16
@@ -55,8 +55,7 @@ class Convolution(Factored):
         groups: int,
         is_transposed: bool = False,
     ) -> None:
-        self.is_transposed = is_transposed
-        self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
+        self.x, self.g, self.shape, self.samples, self.is_transposed = x, g, shape, x.shape[0], is_transposed
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
         self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
         self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
@@ -65,7 +64,8 @@ class Convolution(Factored):
         # Each group has one input channel, so its rows are a convolution of that channel with each gradient.
         self.is_depthwise = groups > 1 and shape[1] == 1
         # J is written through windows and a matrix product, or by a grouped convolution.
-        self.writes_in_place = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
+        self.by_windows = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
+        self.writes_in_place = self.by_windows or (not self.is_depthwise and self.samples * shape.numel() > _ROWS)
 
     def _of(self, *held: Tensor) -> Convolution:
         (x, g), settings = held, (self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
@@ -77,9 +77,13 @@ class Convolution(Factored):
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
-        by_windows = self.writes_in_place and (out is None or self.groups == 1 or out.is_contiguous())
-        size, most = (self.windows.shape[1:], _WINDOWS) if by_windows or self.is_depthwise else (self.shape, _ROWS)
-        if len(pieces := slices_of(self.samples, most // max(1, size.numel()))) > 1:
+        by_windows = self.by_windows and (out is None or self.groups == 1 or out.is_contiguous())
+        size, most = (self.windows.shape[1:], _WINDOWS) if by_windows else (self.shape, _ROWS)
+        if len(pieces := slices_of(self.samples, most // max(1, size.numel()))) > 1 and not self.is_depthwise:
+            if out is None and not (
+                torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in (self.x, self.g, factor))
+            ):
+                out = self.x.new_empty(self.samples, *self.shape)
             found = [self[piece].dense(None if out is None else out[piece], factor) for piece in pieces]
             return torch.cat(found) if out is None else out
         if by_windows:
@@ -139,8 +143,8 @@ class Convolution(Factored):
         check_is_map(random)
         if self.pair is None or not random.takes_factors(self.pair):
             return super().project(random, budget)
-        pieces = slices_of(self.samples, budget // max(1, 8 * self.windows.shape[1:].numel()))
-        return torch.cat([self[piece]._product().project(random, budget) for piece in pieces])
+        each = max(1, 8 * self.windows.shape[1:].numel())
+        return torch.cat([self[p]._product().project(random, budget) for p in slices_of(self.samples, budget // each)])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:
@@ -155,8 +159,10 @@ class Convolution(Factored):
     def _product(self) -> Outer:
         """As matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
         cut, count = self.windows.cut(), self.samples * self.groups
-        left = self.g.reshape(count, self.shape[0] // self.groups, self.positions).mT
-        return Outer(left, cut.reshape(count, self.shape[1:].numel(), self.positions).mT)
+        return Outer(
+            self.g.reshape(count, self.shape[0] // self.groups, self.positions).mT,
+            cut.reshape(count, self.shape[1:].numel(), self.positions).mT,
+        )
 
     def _weight_gradient(self, copies: int, x: Tensor, g: Tensor) -> Tensor:
         shape = (copies * self.shape[0], *self.shape[1:])

@@ -155,8 +155,11 @@ def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple
     row = fan_out * (channels := x.shape[1] // groups) * prod(windows.kernel)
     by_windows, others = row * (positions + costs.write) + _of_windows(windows), x.shape[1:].numel() + fan_out * positions
     if not x.is_cpu:  # the numbers that both move decide; the grouped kernel reorders its row
-        is_less = numbers <= others + 3 * row
-        return is_less, by_windows if is_less else row * (costs.kernel * positions + 3 * costs.write)
+        return (
+            (True, by_windows)
+            if numbers <= others + 3 * row
+            else (False, row * (costs.kernel * positions + 3 * costs.write))
+        )
     # Without blocks of channels there is no fast kernel, and the slow one cuts windows itself.
     is_blocked = torch.backends.mkldnn.is_available() and channels % 8 == 0 == fan_out // groups % 8
     moved = costs.write * row + costs.shift * others if is_blocked else 5 * costs.cut * numbers

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, add, scale
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, add, convolution, scale
 
 
 def factors(lead_back: bool = False) -> list[Tensor]:
@@ -77,6 +77,7 @@ def convolutions(lead_back: bool = False) -> list[Convolution]:
     return [Convolution(x, g, shape, *rest) for x, g in zip(made[::2], made[1::2])]
 
 
+@patch.object(convolution, "_WINDOWS", 2**18)  # for 28 samples
 def test_rows_of_a_weight_used_twice_are_added_up_some_at_a_time() -> None:
     one, two = convolutions()
     expected, rows = (one.dense() + two.dense()) * 3, torch.empty(90, 64, 64, 3, 3)
@@ -86,6 +87,7 @@ def test_rows_of_a_weight_used_twice_are_added_up_some_at_a_time() -> None:
     assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
+@patch.object(convolution, "_WINDOWS", 2**18)  # for 28 samples
 def test_such_rows_lead_back_to_factors() -> None:
     pairs = convolutions(lead_back=True), convolutions(lead_back=True)
     sums = add(pairs[0]).dense(), pairs[1][0].dense() + pairs[1][1].dense()

@@ -27,8 +27,8 @@ from autograd_hacks.formulas import RULES, Call, Rule, single_input
 loss_types = st.sampled_from(["mean", "sum"])
 
 
-@given(layers, loss_types, st.booleans())
-@example(Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), torch.randn(3, 2, 5, 6).double()), "mean", True)
+@given(layers, loss_types, st.booleans(), st.sampled_from([1, 2**20]))
+@example(Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), torch.randn(3, 2, 5, 6).double()), "mean", True, 1)
 @example(  # channels last, where strides of axes of length one are arbitrary
     Case(
         nn.Conv2d(3, 1, 2, padding=1).double(),
@@ -36,6 +36,7 @@ loss_types = st.sampled_from(["mean", "sum"])
     ),
     "sum",
     False,
+    2**20,
 )
 @example(
     Case(
@@ -44,10 +45,14 @@ loss_types = st.sampled_from(["mean", "sum"])
     ),
     "mean",
     False,
+    1,
 )
-def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str, is_cut: bool) -> None:
-    # By both ways to write rows of convolutions, of which costs choose one.
-    with autograd_hacks.add_hooks(case.layer), patch.object(convolution, "way_of_convolution", lambda *_: (is_cut, 1.0)):
+def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str, is_cut: bool, most: int) -> None:
+    # By both ways to write rows of convolutions, of which costs choose one; all at once, or sample by sample.
+    with (
+        autograd_hacks.add_hooks(case.layer),
+        patch.multiple(convolution, way_of_convolution=lambda *_: (is_cut, 1.0), _WINDOWS=most, _ROWS=most),
+    ):
         for _ in range(2):  # the record of an earlier step is there to be replaced
             check(case.layer, case.x, loss_type)
         for p in case.layer.parameters():
