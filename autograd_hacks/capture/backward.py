@@ -1,7 +1,7 @@
 """Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.forms import Form, add
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import call_at_end, is_batched, is_transformed, keeps_graph, will_execute
@@ -149,19 +148,22 @@ class Backward:
 
     def take(self, note: Note, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        within, usual = note.within, self._usual  # after an inner pass the outer one may come here, too
-        if usual is None:
-            usual = self._begun(within)
-        if usual is None or within is not usual.within or self.inner is not usual.inner:
+        known, within = note.known, note.within
+        current, calls = self._usual_in(within), within.calls
+        if current is None or calls is None or calls[note.number] is None or not within.leaves.keys() >= known.ids:
             return False
-        if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
-            return False
-        known, calls = note.known, within.calls
-        if calls is None or calls[note.number] is None or not within.leaves.keys() >= known.ids:
-            return False
-        usual.current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
-        usual.current.named.update(known.names)
+        current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        current.named.update(known.names)
         return True
+
+    def _usual_in(self, within: Within) -> Pass | None:
+        """The running pass, if it is a usual one through a forward."""
+        usual = self._begun(within) if self._usual is None else self._usual
+        if usual is None or within is not usual.within or self.inner is not usual.inner:  # an inner one may have ended
+            return None
+        if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
+            return None
+        return usual.current
 
     def _begun(self, within: Within) -> Usual | None:
         """Begins a usual pass with its first gradient; None if it is not the first, or the pass may do more."""
@@ -228,7 +230,7 @@ class Backward:
             self.created(use, node, hook)
         received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
-            received.kept = _sum(received.kept, self._taken(use, node, grads, received.reached))
+            received.keep(self._taken(use, node, grads, received.reached))
         if inner is not None and self.record.on_arrival is not None:
             for edge in use.edges.values():
                 inner.left[edge.name] -= 1
@@ -246,20 +248,29 @@ class Backward:
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
+        here = Switch.here
+        # Layers may run here: of a user's Function, called for each sample, or of a checkpoint, for what a node saved.
+        before, here.paused = here.paused, True
         try:
-            own = without_autocast([g for g in grads if g is not None])
-            # A user's custom function is called here once for each sample, and may run layers in its backward.
-            with torch.set_grad_enabled(torch.is_grad_enabled()), own, Switch.paused_here():
+            with torch.set_grad_enabled(torch.is_grad_enabled()), without_autocast(g for g in grads if g is not None):
                 return use.take(node, grads, reached)
         except Exception as error:  # the user's own pass must continue
             return error
+        finally:
+            here.paused = before
 
-    def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
+    def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
+        """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
+        within = None if makes_graph or use.recomputed_in is not None or not use.edges else use.within
+        if within is not None and all(id(edge.parameter) in within.leaves for edge in use.edges.values()):
+            current = self._usual_in(within)
+            if current is not None:
+                return current, use.edges
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
         inner, edges = self.inner_now(), use.edges
         found = ((local, reach_of(e.node) if inner is None else inner.ways.get(e.name)) for local, e in edges.items())
         ways = {local: way for local, way in found if way}
-        if not ways or all(grad is None for grad in grads):
+        if not ways:
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
         if captures and use.is_own and inner is None:
@@ -275,6 +286,15 @@ class Backward:
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, use.forward)
+        if inner is None and self.wants_grad is False:
+            current.brought.update(edges[local].name for local in ways)
+        return current, ways
+
+    def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
+        found = None if all(grad is None for grad in grads) else self._reached(use, makes_graph)
+        if found is None:
+            return None
+        current, reached = found
         is_first, received = not (current._received or current.arrived), current.received_at(use)
         for number, grad in enumerate(grads, slot):
             if grad is not None:
@@ -283,12 +303,10 @@ class Backward:
                 received.at[number] = grad = grad if (before := received.at[number]) is None else before + grad
                 received.versions[number] = version_of(grad)
         received.live = live or received.live
-        if inner is None and self.wants_grad is False:
-            current.brought.update(use.edges[local].name for local in ways)
-        for local in ways:
+        for local in reached:
             if local not in received.reached:
                 received.reached += (local,)
-                current._calls_of.setdefault(edges[local].name, []).append(use)
+                current._calls_of.setdefault(use.edges[local].name, []).append(use)
         if is_first:
             is_more = current.captures or makes_graph or current.is_hess or not self._is_usual(use.within)
             self._usual = None if is_more else self._usual_of(current, use.within)
@@ -421,17 +439,6 @@ class Backward:
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
     if (own := backward()) is not None:
         own.is_silent = False
-
-
-def _sum(before: Any, forms: Any) -> Any:
-    """The forms of a node's values, by place or by name, added up from two parts of its gradient."""
-    if before is None or isinstance(forms, Exception):
-        return forms
-    if isinstance(before, Exception):
-        return before
-    if isinstance(before, Form):
-        return add([before, forms])
-    return before | {key: _sum(before.get(key), own) for key, own in forms.items()}
 
 
 def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:

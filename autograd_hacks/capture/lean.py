@@ -114,14 +114,16 @@ def may_stand_behind(kind: Kind, ran: Ran) -> bool:
     return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
-def without_grad(backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any, is_hooked: bool) -> Any:
-    """A forward's output, behind a function whose backward computes no parameter gradients.
+def without_grad(
+    backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any, is_hooked: bool
+) -> tuple[Any, list[Tensor]]:
+    """A forward's output, behind a function whose backward computes no parameter gradients, and its tensors.
 
     is_hooked: whether the user has registered hooks on gradients in the forward"""
     behind = Behind(backward, kind, ran, off, is_hooked)
     views = iter(_Behind.apply(behind, *behind.inputs, *behind.trained))
     taken = {id(x): next(views) for x in behind.outputs}
-    return map_tensors(lambda x: taken.get(id(x), x), output)
+    return map_tensors(lambda x: taken.get(id(x), x), output), [taken.get(id(x), x) for x in ran.outputs[: ran.count]]
 
 
 class _Behind(torch.autograd.Function):

@@ -258,11 +258,11 @@ class Recorder:
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
         is_hooked = bool(self._users_hooks)
-        returned = without_grad(self.backward, told.kind, ran, off, output, is_hooked) if is_lean else None
+        returned, outputs = None, ran.outputs
+        if is_lean:
+            returned, outputs = without_grad(self.backward, told.kind, ran, off, output, is_hooked)
         layouts = _layouts(model, told, ran)
-        for x, layout in zip(
-            [x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts[: ran.count]
-        ):
+        for x, layout in zip(outputs, layouts[: ran.count]):
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):

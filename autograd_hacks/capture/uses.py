@@ -71,6 +71,12 @@ class OutputGrads:
             return self.at[0]
         return next(grad for grad in self.at if grad is not None)
 
+    def keep(self, forms: Any) -> None:
+        """Takes the forms of a node's values, by input number or by name, or an exception to raise when they are read.
+
+        A second part of the node's gradient adds to those of the first."""
+        self.kept = _sum(self.kept, forms)
+
     @property
     def length(self) -> Tensor:
         """The 2-norm of all gradients together."""
@@ -161,6 +167,16 @@ class Use:
             if not bool(magnitudes(form).norms().detach().max() <= 128 * eps * least):
                 return False
         return True
+
+
+def _sum(before: Any, forms: Any) -> Any:
+    if before is None or isinstance(forms, Exception):
+        return forms
+    if isinstance(before, Exception):
+        return before
+    if isinstance(before, Form):
+        return add([before, forms])
+    return before | {key: _sum(before.get(key), own) for key, own in forms.items()}
 
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
