@@ -6,12 +6,16 @@ entry of one sample is not zero in one of the two calls for every digit; if it i
 contribute.  Only zeros are looked at, so an operation whose backward isn't linear to the last bit (``logcumsumexp``) is
 judged like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all
 calls gets nothing *in this forward*: an operand may be zero today.
+
+Two calls are enough for a node that only copies entries, as a write into a slice does: gradients that number the entries
+come out as the numbers of their origins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +31,10 @@ ROUNDING = 2**12
 """How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
 
 
+COPIES = {"torch::autograd::CopySlices", "AsStridedBackward0", "AsStridedBackward1"}
+"""Nodes that may only copy entries."""
+
+
 class CannotAsk(Exception):
     """A node can't be called by itself."""
 
@@ -37,7 +45,10 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         raise CannotAsk("a reentrant checkpoint runs the forward again")
     if current_task() != NO_TASK:  # there, nodes compute only what the running pass needs
         return outside_passes(partial(probed, node, outs, samples))
-    draws, metadata = torch.Generator("cpu").manual_seed(0), made(node)
+    metadata = made(node)
+    if node.name() in COPIES and len(outs) == 1 and (copied := _copied(node, metadata[0], outs[0], samples)) is not None:
+        return copied
+    draws = torch.Generator("cpu").manual_seed(0)
     given: list[tuple[Tensor, Tensor] | None] = []
     for like, label in zip(metadata, outs):
         if label is None:
@@ -64,6 +75,46 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         else:
             found.append(_owners(of_place, samples, dict(zip((tuple(like.shape) for like in metadata), outs))))
     return found
+
+
+def _copied(node: Any, like: Any, label: Label, samples: int) -> list[Label] | None:
+    """The labels at the inputs of a node that only copies entries; None if it does more.
+
+    An entry that is a sum of others, or a multiple of one, may have the number of another, but not in both calls."""
+    count = math.prod(like.shape)
+    if not 0 < count < 2**24 or like.dtype not in (torch.float32, torch.float64):  # each number has a float of its own
+        return None
+    numbers, draws = _numbers(count, like.dtype, like.device)
+    with torch.no_grad(), Switch.paused_here():
+        first, second = (_ask(node, [own.view(tuple(like.shape))]) for own in (numbers, draws))
+    owners = entries(label, like.shape, samples, like.device).expand(tuple(like.shape)).flatten()  # type: ignore[arg-type]  # it has some
+    found: list[Label] = []
+    for (ahead, _), at, drawn in zip(node.next_functions, first, second):
+        if ahead is None or at is None or drawn is None:
+            found.append(None)
+            continue
+        is_alike = isinstance(label, At) and at.shape == like.shape
+        if is_alike and _are_in_place(at, numbers) and _are_in_place(drawn, draws):
+            found.append(label)
+            continue
+        is_there, origin = at != 0, (at.clamp(1, count) - 1).long()
+        if not all(bool((x == own[origin].where(is_there, 0)).all()) for x, own in ((at, numbers), (drawn, draws))):
+            return None
+        owner = owners[origin]
+        found.append(_tidied(owner, is_there & (owner >= 0), samples, {tuple(like.shape): label}))
+    return found
+
+
+def _are_in_place(x: Tensor, own: Tensor) -> bool:
+    """Whether each entry has its own number, or none."""
+    return bool(((x.flatten() == own) | (x.flatten() == 0)).all()) and bool(x.any())
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers from 1 on, and random ones, none of which is 0."""
+    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return torch.arange(1, count + 1, dtype=dtype, device=device), (draws + 1).to(device)
 
 
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
@@ -111,6 +162,11 @@ def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...]
         owner |= b.long() << digit
     if bool(several.any()):  # what no axis has as many places as there are samples has no axis of theirs
         return MIXED if any(size % samples == 0 for size in several.shape) else SUM
+    return _tidied(owner, anybody, samples, outs)
+
+
+def _tidied(owner: Tensor, anybody: Tensor, samples: int, outs: dict[tuple[int, ...], Label]) -> Label:
+    """The label of entries with owners.  anybody: which have one    outs: labels of outputs, by shape"""
     if not bool(anybody.any()):  # today: behind it there may be uses
         return Entries(torch.full([1] * owner.ndim, NOBODY, device="cpu"))
     # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.

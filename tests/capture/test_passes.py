@@ -63,8 +63,7 @@ def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> 
         for t in order:
             losses[t].backward(retain_graph=True)
         autograd_hacks.compute_grad1(cell)
-        for p in cell.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
+        assert_means(cell)
 
 
 def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> None:
@@ -102,8 +101,7 @@ def test_two_hooked_models_that_share_layers() -> None:
         model.zero_grad()
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
-        for p in model.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
+        assert_means(model)
 
 
 def test_autograd_grad_to_some_parameters_records_those(model: nn.Sequential) -> None:

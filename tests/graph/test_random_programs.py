@@ -22,7 +22,13 @@ def edited(program: Sequence[Step], edit: tuple[int, str, Step]) -> list[Step]:
     return found
 
 
-def run(size: int, program: Sequence[Step], edit: tuple[int, str, Step], when: int) -> None:
+LONG, SHORT = (st.lists(steps, min_size=least, max_size=most) for least, most in ((40, 40), (2, 8)))
+
+
+@settings(max_examples=55)
+@given(size=st.integers(2, 4), program=LONG | SHORT | SHORT, edit=edits, when=st.integers(1, 2))
+def test_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
+    """Few short ones mix samples, so that more of their values have owners."""
     model, memo = Program(size), Memo()
     for step in range(3):
         model.program = edited(program, edit) if step == when else program
@@ -31,16 +37,3 @@ def run(size: int, program: Sequence[Step], edit: tuple[int, str, Step], when: i
         found = judge([out], size, model, **by_memo(memo, out, size, model, [x]))
         assert not found.wrong, found.wrong
         assert found.rows < 1e-7, found.rows
-
-
-@settings(max_examples=15)
-@given(size=st.integers(2, 4), program=st.lists(steps, min_size=40, max_size=40), edit=edits, when=st.integers(1, 2))
-def test_long_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
-    run(size, program, edit, when)
-
-
-@settings(max_examples=40)
-@given(size=st.integers(2, 4), program=st.lists(steps, min_size=2, max_size=8), edit=edits, when=st.integers(1, 2))
-def test_short_programs(size: int, program: list[Step], edit: tuple[int, str, Step], when: int) -> None:
-    """Few of these mix samples, so that more of their values have owners."""
-    run(size, program, edit, when)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from needed import needed
+from nets import Around
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, net
 from rarely import rarely
 from torch import Tensor
@@ -25,11 +26,7 @@ from autograd_hacks.integrations.transformers import STATE, PrivateTrainer, _is_
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Classifier(nn.Module):
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
+class Classifier(Around):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(logits=self.own(x))
 
@@ -118,12 +115,8 @@ def test_users_train_as_by_hand(parts: int, tmp_path: Path) -> None:
         trainer(Classifier(net()), tmp_path, few, per_device_train_batch_size=1).train()
 
 
-class OfLists(nn.Module):
+class OfLists(Around):
     """Its inputs are in a list of numbers, one entry a sample, and in a dictionary."""
-
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
 
     def forward(self, factors: list[float], more: dict[str, Tensor], labels: Any = None, pixels: Any = None) -> Any:
         return SequenceClassifierOutput(logits=self.own(more["x"] * torch.tensor(factors)[:, None]))

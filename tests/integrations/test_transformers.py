@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
+from nets import Around
 from oracle import one_loss_at_a_time
 from rarely import crossed
 from torch.testing import assert_close
@@ -23,11 +24,7 @@ from autograd_hacks.integrations.transformers import CompiledCallback, GradsCall
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Classifier(nn.Module):
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
+class Classifier(Around):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": F.cross_entropy(self.own(x), labels)}
 
@@ -132,11 +129,7 @@ def mean_loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: A
     return F.cross_entropy(outputs, labels)
 
 
-class Scores(nn.Module):
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
+class Scores(Around):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.own(x)
 
