@@ -135,7 +135,7 @@ class Paired(Factored):
         """Row n of the result has the positions of this form's rows[n, :], where present[n, :].  rows, present: M R"""
         taken = [factor[rows] for factor in self._with_mask()]
         absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
-        return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+        return self._of(*(factor.masked_fill_(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
 
     def merge_key(self) -> Hashable:
         return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape, tuple(self.varies)
