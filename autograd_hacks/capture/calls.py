@@ -257,16 +257,19 @@ class LayerCall(Use, Call):
 
     def _rows(self, grads: OutputGrads) -> int:
         """The size of axis 0 of the outputs, or the count by the layer's rule if it has one."""
-        rule = rule_for(self.layer)
-        if rule is not None and rule.count is not None:
-            return rule.count(self.layer, self.args, self.kwargs)
+        if (count := self.known.rule.count) is not None:
+            rows: int = count(self.layer, self.args, self.kwargs)
+            return rows
         return grads.first.shape[0] if grads.first.ndim else 1
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
-        rule, layout = rule_for(self.layer), self.layouts[0] if self.samples is not None and self.layouts else None
+        rule: Rule = self.known.rule
+        layout = self.layouts[0] if self.samples is not None and self.layouts else None
+        if rule_for(self.layer) is not rule:  # nobody has compared what the other one gives
+            raise UnsupportedLayer(f"{self.place}: its rule was replaced or removed after the forward pass. Repeat the step")
         if self.documents is not None:
-            features = None if rule is None or rule.features is None else rule.features(self.layer)
+            features = None if rule.features is None else rule.features(self.layer)
             shape = grads.first.shape
             found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
             by_position = check_told(found, self.place, shape)
@@ -275,7 +278,7 @@ class LayerCall(Use, Call):
         if self.labels is not None:
             forms = call._by_rule(rule, grads, None, len(self.labels))
             return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
-        if rule is not None and rule.features is not None and layout is not None:
+        if rule.features is not None and layout is not None:
             self._check_layout(layout, grads.first.shape)
             return call._by_rule(rule, grads, layout if layout.axis or layout.fold else None, self.samples or 0)
         rows = self._rows(grads)
@@ -285,14 +288,12 @@ class LayerCall(Use, Call):
         labels = layout.rows(rows, self.samples or 0, grads.first.device)
         return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
 
-    def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+    def _by_rule(self, rule: Rule, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
         """The forms that the layer's rule returns, after a check of their shapes.
 
         layout: where the samples are; None if they are where the rule expects them
         rows: how many rows it must return
         """
-        if rule is None:
-            raise UnsupportedLayer(f"{self.place}: its rule was removed after the forward pass. Repeat the step")
         dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
 
         def as_expected(tensor: Tensor) -> Tensor:

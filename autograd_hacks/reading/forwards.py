@@ -69,11 +69,10 @@ class Chosen:
         Features look like samples if there are N.  So where samples mix on the likelier axis, something must show the other:
         the arguments, or an output on their axis.
         """
-        if before is None or not (before.is_mixed or before.lost()):
-            return before is None or (
-                before.reader.walk.by_values and self.is_sure
-            )  # samples are apart by these values only
-        if self.is_mixed or self.lost():
+        if before is None:
+            return True
+        is_sure_enough = self.is_sure if before.reader.walk.by_values else not (self.is_mixed or self.lost())
+        if before.is_sure or not is_sure_enough:
             return False
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
 

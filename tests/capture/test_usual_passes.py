@@ -12,7 +12,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.errors import SamplesMixed, UnsupportedLayer
 from autograd_hacks.forms import scale
 from autograd_hacks.formulas.table import RULES, Rule
 
@@ -181,15 +181,14 @@ def written(kept: str, model: Net, x: Tensor) -> None:
     found[-1].add_(1)
 
 
-def ruled(model: Net, x: Tensor) -> Tensor:
+def ruled(model: Net, x: Tensor) -> None:
     """Another rule, from the pass to the read."""
     step(model, x)
     before = RULES[nn.LayerNorm]
-    RULES[nn.LayerNorm] = Rule(lambda layer, call: {n: scale(f, 2.0) for n, f in before.formula(layer, call).items()})
-    try:
-        return autograd_hacks.per_sample_grads(model).norms()
-    finally:
-        RULES[nn.LayerNorm] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, nn.LayerNorm, Rule(lambda *own: {n: scale(f, 2) for n, f in before.formula(*own).items()}))
+        with pytest.raises(UnsupportedLayer, match=r"'norm'.*its rule was replaced"):
+            autograd_hacks.per_sample_grads(model)
 
 
 def set_later(model: Net, x: Tensor) -> None:

@@ -139,6 +139,7 @@ def test_rule_probe_and_one_backward_a_sample_agree(op: Any, request: pytest.Fix
                 assert_right(f"by asking, {what}", label, own)
 
 
+# Whether it only copies, and what it does to a tensor.
 WRITES: dict[str, tuple[bool, Callable[[Tensor, Tensor], object]]] = {
     "a column": (True, lambda h, v: h[:, 2].copy_(v[:, 0])),
     "a row": (True, lambda h, v: h[1].copy_(v[2])),
@@ -152,7 +153,6 @@ WRITES: dict[str, tuple[bool, Callable[[Tensor, Tensor], object]]] = {
     "strided": (True, lambda h, v: h.as_strided((6, 4), (1, 6))),
     "strided, overlapping": (False, lambda h, v: h.as_strided((5, 8), (4, 1))),
 }
-"""Whether it only copies, and what it does to a tensor."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -163,8 +163,7 @@ def test_nodes_that_copy_are_asked_twice(name: str, dtype: torch.dtype) -> None:
     written: Any = write(h, v)
     node: Any = (written if name.startswith("strided") else h).grad_fn
     sizes = made(node)[0].shape
-    ways = ((axis, inner) for axis in (0, 1) for inner in (1, 2) if sizes[axis] % (2 * inner) == 0)
-    for label in (At(axis, sizes[axis] // (2 * inner), inner) for axis, inner in ways):
+    for label in [At(k, sizes[k] // (2 * inner), inner) for k in (0, 1) for inner in (1, 2) if sizes[k] % (2 * inner) == 0]:
         for found, own in zip(probed(node, [label], 2), owners(node, [label], 2)):
             assert_right(f"{name}, {label}", found, torch.zeros(2, *sizes) if own is None else own)
         assert (_copied(node, made(node)[0], label, 2) is not None) == (is_copy and dtype is not torch.bfloat16)

@@ -89,6 +89,10 @@ def experts(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def masked(model: nn.Module, h: Tensor, there: Tensor) -> Tensor:
+    return h.new_zeros(len(h), 3).index_put((there,), model.one(h[there])).index_put((~there,), model.two(h[~there]))
+
+
 def routed_losses(model: nn.Module, x: Tensor) -> Tensor:
     return experts(model, x.flatten(0, 1)).square().sum(1).unflatten(0, x.shape[:2]).mean(1)
 
@@ -141,6 +145,15 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
     ),
     "hooks on gradients": (lambda: clean(clamped), lambda n: (data(n),)),
     "experts": (lambda: clean(experts, c=nn.Linear(4, 2)), lambda n: (data(n),)),
+    "rows that a mask routes, as many as there are features": (
+        lambda: Bare(
+            lambda m, x: masked(m, x + m.shift, x[:, 2] > 0.5),
+            shift=torch.ones(3),
+            one=nn.Linear(3, 3),
+            two=nn.Linear(3, 3),
+        ),
+        lambda n: (torch.cat([data(n, 2), torch.arange(n)[:, None] % 3 == 1], 1),),
+    ),
     "losses of routed tokens": (lambda: clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
     "norms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)), lambda n: (data(n),)),
     "attributes": (lambda: clean(keeps), lambda n: (data(n, 6, 3),)),
@@ -159,8 +172,7 @@ def test_clean_programs_are_read(what: str) -> None:
     build, arguments = CLEAN[what]
     model = build().double()
     model(*arguments(3))
-    losses = lambda out: out if out.ndim == 1 else squares(out)  # noqa: E731
-    check_right(model, *[arguments(samples) for samples in (*SIZES, 2, 1, 5)], losses=losses)
+    check_right(model, *map(arguments, (*SIZES, 2, 1, 5)), losses=lambda out: out if out.ndim == 1 else squares(out))
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.double])
