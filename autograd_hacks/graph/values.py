@@ -88,8 +88,8 @@ def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> 
 def _narrowed(found: Tensor, own: Shape) -> Label:
     """The label of a tensor that was broadcast, from the labels of the copies."""
     found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
-    if not found.numel() and 0 not in own:
-        return None
+    if not found.numel() and 0 not in own:  # zeros arrive, of nobody
+        return Entries(torch.full([1] * len(own), NOBODY, device="cpu"))
     links = broadcast(found.shape, own)
     lost = [k for k in range(found.ndim) if k not in links and found.shape[k] != 1]
     if lost and found.numel():

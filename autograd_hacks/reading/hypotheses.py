@@ -70,7 +70,7 @@ def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
         and isinstance(where, Layout) and where.fits_shape(ran.outputs[at].shape, samples)
         for at, where in before.places.items()
     ):  # fmt: skip
-        yield replace(before, samples=samples)
+        yield before if samples == before.samples else replace(before, samples=samples)
 
 
 def _is_known(before: Hypothesis | None, hypothesis: Hypothesis) -> bool:

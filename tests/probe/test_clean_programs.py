@@ -154,6 +154,15 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
         ),
         lambda n: (torch.cat([data(n, 2), torch.arange(n)[:, None] % 3 == 1], 1),),
     ),
+    "a token that nobody gets": (
+        lambda: Bare(
+            lambda m, x: m.b(m.a(x).tanh().index_put((x[:, 0] > 9,), m.token * 1)),
+            a=nn.Linear(3, 4),
+            b=nn.Linear(4, 2),
+            token=torch.ones(4),
+        ),
+        lambda n: (data(n),),
+    ),
     "losses of routed tokens": (lambda: clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
     "norms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)), lambda n: (data(n),)),
     "attributes": (lambda: clean(keeps), lambda n: (data(n, 6, 3),)),
