@@ -44,18 +44,6 @@ def read(
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     scaling: the factor by which the loss was multiplied
     """
-    with outside_inference(), without_autocast(parameters.values()):
-        return read_here(model, parameters, recorder, loss_type, scaling)
-
-
-def read_here(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    recorder: Recorder,
-    loss_type: str | None,
-    scaling: float | Tensor = 1.0,
-) -> dict[str, Form | None]:
-    """The same within the caller's contexts."""
     record = recorder.record
     parameters = record.asked(dict(parameters))
     check_loss_type(loss_type)
@@ -70,7 +58,7 @@ def read_here(
     check_known(model, record)
     check_independent(recorder)
     check_documents(recorder)
-    with telling_of_lists(record):
+    with telling_of_lists(record), outside_inference(), without_autocast(parameters.values()):
         return _read(parameters, record, loss_type, scaling)
 
 
@@ -149,13 +137,9 @@ class Gate:
         if (forms := note.forms(grad, version)) is None:
             self._ask(number, note.made(gone), OutputGrads([grad], [version], known.locals))
             return
-        terms = self._terms[number]
         for local, name in zip(known.locals, known.names):
-            form = scale(forms[local], note.within.samples or 0) if is_mean else forms[local]
-            if name in terms:
-                self._take(number, note, name, form)
-            else:
-                terms[name] = {note: form}
+            form = forms[local]
+            self._take(number, note, name, scale(form, form.samples) if is_mean else form)
 
     def _take(self, number: int, call: Use | Note, name: str, form: Form) -> None:
         terms = self._terms[number]

@@ -27,7 +27,7 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.probe.documents import tokens_of
-from autograd_hacks.reading.gate import read, read_here
+from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import outside_inference, without_autocast
@@ -174,7 +174,7 @@ def compute_grad1(
             if set_grad:
                 check_may_set(recorder, "compute_grad1(set_grad=True)")
             with spread.reading(), outside_inference(), without_autocast(parameters.values()):
-                forms = read_here(model, seen, recorder, loss_type, scale)
+                forms = read(model, seen, recorder, loss_type, scale)
                 with torch.no_grad():
                     for name, parameter in parameters.items():
                         write_rows(name, parameter, seen[name], forms.get(name), recorder.pool)
