@@ -114,8 +114,7 @@ class Kinds:
         self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module]
     ) -> Known:
         """What is known of a forward that begins.  path: of the called module    modules: its own, and itself"""
-        tensors = tensors_in(args, kwargs)
-        if any(x.is_nested for x in tensors):
+        if any(x.is_nested for x in tensors_in(args, kwargs)):
             return Known(Told(refused={n: NESTED for n, _ in model.named_parameters()}), None)
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
         reads = self.probes or self.independent
@@ -130,14 +129,14 @@ class Kinds:
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         if not self._is_whole or is_bag or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
             return Known(self.static, None)
-        samples, is_empty = batch.samples(axis), any(not x.numel() for x in tensors)
-        if is_empty and (samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch))):
+        samples = batch.samples(axis)
+        if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             return Known(self.static, 0)
         key = path, batch.signature(), samples == 1, tuple(map(_TRAINING, modules))
         kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
         if len(self.seen) > MOST:
             del self.seen[next(iter(self.seen))]
-        if kind.hypothesis is not None and (axis, None) != (kind.hypothesis.axis, kind.hypothesis.counted_leaf):
+        if kind.hypothesis is not None:
             samples = batch.samples(kind.hypothesis.axis, kind.hypothesis.counted_leaf)
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and kind.pending and not has_parts(model)

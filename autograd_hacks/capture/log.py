@@ -19,7 +19,7 @@ from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import saved_by
-from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed, running_transform
+from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
@@ -201,7 +201,7 @@ class Forward:
         """Whether a call in the running forward is to be recorded, and no backward pass, transform or tracer runs."""
         if self.running is None or self._random_states or current_task() != NO_TASK or not torch.is_grad_enabled():
             return False
-        return running_transform() is None and not (is_traced() or self.backward.is_silent) and Switch.on()
+        return not (is_transformed() or is_traced() or self.backward.is_silent) and Switch.on()
 
     def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
         """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that."""
@@ -225,8 +225,7 @@ class Forward:
         precision = autocast_dtype(output.device) if is_any_autocast_on() else None
         versions = versions_among(x, *known.tensors)
         number, inputs = len(self.noted), _NO_NODES if made_by is None else frozenset((made_by,))
-        within = self._within or self.within
-        note = Note(known, within, number, x.detach(), versions, training, precision, saved, is_first)
+        note = Note(known, self.within, number, x.detach(), versions, training, precision, saved, is_first)
         hook = AtOutput(note, None, self.backward, 0, output, (args, _NONE), inputs)
         if self.is_taped:
             _ = note.made(weakref.ref(hook)).edges  # to find them later would be a step of the tape

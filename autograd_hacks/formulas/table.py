@@ -192,8 +192,6 @@ def rule_for(layer: nn.Module) -> Rule | None:
     own = layer.__dict__
     if not _COMPUTES.isdisjoint(own) and any(callable(own[n]) or isinstance(own[n], Tensor) for n in _COMPUTES & own.keys()):
         return None
-    if (usual := RULES.get(type(layer))) is not None:
-        return usual
     for cls in type(layer).__mro__:
         if cls in RULES:
             return RULES[cls]

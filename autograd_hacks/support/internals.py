@@ -78,12 +78,9 @@ def never_compile(function: Any) -> None:
 next_node: Callable[[], int] = _C._autograd._get_sequence_nr  # the number of the next node that this thread makes
 
 
-running_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # the innermost of torch.func
-
-
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs."""
-    return running_transform() is not None
+    return _C._functorch.peek_interpreter_stack() is not None
 
 
 is_traced: Callable[[], Any] = _C._get_tracing_state  # true while torch.jit.trace runs
