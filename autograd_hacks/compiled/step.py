@@ -229,7 +229,7 @@ class CompiledStep(nn.Module):
             for name, p in self._named.items():
                 if p.requires_grad:
                     rows = results.get(name)
-                    p.grad1 = None if rows is None else rows.to(p.dtype)  # type: ignore[attr-defined]
+                    p.grad1 = None if rows is None else rows.to(p.dtype)  # type: ignore[attr-defined]  # torch has it not
         else:
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}

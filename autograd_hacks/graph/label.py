@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ Owned = At | One | Entries
 Label = At | One | Entries | Several | None
 
 
-def is_owned(label: Label) -> bool:
+def is_owned(label: Label) -> TypeGuard[Owned]:
     return label is not None and type(label) is not Several
 
 

@@ -117,9 +117,8 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
     if not sizes.out:
         return [label]
     d = axis(dim, sizes.n)
-    if d in varying(label):
-        label = _scattered(label, d, read("index"), sizes.out, sizes.own, samples)  # type: ignore[assignment]
-    return [_as_long(label, sizes.own) if is_owned(label) else label]
+    found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if d in varying(label) else label
+    return [_as_long(found, sizes.own) if is_owned(found) else found]
 
 
 @value("sort topk", reads="dim")

@@ -18,7 +18,7 @@ from autograd_hacks import PrivateTraining
 transformers = needed("transformers", "transformers.trainer", "accelerate", "opacus")
 
 from accelerate.state import AcceleratorState  # noqa: E402
-from test_private_transformers import Classifier  # noqa: E402
+from test_private_transformers import Classifier  # noqa: E402  # it needs them, too
 
 from autograd_hacks.integrations.transformers import STATE, PrivateTrainer  # noqa: E402
 
