@@ -166,7 +166,7 @@ class Backward:
         return usual.current
 
     def _begun(self, within: Within) -> Usual | None:
-        """Begins a usual pass with its first gradient; None if it is not the first, or the pass may do more."""
+        """Begins a usual pass with its first gradient.  None if that came before, or if the pass may do more."""
         running = self.running
         if running is not None and (running._received or running.arrived):
             return None
@@ -176,7 +176,7 @@ class Backward:
             return None
         inner = self.inner_now()
         current = self._entered(current_task() if inner is None else inner.task)
-        if not (current.captures or current.is_hess):
+        if not current.is_hess:
             self._file(current, within.forward)
             self._usual, self.answered = self._usual_of(current, within), True
         return self._usual
@@ -333,9 +333,9 @@ class Backward:
             # 3. The pass began in another segment and comes here too: join both, at the place of the target.
             target.passes += home.passes
             target.forwards |= home.forwards
-            its = record.superseded if target in record.superseded else record.segments
+            others = record.superseded if target in record.superseded else record.segments
             current.replaces_unread = False
-            record.segments, home = [segment for segment in its if segment is not home], target
+            record.segments, home = [segment for segment in others if segment is not home], target
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
             # 4. This is the pass's first call: it adds to the segment that was found, or begins a new one.

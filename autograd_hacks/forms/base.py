@@ -53,7 +53,9 @@ class Form(Hinting, Shown, ABC):
 
     @abstractmethod
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given; for one factor"""
+        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given.
+
+        factor: one number for all rows"""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
