@@ -10,30 +10,34 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from autograd_hacks import errors, forms, formulas
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import add_hooks, clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
-from autograd_hacks.compiled.face import compile
-from autograd_hacks.compiled.labels import register_operation
-from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
-from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.formulas.table import is_supported, register_rule
-from autograd_hacks.privacy.bounds import QuantileClip
-from autograd_hacks.privacy.noise import BandedNoise, SecureNoise
-from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_
-from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.support.display import hint as _hint
-from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.during_backward import during_backward
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
-from autograd_hacks.verbs.metric import Metric
-from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
-from autograd_hacks.verbs.store import Store
 from autograd_hacks.verbs.verify import verify
+
+# isort: split
+# The rooms come last, because they import the names above from here.
+from autograd_hacks import distributed as distributed  # it registers itself
+from autograd_hacks.attribution.metric import Metric
+from autograd_hacks.attribution.noise_scales import NoiseScales
+from autograd_hacks.attribution.store import Store
+from autograd_hacks.check.check_rows import check_rows
+from autograd_hacks.compiled.face import compile
+from autograd_hacks.compiled.labels import register_operation
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
+from autograd_hacks.curvature.ekfac import ekfac_solve
+from autograd_hacks.private.bounds import QuantileClip
+from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_
+from autograd_hacks.private.noise import BandedNoise, SecureNoise
+from autograd_hacks.private.training import PrivateTraining
 
 __version__ = "0.1.0"
 

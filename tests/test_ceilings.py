@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from test_layout import ROOMS
 
 import autograd_hacks
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["privacy", "curvature", "compiled", "distributed", "integrations"]
-"""Folders of the package that the core could do without."""
-CEILINGS = {"core": 15326, "rooms": 4524, "tests": 25424, "benchmarks": 2139}
+CEILINGS = {"core": 14406, "rooms": 5444, "tests": 25424, "benchmarks": 2139}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""

@@ -134,7 +134,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 MADE = {"_build", "_generated", "gallery"}
 RECIPES = {"integrations", "want.rst"}
-"""Pages whose code blocks are run by tests/integrations and tests/verbs."""
+"""Pages whose code blocks are run by tests/integrations."""
 
 
 def code_of(page: str, with_blocks: bool = False) -> str:

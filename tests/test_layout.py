@@ -11,27 +11,31 @@ from pathlib import Path
 
 import pytest
 
+from autograd_hacks import extending
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "autograd_hacks"
-FLOORS = [
-    "integrations",
-    "privacy",
-    "curvature",
-    "verbs",
-    "compiled",
-    "reading",
-    "distributed",
-    "capture",
-    "graph",
-    "probe",
-    "formulas",
-    "forms",
-]
-"""A file imports its own floor and those behind it; and `CELLAR`, as all do."""
+ROOMS = ["integrations", "private", "curvature", "attribution", "check", "compiled", "distributed"]
+"""Folders that could each be a package of its own.  The core doesn't import them."""
+FLOORS = ["extending", "verbs", "reading", "capture", "graph", "probe", "formulas", "forms"]
+"""The core.  A file imports its own floor and those behind it; and `CELLAR`, as all do."""
+DOORS = ["__init__.py", "extending.py", "forms/__init__.py", "formulas/__init__.py"]
+"""What rooms import of the core."""
+KEYS = {
+    # Tools have several rooms in one.
+    "integrations": ["private", "curvature", "attribution", "compiled"],
+    # EK-FAC as a metric.
+    "curvature": ["attribution"],
+    # Compiled graphs are labelled by the laws of graph/, and the tapes of probe/ by labels: a second reader of both.
+    "compiled": ["graph", "probe", "forms", "formulas", "capture/above.py", "reading/certificate.py"],
+    # It registers itself for several processes, where the core has one.
+    "distributed": ["capture/above.py", "capture/recorder.py", "capture/wrappers.py", "reading/processes.py"],
+}
+"""Floors and files that a room imports, too."""
 CELLAR = ["support", "errors"]
 """Of the floors, these import nothing; support imports errors."""
 ROOFS = ["__main__", "__init__"]
-"""The commands, and the face: they import everything, and nothing imports a command, nor the face but a command."""
+"""The commands, and the face: they import everything.  Nothing imports a command, and only commands and rooms the face."""
 LONGEST = 450
 
 Arrows = dict[str, set[str]]
@@ -78,8 +82,12 @@ def _known(names: list[str], modules: dict[str, str]) -> str | None:
 
 
 def circles(found: Arrows) -> list[str]:
-    """Modules that import themselves by way of others; those of one tangle in one line."""
+    """Modules that import themselves by way of others; those of one tangle in one line.
+
+    The face has the core's names when it imports the rooms, which import them from it.
+    """
     reached: Arrows = {}
+    found = {module: imported - {"__init__.py"} for module, imported in found.items()}
     for module, imported in found.items():
         reached[module], ahead = set(), list(imported)
         while ahead:
@@ -97,14 +105,28 @@ def floor_of(module: str) -> str:
 
 def arrows_back(found: Arrows) -> list[str]:
     """Imports of what lies in front, and whatever is on no floor."""
-    order = [*ROOFS, *FLOORS, *CELLAR]
-    back = [f"{module} is on no floor" for module in found if floor_of(module) not in order]
+    order = [[roof] for roof in ROOFS] + [ROOMS] + [[floor] for floor in [*FLOORS, *CELLAR]]
+    rank = {name: number for number, names in enumerate(order) for name in names}
+    back = [f"{module} is on no floor" for module in found if floor_of(module) not in rank]
     for module, imported in found.items():
         for other in imported:
             here, there = floor_of(module), floor_of(other)
-            if here in order and there in order and order.index(there) < order.index(here):
+            is_face = here in ROOMS and other == "__init__.py"
+            if here in rank and there in rank and rank[there] < rank[here] and not is_face:
                 back.append(f"{module} imports {other}")
     return sorted(back)
+
+
+def through_walls(found: Arrows) -> list[str]:
+    """What rooms import of other rooms, or of the core but not by its doors."""
+    return sorted(
+        f"{module} imports {other}"
+        for module, imported in found.items()
+        for other in imported
+        if (room := floor_of(module)) in ROOMS
+        and floor_of(other) not in (room, *CELLAR, *KEYS.get(room, ()))
+        and other not in (*DOORS, *KEYS.get(room, ()))
+    )
 
 
 def long_files(folder: Path) -> list[str]:
@@ -121,14 +143,20 @@ def differences(page: str, found: Arrows) -> list[str]:
     """Modules that the page doesn't name by their paths in the package, and paths of its floors that are no modules."""
     modules = {module for module in found if Path(module).stem not in ROOFS}
     named = set(re.findall(r"(?<![\w/])(?:\w+/)*\w+\.py\b", page))
-    stale = {path for path in named - modules if path.split("/")[0] in (*FLOORS, *CELLAR)}
+    stale = {path for path in named - modules if path.split("/")[0] in (*ROOMS, *FLOORS, *CELLAR)}
     return sorted([f"{module} is not named" for module in modules - named] + [f"{path} is named" for path in stale])
 
 
-@pytest.mark.parametrize("faults", [circles, arrows_back, same_names])
+@pytest.mark.parametrize("faults", [circles, arrows_back, through_walls, same_names])
 def test_no_fault(faults: Callable[[Arrows], list[str]]) -> None:
     found = faults(arrows(PACKAGE))
     assert not found, "\n".join(found)
+
+
+def test_rooms_use_all_that_extenders_get() -> None:
+    files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
+    used = {names[2] for path in files for names in _imported(ast.parse(path.read_text()), []) if "extending" in names}
+    assert used == set(extending.__all__)
 
 
 @pytest.mark.parametrize("folder", ["autograd_hacks", "tests"])
@@ -151,7 +179,7 @@ def test_the_readers_map_names_every_module() -> None:
 # The test's own test: a made-up package.
 
 SOUND = {
-    "__init__.py": "from house import errors\nfrom house.capture.hooks import hook",
+    "__init__.py": "from house import errors\nfrom house.capture.hooks import hook\nfrom house.check.rows import check",
     "__main__.py": "import house",
     "errors.py": "import torch",
     "support/__init__.py": "",
@@ -164,6 +192,9 @@ SOUND = {
     "capture/__init__.py": "",
     "capture/hooks.py": "import house.forms.base as base\nfrom ..formulas import linear\nfrom house.capture import records",
     "capture/records.py": "",
+    "extending.py": "from house.capture.records import Record",
+    "check/__init__.py": "",
+    "check/rows.py": "from house import hook\nfrom house.extending import Record\nfrom house.forms import Form",
 }
 
 
@@ -186,9 +217,9 @@ def test_a_sound_package_passes(tmp_path: Path) -> None:
     assert found["formulas/linear.py"] == {"forms/__init__.py"}
     assert found["forms/__init__.py"] == {"forms/base.py", "forms/dense.py"}
     assert found["__main__.py"] == {"__init__.py"}
-    assert circles(found) == arrows_back(found) == same_names(found) == []
+    assert circles(found) == arrows_back(found) == through_walls(found) == same_names(found) == []
     page = "``errors.py``: support/trees.py forms/base.py forms/dense.py formulas/linear.py"
-    page += " capture/hooks.py capture/records.py"
+    page += " capture/hooks.py capture/records.py extending.py check/rows.py"
     assert differences(page, found) == []
 
 
@@ -220,10 +251,19 @@ def test_a_circle_is_seen(line: str, tmp_path: Path) -> None:
         ("capture/records.py", "import house", "__init__.py"),
         ("capture/records.py", "from house import hook", "__init__.py"),
         ("__init__.py", "from house import __main__", "__main__.py"),
+        ("capture/records.py", "from house.check import rows", "check/rows.py"),
+        ("extending.py", "from house import hook", "__init__.py"),
     ],
 )
 def test_an_arrow_back_is_seen(path: str, line: str, other: str, tmp_path: Path) -> None:
     assert arrows_back(built(tmp_path, **{path: line})) == [f"{path} imports {other}"]
+
+
+@pytest.mark.parametrize("other", ["forms/base.py", "capture/hooks.py", "curvature/__init__.py", "compiled/rows.py"])
+def test_a_room_that_goes_through_a_wall_is_seen(other: str, tmp_path: Path) -> None:
+    more = dict.fromkeys(("curvature/__init__.py", "compiled/rows.py"), "")
+    line = f"import house.{other.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
+    assert through_walls(built(tmp_path, **more, **{"check/rows.py": line})) == [f"check/rows.py imports {other}"]
 
 
 def test_other_faults_are_seen(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import autograd_hacks
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.curvature.ekfac import EKFAC
 from autograd_hacks.integrations.steps import Steps
-from autograd_hacks.privacy.accounting import noise_for
+from autograd_hacks.private.accounting import noise_for
 from autograd_hacks.support.ranges import RANGES, Range, checked
 from autograd_hacks.verbs.matrix import INTERNAL
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_COMPILING
-from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.extending import BatchDim, check_loss_type, check_module
 from autograd_hacks.support.draws import Noise, check_noise
 from autograd_hacks.support.ranges import check_bound, check_word, checked
 

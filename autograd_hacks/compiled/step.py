@@ -17,7 +17,6 @@ import torch.nn as nn
 from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.taken_apart import TakenApart
@@ -30,11 +29,11 @@ from autograd_hacks.errors import (
     UnseenGradient,
     UnsupportedOperation,
 )
+from autograd_hacks.extending import BatchDim, clip_weights, has_processes
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.forms.opaque import projection
-from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.memory import Pool

@@ -13,15 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.capture.arrivals import announced
-from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
-from autograd_hacks.reading.scale import check_batch_size
+from autograd_hacks.extending import Announcement, announced, check_batch_size, check_kind, check_output, leaves_of, run_pass
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import check_word, checked
-from autograd_hacks.verbs.arguments import check_kind
-from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
 
 @checked(ON_CURVATURE)

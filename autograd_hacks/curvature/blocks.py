@@ -7,15 +7,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import passes_for
 from autograd_hacks.curvature.ekfac import Eigenvalues
 from autograd_hacks.curvature.sums import Coverage, Sums
-from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
+from autograd_hacks.extending import LIMIT, check_kind, check_loader, kind_of, recorder_of, spread_of
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import LIMIT, check_kind, check_loader, kind_of
 
 
 @checked(ON_CURVATURE)
@@ -48,9 +46,9 @@ def compute_hess(
       eigenvalues
 
     kfac_approx: 'expand' or 'reduce': how positions that share a weight, as in a convolution, are treated
-    kfac_bias: the B of a bias. 'exact' is its own block; 'shared' is the B of its layer's weight, as in curvlinops. They
-    differ with positions and 'expand'. With 'joint' the bias is one more column of its layer's weight, the last, with
-    input 1, as in kronfluence: A is (I + 1) × (I + 1)
+    kfac_bias: the B of a bias. 'exact' is its own block; 'shared' is the B of its layer's weight, as in curvlinops, unless
+    that is frozen or another layer has one of both. They differ with positions and 'expand'. With 'joint' the bias is one
+    more column of its layer's weight, the last, with input 1, as in kronfluence: A is (I + 1) × (I + 1)
     parameters: names or patterns, for example '*.attn.*'; all by default
     limit: bytes that the largest tensor of 'full' or 'kfac' may take; a larger B is replaced by its diagonal
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising

@@ -17,18 +17,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks import PerSampleGrads
+from autograd_hacks.attribution.metric import SHARE, Metric, dampings, in_eigenbasis
 from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
 from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
+from autograd_hacks.extending import OneHot, Positions, grads_of, kind_of, recorder_of, some
 from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
-from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of, some
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.metric import SHARE, Metric, dampings, in_eigenbasis
-from autograd_hacks.verbs.per_sample import grads_of
 
 
 @dataclass(frozen=True, repr=False)

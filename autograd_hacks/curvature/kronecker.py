@@ -39,17 +39,15 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import UnsupportedLayer
+from autograd_hacks.extending import OneHot, Positions, Windows, kinds_of
 from autograd_hacks.forms import BUDGET, Form
-from autograd_hacks.forms.base import kinds_of
-from autograd_hacks.forms.positions import OneHot, Positions, Windows
 
 APPROXIMATIONS = ("expand", "reduce")
 BIASES = ("exact", "shared", "joint")
@@ -287,25 +285,6 @@ def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     count = Counter(name for layer in layers for name in layer.values())
     pairs = [(layer.get("bias"), layer.get("weight")) for layer in layers]
     both = {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}
-    return {
-        bias: weight for bias, weight in both.items() if are_of_a_map(model.get_parameter(weight), model.get_parameter(bias))
-    }
-
-
-def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
-    """Whether a weight is a matrix.  A norm's weight isn't, and its bias shares no factor with it."""
-    return weight is not None and weight.ndim > 1 and bias.ndim == 1
-
-
-def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | None:
-    """The weight whose B a bias shares; None if it is not a matrix's bias; UnsupportedLayer if it has none to share."""
-    parameter = model.get_parameter(bias)
-    owners = [layer._parameters.get("weight") for layer in model.modules() if layer._parameters.get("bias") is parameter]
-    weights = [weight for weight in owners if weight is not None and are_of_a_map(weight, parameter)]
-    if not weights:
-        return None
-    names = [name for name in reached if len(weights) == 1 and model.get_parameter(name) is weights[0]]
-    if not names:
-        why = "shares a factor with is frozen, not reached, or one of several. Use kfac_bias='exact'."
-        raise UnsupportedLayer(f"kfac_bias='shared': the weight that {bias} {why}")
-    return names[0]
+    axes = {name: model.get_parameter(name).ndim for pair in both.items() for name in pair}
+    # A norm's weight is no matrix, and its bias shares no factor with it.
+    return {bias: weight for bias, weight in both.items() if axes[weight] > 1 and axes[bias] == 1}

@@ -12,18 +12,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks import PerSampleGrads
 from autograd_hacks.curvature import kronecker
 from autograd_hacks.curvature.kronecker import KFAC, Factors, Lay, is_empty, lay_of, parts_of
-from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.forms.numerics import accumulation_dtype
+from autograd_hacks.extending import accumulation_dtype, check_size, grads_of, recorder_of, spread_of
 from autograd_hacks.support.display import Shown, Table, in_millions, percent, with_unit
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check_word
-from autograd_hacks.verbs.arguments import check_size
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import grads_of
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
 """The attribute that parameters get, by kind; 'ekfac' also sets ``ekfac``."""
@@ -78,11 +74,12 @@ class Sums:
         check_word("compute_hess", ON_CURVATURE, kronecker.BIASES, kfac_bias=self.kfac_bias)
         self.kind, recorder = "kfac" if self.asked == "ekfac" else self.asked, recorder_of(self.model)
         every, self.left_out = recorder.record.as_seen(recorder.tree.parameters()), recorder.record.left_out
-        self.names = [name for name, p in every.items() if p.requires_grad]
+        trained = self.names = [name for name, p in every.items() if p.requires_grad]
         if self.parameters is not None:
             self.names = self._matching(self.parameters)
         is_joint = self.kfac_bias == "joint" and self.kind == "kfac"
         self.joint = kronecker.weights_by_bias(self.model, self.names) if is_joint else {}
+        self.shared = kronecker.weights_by_bias(self.model, trained) if self.kfac_bias == "shared" else {}
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
@@ -181,7 +178,7 @@ class Sums:
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
             return [form.cross(form).view(*form.shape, *form.shape)]
-        lay, of = self.lays[name], self._shared_by(name, grads)
+        lay, of = self.lays[name], self.shared.get(name)
         if of is not None:
             found = self._lay(of, grads)
             assert isinstance(found, Lay)  # or its bias had been refused
@@ -193,15 +190,10 @@ class Sums:
             factors = kronecker.factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
         return [*factors]
 
-    def _shared_by(self, name: str, grads: PerSampleGrads) -> str | None:
-        """The weight whose B a bias shares."""
-        is_shared = self.kfac_bias == "shared" and len(grads[name].shape) == 1
-        return kronecker.weight_of(self.model, name, grads.reached) if is_shared else None
-
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
-        if (of := self._shared_by(name, grads)) is not None:
-            lay = self._lay(of, grads)
+        if (of := self.shared.get(name)) is not None:
+            lay = self._lay(of, grads) if of in grads.reached else "the loss did not reach it"
             if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
                 return f"it is not added to the outputs of {of}; use kfac_bias='exact'"
             own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay

@@ -1,4 +1,4 @@
-"""The processes over which a batch is spread: rows belong to one process, sums over samples to all.
+"""Batches that are spread over processes, and weights that are sharded over them.
 
 No mathematics.
 """
@@ -8,27 +8,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
-from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
+from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
+from autograd_hacks.reading.processes import Spread, Where
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
-"""The processes that have the other samples: a group of them; False for none; None for those on which the model runs."""
 
 T = TypeVar("T")
 
@@ -38,35 +35,19 @@ _GATHERED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKe
 
 
 @dataclass(eq=False)
-class Spread:
-    """The processes that have the samples of one batch."""
+class Sharded(Spread):
+    """A batch of this process, of a model whose weights may be sharded."""
 
-    parameters: Mapping[str, Tensor]  # of the model by name, as the user has them, for example shards
-    mesh: DeviceMesh | None  # the processes to add up over; None for this process alone
     model: weakref.ref[nn.Module] | None = None
     needed: Sequence[nn.Module] = ()  # the modules whose weights are gathered for reading
     shards: Mapping[str, int] = field(default_factory=dict)  # how often each shard had been overwritten
 
-    def local(self) -> Spread:
-        """The same batch, for sums over this process's samples."""
-        return replace(self, mesh=None)
-
     def check(self) -> None:
-        """Raises StaleRecord if sharded weights on which rows depend have changed since the forward."""
         if self.needed:
             check_shards(self.parameters, self.shards)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """A context in which rows may be read.  If rows need sharded weights, all processes must enter it at once."""
-        self.check()
-        with self.weights():
-            yield
-
-    @contextmanager
     def weights(self) -> Iterator[None]:
-        """A context in which the sharded weights that rows need are gathered, once for everything inside.
-        It is for code that may fail on one process, so that no other process waits."""
         model = None if self.model is None else self.model()
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]
@@ -80,43 +61,37 @@ class Spread:
         finally:
             _GATHERED[model] = held
 
+
+@dataclass(eq=False)
+class OverMesh(Sharded):
+    """A batch that several processes share."""
+
+    mesh: DeviceMesh
+
+    def local(self) -> Sharded:
+        return Sharded(self.parameters, None, self.model, self.needed, self.shards)
+
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
     ) -> tuple[T, Sequence[float]]:
-        """What this process finds, and counts of it, ``size`` of them, over all processes.  If one fails, all raise."""
-        if self.mesh is None:
-            found = own()
-            return found, counts(found)
         return agreed(own, counts, size, self.mesh)
 
     def settled(self, sums: Iterable[tuple[str, Tensor]], narrow: bool = True) -> dict[str, Tensor]:
-        """The sums over all processes: {name: shape}, each like its parameter, whole or a shard.
-
-        sums: by name; taken one by one, while the earlier ones are sent    narrow: return them in the parameters' dtypes
-        """
-        if (mesh := self.mesh) is None:
-            return dict(sums)
         own = ((name, total, self.parameters[name]) for name, total in sums)
-        return _reduced(((name, total.to(p.dtype) if narrow else total, p) for name, total, p in own), mesh)
+        return _reduced(((name, total.to(p.dtype) if narrow else total, p) for name, total, p in own), self.mesh)
 
     def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over all processes, whole on each process."""
-        return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
+        return _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
     def from_all(self, mine: T) -> list[T]:
-        """The value of each process, in the processes' order.  All must call it at once."""
-        return [mine] if self.mesh is None else from_all(mine, self.mesh)
+        return from_all(mine, self.mesh)
 
     def firsts(self, x: Tensor) -> Tensor:
-        """The tensor of the first process, on all processes.  All must call it at once."""
-        for group in [] if self.mesh is None else self.mesh.get_all_groups():
+        for group in self.mesh.get_all_groups():
             dist.broadcast(x, dist.get_global_rank(group, 0), group)
         return x
 
     def everyones(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, in the processes' order.  All must call it at once.  rows: N ..."""
-        if self.mesh is None:
-            return rows
         from torch.distributed.tensor import DTensor, Shard
 
         counts = self.from_all(len(rows))
@@ -133,19 +108,13 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
     return reduced((Own(*own) for own in sums), mesh)
 
 
-def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
+def spread_of(model: nn.Module, recorder: Recorder, group: Where) -> Spread:
     """The processes that have samples of the latest record.  group: see `Where`"""
     parameters, parts = recorder.tree.parameters(), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
-    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from the processes' shards.  All must call it at once."""
-    gather = getattr(tensor, "full_tensor", None)
-    found: Tensor = tensor if gather is None else gather()
-    return found
+    more = weakref.ref(model), needed, recorder.record.shards
+    return Sharded(parameters, None, *more) if mesh is None else OverMesh(parameters, mesh, *more)
 
 
 _MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
@@ -184,3 +153,6 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)
     return _MESHES[wrapper]
+
+
+ABOVE.spread_of, ABOVE.alone, ABOVE.gathered = spread_of, alone, reading_weights

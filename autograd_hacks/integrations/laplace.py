@@ -6,13 +6,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import add_hooks, pause_hooks
+from autograd_hacks import add_hooks, pause_hooks, per_sample_grads, per_sample_jacobian
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess
 from autograd_hacks.curvature.kronecker import KFAC
 from autograd_hacks.errors import ON_LAPLACE, UnsupportedLayer, needed
-from autograd_hacks.verbs.jacobian import per_sample_jacobian
-from autograd_hacks.verbs.per_sample import per_sample_grads
 
 with needed("laplace"):
     from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface

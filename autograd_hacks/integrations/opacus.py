@@ -7,14 +7,18 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from autograd_hacks.capture.hooks import add_hooks, recorder_of
-from autograd_hacks.distributed.spread import spread_of
+from autograd_hacks import PerSampleGrads, add_hooks, per_sample_grads
 from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
-from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.extending import (
+    ask_independent,
+    check_alone,
+    check_may_set,
+    clip_weights,
+    mark_set,
+    recorder_of,
+    spread_of,
+)
 from autograd_hacks.support.ranges import check_bound, checked
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import check_alone, check_may_set, mark_set, per_sample_grads
-from autograd_hacks.verbs.verify import ask_independent
 
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine

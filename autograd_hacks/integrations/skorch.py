@@ -7,9 +7,9 @@ import torch
 
 from autograd_hacks.errors import ON_PRIVATE, needed
 from autograd_hacks.integrations.steps import Steps
-from autograd_hacks.privacy.poisson import OF_POISSON, WOULD_CLIP, PrivateLoader
-from autograd_hacks.privacy.private import PrivateStep
-from autograd_hacks.privacy.training import PrivateTraining
+from autograd_hacks.private.clip_and_noise import PrivateStep
+from autograd_hacks.private.poisson import OF_POISSON, WOULD_CLIP, PrivateLoader
+from autograd_hacks.private.training import PrivateTraining
 
 with needed("skorch"):
     from skorch.callbacks import Callback, GradientNormClipping

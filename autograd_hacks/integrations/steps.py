@@ -8,18 +8,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.accumulate import accumulate
-from autograd_hacks.capture.hooks import Hooked, add_hooks, recorder_of
-from autograd_hacks.capture.wrappers import check_module
+from autograd_hacks import PerSampleGrads, accumulate, add_hooks, per_sample_grads
+from autograd_hacks.attribution.noise_scales import NoiseScales
 from autograd_hacks.errors import ON_STEPS
-from autograd_hacks.forms.numerics import clip_weights
-from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.scale import check_loss_type, is_unscaled
+from autograd_hacks.extending import (
+    BatchDim,
+    Hooked,
+    check_alone,
+    check_loss_type,
+    check_module,
+    clip_weights,
+    is_unscaled,
+    recorder_of,
+    set_grads,
+)
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import stepped_outside
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.noise_scales import NoiseScales
-from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 
 class Steps:

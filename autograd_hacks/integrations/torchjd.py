@@ -7,13 +7,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.distributed.spread import spread_of
+from autograd_hacks import PerSampleGrads, per_sample_grads, per_sample_jacobian
 from autograd_hacks.errors import ON_TORCHJD, needed
-from autograd_hacks.verbs.arguments import check_kind
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.jacobian import per_sample_jacobian
-from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
+from autograd_hacks.extending import check_alone, check_kind, recorder_of, set_grads, spread_of
 
 with needed("torchjd"):
     from torchjd import aggregation as jd

@@ -19,7 +19,6 @@ from autograd_hacks.capture.hooks import hooked_copy
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.shards import alone
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.probe.batch import Batch, kept_samples
@@ -182,7 +181,7 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch) -> None:
             "s, and again for each new sequence of operations that labels alone don't show",
             file=sys.stderr,
         )
-    with alone(model), own.running(), Switch.paused_here():
+    with ABOVE.alone(model), own.running(), Switch.paused_here():
         args, kwargs = replace(batch, leaves=own.given).arguments()
         again = Tape(model, own.given, Constants())
         again.start()
@@ -212,7 +211,7 @@ class _Runs:
     def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], with_rows: bool) -> _Seen:
         own, rows = self.copy.again(arguments), dict[str, Tensor]()
         model = own.model
-        with alone(model), own.running():
+        with ABOVE.alone(model), own.running():
             for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
                 # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
                 if p.numel() and not is_part(p) and not p.detach().any():

@@ -72,6 +72,13 @@ def sharded_as(x: Tensor, like: Tensor) -> Tensor:
     return place(x, whole.device_mesh, whole.placements, src_data_rank=None)
 
 
+def whole_of(x: Tensor) -> Tensor:
+    """The whole tensor, gathered from the processes' shards.  All must call it at once."""
+    gather = getattr(x, "full_tensor", None)
+    found: Tensor = x if gather is None else gather()
+    return found
+
+
 def memory_of(x: Tensor) -> int:
     """An address that differs for tensors in different memory; for tensors without memory, the object's id."""
     if x.is_nested or x.layout != torch.strided or x.is_meta:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT, check_kind

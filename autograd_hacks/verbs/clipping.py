@@ -8,10 +8,10 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.distributed.spread import Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.reading.processes import Where, spread_of
 from autograd_hacks.reading.scale import is_unscaled
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.ranges import check

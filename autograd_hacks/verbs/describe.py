@@ -8,7 +8,6 @@ import torch.nn as nn
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.distributed.shards import reading_weights
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
@@ -99,7 +98,7 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass; or no forms, and a note that says why."""
     try:
         recorder = recorder_of(model)
-        if needed := reading_weights(model, frozenset(recorder.record.told.nodes)):
+        if needed := ABOVE.gathered(model, frozenset(recorder.record.told.nodes)):
             return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
         return read(model, recorder.record.as_seen(recorder.tree.parameters()), recorder, None), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's errors, and those of a user's rule

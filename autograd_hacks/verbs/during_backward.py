@@ -14,7 +14,6 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Pass, Segment, disagreement
 from autograd_hacks.capture.wrappers import check_unsharded
-from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_DURING_BACKWARD, ON_PASSES, HigherOrderError, NothingRecorded, NotReduced
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.forms.numerics import looks_free
@@ -22,6 +21,7 @@ from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import Certificate
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
+from autograd_hacks.reading.processes import spread_of
 from autograd_hacks.reading.scale import check_no_tokens
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table

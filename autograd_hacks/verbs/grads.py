@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, ON_VERBS, BlockTooLarge, NothingRecorded, needed
-from autograd_hacks.forms import BUDGET, Form, scale
+from autograd_hacks.forms import BUDGET, Form, LinearMap, scale
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
+from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT, check_kind
-from autograd_hacks.verbs.metric import Metric
 from autograd_hacks.verbs.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class PerSampleGrads(Statistics):
         w = self._by_row(w)
         return self.with_forms({name: scale(form, w.to(form.like.device)) for name, form in self.items()}, self.samples)
 
-    def preconditioned(self, metric: Metric) -> PerSampleGrads:
+    def preconditioned(self, metric: Mapping[str | nn.Parameter, LinearMap]) -> PerSampleGrads:
         """The rows M gₙ for a linear map M of each parameter's gradients: a `PerSampleGrads` with all verbs.
 
         A map G ↦ L G R is applied to the factors of products, so nothing of a parameter's size is written.  Other maps are
@@ -103,14 +102,15 @@ class PerSampleGrads(Statistics):
         products in a metric take ``grads.preconditioned(metric).gram(others)``: apply M to the side with fewer samples, or
         M^½ to both sides.
 
-        metric: a map for every parameter, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
+        metric: a map for every parameter, by the parameter, its name or a pattern, see `Metric`: an optimizer's scaling,
+        Kronecker factors, low-rank projections
 
         Raises ValueError for a parameter without a map, and for a map that doesn't fit a parameter's shape.
         """
-        check_kind("preconditioned", ON_METRICS, Metric, "a Metric", metric=metric)
+        check_kind("preconditioned", ON_METRICS, Mapping, "a Metric", metric=metric)
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
-        maps, forms = metric._of(named, list(self)), dict[str, Form]()
+        maps, forms = _maps_of(metric, named, list(self)), dict[str, Form]()
         with self.reading():
             for name, form in self.items():
                 try:
@@ -271,3 +271,28 @@ class PerSampleGrads(Statistics):
     def _narrowed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same in the parameters' dtypes."""
         return {name: x.to(self[name].like.dtype) for name, x in sums.items()}
+
+
+def _maps_of(
+    metric: Mapping[str | nn.Parameter, LinearMap], named: Sequence[tuple[str, Tensor]], names: Sequence[str]
+) -> dict[str, LinearMap]:
+    """{name: map} for some names, of the model's parameters with all their names.
+
+    Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
+    parameter of the metric is the model's; TypeError for what is no map.
+    """
+    each = {f"map {number}": by for number, by in enumerate(metric.values())}
+    check_kind("preconditioned", ON_METRICS, LinearMap, "a Metric, whose maps are linear", **each)
+    by_id = {id(key): by for key, by in metric.items() if not isinstance(key, str)}
+    found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
+    if by_id and not any(id(p) in by_id for _, p in named):
+        raise ValueError("preconditioned was given a metric of parameters that are another model's" + ON_METRICS)
+    patterns = [key for key in metric if isinstance(key, str)]
+    for pattern, own in arguments.parts_by(patterns, names, "the metric") if patterns else ():
+        found |= dict.fromkeys(own, metric[pattern])
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(
+            f"preconditioned: the metric has no map for {arguments.some(missing)}. Give them a map, None for the identity; "
+            "or leave them out: per_sample_grads(model, only=...)." + ON_METRICS
+        )
+    return {name: found[name] for name in names}

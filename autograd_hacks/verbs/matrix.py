@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
@@ -22,6 +21,7 @@ from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms, smallest
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
+from autograd_hacks.reading.processes import Spread
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.patterns import unwrapped

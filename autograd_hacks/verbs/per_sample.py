@@ -12,7 +12,6 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Segment
 from autograd_hacks.capture.uses import NodeUse
-from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import (
     ON_HOOKS,
     ON_PASSES,
@@ -29,6 +28,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.probe.documents import tokens_of
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.reading.processes import Spread, Where, spread_of
 from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.layout import Layout

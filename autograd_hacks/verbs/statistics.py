@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_NOISE, NothingRecorded
 from autograd_hacks.forms import BUDGET, scale
 from autograd_hacks.forms.numerics import smallest
+from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.verbs.algebra import Algebra
 from autograd_hacks.verbs.matrix import Forms, added, second_moments

@@ -9,11 +9,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import hooked_copy, recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
-from autograd_hacks.distributed.shards import alone
-from autograd_hacks.distributed.spread import Spread, spread_of
 from autograd_hacks.errors import (
     ON_SEGMENTS,
     ON_WRONG,
@@ -31,6 +30,7 @@ from autograd_hacks.probe.documents import Documents, documents_of
 from autograd_hacks.reading.certificate import agree, rounded_by
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import is_shown
+from autograd_hacks.reading.processes import Spread, spread_of
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
@@ -93,7 +93,7 @@ def verify(
             hint = " (or .grad was not cleared before the step)" if of_step else ""
             raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
 
-    with alone(model):
+    with ABOVE.alone(model):
         spread.agreed(own)
 
 
@@ -124,7 +124,7 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
         )
     if not recorder.kinds.independent:
         recorder.kinds.independent = True
-        with alone(model):
+        with ABOVE.alone(model):
             spread.agreed(lambda: _show(model, recorder, verb))
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from curvature_nets import curve
 from parts_of_models import assert_damped, assert_solves, rows_of
 from rarely import crossed
-from refused import check_each
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -190,22 +189,16 @@ def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> Non
 
 
 def test_shared_factors_that_are_not_there() -> None:
-    model, two, x = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
-    model.weight.requires_grad_(False)
+    """A bias whose weight is frozen, or one of several, has its own block."""
+    frozen, two, x = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
+    frozen.weight.requires_grad_(False)
     two[1].bias = two[0].bias
-    for hooked in (model, two):
-        autograd_hacks.add_hooks(hooked)
-        autograd_hacks.backprop_hess(hooked(x))
-
-    def compute(hooked: nn.Module, bias: str) -> None:
-        autograd_hacks.compute_hess(hooked, kind="kfac", kfac_bias=bias)
-
-    check_each(
-        (UnsupportedLayer, r"bias.*frozen.*kfac_bias='exact'", lambda: compute(model, "shared")),
-        (UnsupportedLayer, "one of several", lambda: compute(two, "shared")),
-        (ValueError, r"kfac_bias='own'.*'shared'", lambda: compute(model, "own")),
-    )
-    compute(model, "exact")
+    for model, bias in ((frozen, frozen.bias), (two, two[0].bias)):
+        autograd_hacks.add_hooks(model)
+        curve(model, model(x), kind="kfac", kfac_bias="exact")
+        own = bias.kfac[1].clone()
+        curve(model, model(x), kind="kfac", kfac_bias="shared")
+        assert_close(bias.kfac[1], own)
 
 
 # Kronecker factors of what is no product of inputs and gradients, and of what is too large for a matrix, against the

@@ -13,11 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_STORES
-from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
+from autograd_hacks.extending import accumulation_dtype, check_kind, differing, kind_of, row_norms, slices_of, some
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
-from autograd_hacks.verbs.arguments import check_kind, differing, kind_of, some
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""

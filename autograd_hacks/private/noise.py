@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
+from autograd_hacks.extending import check_state
 from autograd_hacks.support.draws import drawn
 from autograd_hacks.support.philox import box_muller
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import check_state
 
 PART = 2**20
 """How many numbers are drawn from the operating system at once."""

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from autograd_hacks import PrivateTraining, QuantileClip
-from autograd_hacks.privacy.poisson import Mark, PoissonBatches, Users
+from autograd_hacks.private.poisson import Mark, PoissonBatches, Users
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -11,16 +11,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import whole_of
+from autograd_hacks.attribution.optimizers import SCALINGS, of_sgd
 from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
-from autograd_hacks.forms import Form
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.extending import kind_of
+from autograd_hacks.forms import Elementwise, Form, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import kind_of, parts_by, some
-from autograd_hacks.verbs.optimizers import SCALINGS, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
@@ -72,26 +71,6 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
             name = key if isinstance(key, str) else f"of shape {tuple(key.shape)}"
             rows.append((name, type(by).__name__, ", ".join(str(tuple(x.shape)) for x in by.tensors())))
         return Table(f"Metric of {len(self)} parameters", rows)
-
-    def _of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
-        """{name: map} for some names, of the model's parameters with all their names.
-
-        Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
-        parameter of the metric is the model's.
-        """
-        by_id = {id(key): by for key, by in self.items() if not isinstance(key, str)}
-        found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
-        if by_id and not any(id(p) in by_id for _, p in named):
-            raise ValueError("preconditioned was given a metric of parameters that are another model's" + ON_METRICS)
-        patterns = [key for key in self if isinstance(key, str)]
-        for pattern, own in parts_by(patterns, names, "the metric") if patterns else ():
-            found |= dict.fromkeys(own, self[pattern])
-        if missing := [name for name in names if name not in found]:
-            raise ValueError(
-                f"preconditioned: the metric has no map for {some(missing)}. Give them a map, None for the identity; or "
-                "leave them out: per_sample_grads(model, only=...)." + ON_METRICS
-            )
-        return {name: found[name] for name in names}
 
     @classmethod
     def from_optimizer(cls, optimizer: torch.optim.Optimizer) -> Metric:

@@ -107,7 +107,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     for word in (autograd_hacks.__version__, "doctor", *PAGES, "wrong_labels.py", "pinn.py"):
         assert word in out
     assert "  which_function.rst  which function answers a question" in out
-    assert all((Path(__file__).parent.parent / "docs" / name).exists() for name in PAGES)
+    assert all((Path(__file__).parent.parent.parent / "docs" / name).exists() for name in PAGES)
 
 
 def test_without_the_sources_it_says_where_they_are(

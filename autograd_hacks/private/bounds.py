@@ -12,11 +12,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
-from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.extending import check_state, clip_weights, kind_of
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.verbs.arguments import check_state, kind_of
 
 Weigh = Callable[[Tensor, float], Tensor]
 """A function from N norms and a bound to N weights, with weight · norm ≤ bound."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autograd_hacks.errors import ON_PRIVATE
+from autograd_hacks.extending import some
 from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.trees import stepped_outside
-from autograd_hacks.verbs.arguments import some
 
 PART = 2**16
 """How many numbers of a gradient are read at once: more of them would not fit into a processor's cache."""

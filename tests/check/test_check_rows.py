@@ -18,8 +18,8 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import check_rows
+from autograd_hacks.check import comparisons
 from autograd_hacks.errors import VerificationFailed
-from autograd_hacks.verbs import comparisons
 
 Rows = dict[str, Tensor]
 N = 6

@@ -225,18 +225,6 @@ def test_a_tied_embedding_in_a_metric() -> None:
     )
 
 
-def test_kronecker_factors_as_a_metric() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    autograd_hacks.add_hooks(model)
-    x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
-    autograd_hacks.backprop_hess(model(x), "CrossEntropy")
-    autograd_hacks.compute_hess(model, kind="ekfac")
-    grads, rows = grads_and_rows(model, x, y)
-    solved = autograd_hacks.ekfac_solve(model, rows, 0.3)
-    assert_verbs(grads.preconditioned(Metric.from_ekfac(model, 0.3)), solved)
-
-
 def test_low_rank_projections() -> None:
     model = hooked()
     grads, rows = grads_and_rows(model, *batch())

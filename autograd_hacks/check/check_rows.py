@@ -13,8 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from autograd_hacks.capture.hooks import pause_hooks
-from autograd_hacks.capture.wrappers import check_module
+from autograd_hacks import pause_hooks
+from autograd_hacks.check.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
 from autograd_hacks.errors import (
     A_LOSS_EACH,
     ON_CHECKING,
@@ -23,6 +23,7 @@ from autograd_hacks.errors import (
     UnsupportedLayer,
     VerificationFailed,
 )
+from autograd_hacks.extending import check_kind, check_module, kind_of, some
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import percent
@@ -30,8 +31,6 @@ from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
-from autograd_hacks.verbs.arguments import check_kind, kind_of, some
-from autograd_hacks.verbs.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
 
 _PREFIXES = ("_module.", "module.", "_orig_mod.")
 """Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""

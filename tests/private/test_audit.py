@@ -21,9 +21,9 @@ from twin import Bare
 import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.privacy import training as of_training
-from autograd_hacks.privacy.accounting import spent
-from autograd_hacks.privacy.poisson import Mark
+from autograd_hacks.private import training as of_training
+from autograd_hacks.private.accounting import spent
+from autograd_hacks.private.poisson import Mark
 from autograd_hacks.support.philox import Stream
 
 SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
@@ -108,9 +108,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return autograd_hacks.add_hooks(model, **{**options, "independent": False, "probe": False})
 
     monkeypatch.setattr(of_training, "add_hooks", without_proofs)
-    from autograd_hacks.privacy import private
+    from autograd_hacks.private import clip_and_noise
 
-    monkeypatch.setattr(private, "ask_independent", lambda *_: None)
+    monkeypatch.setattr(clip_and_noise, "ask_independent", lambda *_: None)
 
 
 @pytest.mark.slow
@@ -124,13 +124,13 @@ def test_many_runs_don_t_contradict_epsilon(samples: int) -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    from autograd_hacks.privacy import bounds, private
+    from autograd_hacks.private import bounds, clip_and_noise
 
     if mistake == "noise without clipping":
         monkeypatch.setitem(bounds.RULES, "flat", lambda norms, bound: torch.ones_like(norms))
     elif mistake == "too little noise":
-        drawn = private.drawn
-        monkeypatch.setattr(private, "drawn", lambda *given: (own / 8 for own in drawn(*given)))
+        drawn = clip_and_noise.drawn
+        monkeypatch.setattr(clip_and_noise, "drawn", lambda *given: (own / 8 for own in drawn(*given)))
     elif mistake == "samples of a user clipped one by one":
         monkeypatch.setattr(Mark, "groups", lambda _: None)
         monkeypatch.setattr(Mark, "units", property(lambda mark: mark.samples))

@@ -18,7 +18,7 @@ from twin import Bare
 import autograd_hacks
 from autograd_hacks import PrivateTraining
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.privacy.accounting import spent
+from autograd_hacks.private.accounting import spent
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -11,21 +11,31 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.distributed.spread import Spread, Where, spread_of
+from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import ON_CLIPPING
-from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
+from autograd_hacks.extending import (
+    BUDGET,
+    Spread,
+    Where,
+    ask_independent,
+    check_kind,
+    check_may_set,
+    drop_grads,
+    give_back,
+    grads_of,
+    kind_of,
+    recorder_of,
+    set_grads,
+    spread_of,
+    write_where_it_saves,
+)
+from autograd_hacks.private.bounds import RULES, Part, QuantileClip, parts_of, weights_of
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check, check_bound, check_word, checked
 from autograd_hacks.support.trees import map_tensors
-from autograd_hacks.verbs.arguments import check_kind, kind_of
-from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
-from autograd_hacks.verbs.verify import ask_independent
 
 RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 """{relation of two neighbouring data sets: the distance of their sums, in bounds}"""

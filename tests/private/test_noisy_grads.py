@@ -16,7 +16,7 @@ from rarely import crossed
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.privacy.stepping import PART, NoisyGrads
+from autograd_hacks.private.stepping import PART, NoisyGrads
 
 CHANGED = "is not the one of private step"
 Change = Callable[[Iterable[nn.Parameter]], object]

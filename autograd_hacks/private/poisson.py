@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
+from autograd_hacks.extending import kind_of
 from autograd_hacks.support.philox import Stream, uniform
 from autograd_hacks.support.ranges import is_whole
-from autograd_hacks.verbs.arguments import kind_of
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."

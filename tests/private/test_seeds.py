@@ -16,7 +16,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
-from autograd_hacks.privacy import poisson
+from autograd_hacks.private import poisson
 from autograd_hacks.support import draws
 from autograd_hacks.support.philox import Stream
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from twin import Bare
 
 from autograd_hacks import check_rows
+from autograd_hacks.check.comparisons import WHOLE, percent
 from autograd_hacks.errors import VerificationFailed
-from autograd_hacks.verbs.comparisons import WHOLE, percent
 
 
 def scaled(by: float, *sizes: int) -> nn.Module:

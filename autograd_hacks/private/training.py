@@ -12,21 +12,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import Hooked, add_hooks, clear_backprops, recorder_of
-from autograd_hacks.capture.wrappers import check_module, has_processes
-from autograd_hacks.distributed.spread import spread_of
+from autograd_hacks import add_hooks, backward, clear_backprops
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.privacy.accounting import Accountant, History, noise_for, spent
-from autograd_hacks.privacy.bounds import QuantileClip
-from autograd_hacks.privacy.noise import SecureNoise, seed_of
-from autograd_hacks.privacy.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
-from autograd_hacks.privacy.private import PrivateStep, clip_and_noise_, together
-from autograd_hacks.privacy.stepping import NoisyGrads, check_accumulation, check_optimizers
-from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.extending import BatchDim, Hooked, check_module, check_state, has_processes, recorder_of, spread_of
+from autograd_hacks.private.accounting import Accountant, History, noise_for, spent
+from autograd_hacks.private.bounds import QuantileClip
+from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_, together
+from autograd_hacks.private.noise import SecureNoise, seed_of
+from autograd_hacks.private.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
+from autograd_hacks.private.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check_bound, checked
-from autograd_hacks.verbs.arguments import check_state
-from autograd_hacks.verbs.losses import backward
 
 
 class PrivateTraining:

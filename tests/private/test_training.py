@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import autograd_hacks
 from autograd_hacks import PrivateTraining, QuantileClip
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.privacy.accounting import noise_for, spent
+from autograd_hacks.private.accounting import noise_for, spent
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -9,13 +9,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import ON_NOISE
+from autograd_hacks.extending import NoiseScale, check_kind, check_state
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import check_word, checked
-from autograd_hacks.verbs.arguments import check_kind, check_state
-from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.statistics import NoiseScale
 
 
 class NoiseScales(Shown):

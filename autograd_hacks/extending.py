@@ -1,0 +1,54 @@
+"""What packages that build on this one may use, beside `autograd_hacks`, its forms, formulas and errors.
+
+The library's own rooms are such packages (attribution, check, curvature, private, integrations), and take no more from it.
+
+*Records*: `recorder_of` a hooked model, whose ``record`` has the passes and segments; `Hooked`, the type that `add_hooks`
+returns; `announced` passes, by an `Announcement`.
+
+*Rows*: `grads_of` a record; `ask_independent`; `run_pass` through `leaves_of` an output, by `check_output`.
+
+*Setting .grad*: `check_may_set`, `drop_grads`, `set_grads` or `mark_set`; `write_where_it_saves` and `give_back`, for rows
+that are read twice, within `BUDGET`.
+
+*Processes*: `spread_of` a batch is a `Spread`; `Where` names processes; `has_processes`; `check_alone`.
+
+*Forms*: `Positions`, `OneHot` and `Windows` are the factors of products; `kinds_of` a form; `row_norms`, `clip_weights`,
+`slices_of`, `accumulation_dtype`.
+
+*Arguments*: checks that raise in the library's words, and words for messages.
+"""
+
+from autograd_hacks.capture.arrivals import announced
+from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.capture.records import Announcement
+from autograd_hacks.capture.wrappers import check_module, has_processes
+from autograd_hacks.forms.base import kinds_of
+from autograd_hacks.forms.numerics import accumulation_dtype, clip_weights, row_norms, slices_of
+from autograd_hacks.forms.positions import OneHot, Positions, Windows
+from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.reading.processes import Spread, Where, spread_of
+from autograd_hacks.reading.scale import check_batch_size, check_loss_type, is_unscaled
+from autograd_hacks.verbs.arguments import (
+    LIMIT,
+    check_kind,
+    check_loader,
+    check_size,
+    check_state,
+    differing,
+    kind_of,
+    some,
+)
+from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
+from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
+from autograd_hacks.verbs.per_sample import check_alone, check_may_set, drop_grads, grads_of, mark_set, set_grads
+from autograd_hacks.verbs.statistics import NoiseScale
+from autograd_hacks.verbs.verify import ask_independent
+
+__all__ = [
+    "accumulation_dtype", "announced", "Announcement", "ask_independent", "BatchDim", "BUDGET", "check_alone",
+    "check_batch_size", "check_kind", "check_loader", "check_loss_type", "check_may_set", "check_module", "check_output",
+    "check_size", "check_state", "clip_weights", "differing", "drop_grads", "give_back", "grads_of", "has_processes",
+    "Hooked", "is_unscaled", "kind_of", "kinds_of", "leaves_of", "LIMIT", "mark_set", "NoiseScale", "OneHot", "Positions",
+    "recorder_of", "row_norms", "run_pass", "set_grads", "slices_of", "some", "Spread", "spread_of", "Where", "Windows",
+    "write_where_it_saves",
+]  # fmt: skip
