@@ -8,9 +8,14 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autograd_hacks import errors, forms, formulas
-from autograd_hacks.capture.accumulate import accumulate
-from autograd_hacks.capture.hooks import add_hooks, clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
-from autograd_hacks.formulas.table import is_supported, register_rule
+from autograd_hacks.capture.hooks import add_hooks, remove_hooks
+from autograd_hacks.formulas.table import register_rule
+from autograd_hacks.original import accumulate as accumulate
+from autograd_hacks.original import clear_backprops as clear_backprops
+from autograd_hacks.original import disable_hooks as disable_hooks
+from autograd_hacks.original import enable_hooks as enable_hooks
+from autograd_hacks.original import is_supported as is_supported
+from autograd_hacks.original import pause_hooks as pause_hooks
 from autograd_hacks.support.display import hint as _hint
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
@@ -24,69 +29,44 @@ from autograd_hacks.verbs.verify import verify
 
 # isort: split
 # The rooms come last, because they import the names above from here.
+from autograd_hacks import attribution, check, compiled, curvature, private
 from autograd_hacks import distributed as distributed  # it registers itself
-from autograd_hacks.attribution.metric import Metric
-from autograd_hacks.attribution.noise_scales import NoiseScales
-from autograd_hacks.attribution.store import Store
-from autograd_hacks.check.check_rows import check_rows
-from autograd_hacks.compiled.face import compile
-from autograd_hacks.compiled.labels import register_operation
-from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
-from autograd_hacks.curvature.ekfac import ekfac_solve
-from autograd_hacks.private.bounds import QuantileClip
-from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_
-from autograd_hacks.private.noise import BandedNoise, SecureNoise
-from autograd_hacks.private.training import PrivateTraining
+from autograd_hacks.compiled import compile
+from autograd_hacks.curvature import backprop_hess, compute_hess
 
 __version__ = "0.1.0"
 
 __all__ = [
-    # Hook a model.
+    # Hook a model, and run it.
     "add_hooks",
     "remove_hooks",
-    "enable_hooks",
-    "disable_hooks",
-    "pause_hooks",
-    # Run it.
     "backward",
-    "accumulate",
-    "clear_backprops",
     # Read the per-sample gradients.
     "compute_grad1",
     "per_sample_grads",
-    "per_sample_jacobian",
     "PerSampleGrads",
-    "Metric",
-    "NoiseScales",
-    "over",
-    "Store",
     "clip_grad1_norm_",
     "during_backward",
+    "over",
+    "per_sample_jacobian",
     "describe",
     "verify",
-    "check_rows",
-    # Train privately.
-    "clip_and_noise_",
-    "PrivateStep",
-    "PrivateTraining",
-    "QuantileClip",
-    "SecureNoise",
-    "BandedNoise",
     # In the compiler.
     "compile",
     # Curvature.
     "backprop_hess",
     "compute_hess",
-    "compute_hess_over",
-    "ekfac_solve",
     # Extend it.
-    "is_supported",
     "register_rule",
-    "register_operation",
+    # Modules.
+    "attribution",
+    "check",
+    "compiled",
+    "curvature",
+    "errors",
     "forms",
     "formulas",
-    "errors",
+    "private",
 ]
 
 
@@ -104,4 +84,6 @@ if not _TYPE_CHECKING:  # a type checker would accept any name
                 "autograd_hacks.integrations is not imported as a whole. Import the module of one tool: "
                 "import autograd_hacks.integrations.transformers"
             )
-        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__)}")
+        rooms = attribution, check, compiled, curvature, private
+        moved = {f"{room.__name__.rpartition('.')[2]}.{own}": [own] for room in rooms for own in room.__all__}
+        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__, moved)}")

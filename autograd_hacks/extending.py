@@ -28,16 +28,7 @@ from autograd_hacks.forms.positions import OneHot, Positions, Windows
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.processes import Spread, Where, spread_of
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type, is_unscaled
-from autograd_hacks.verbs.arguments import (
-    LIMIT,
-    check_kind,
-    check_loader,
-    check_size,
-    check_state,
-    differing,
-    kind_of,
-    some,
-)
+from autograd_hacks.verbs.arguments import LIMIT, check_kind, check_loader, check_size, check_state, differing, kind_of, some
 from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 from autograd_hacks.verbs.per_sample import check_alone, check_may_set, drop_grads, grads_of, mark_set, set_grads

@@ -1,4 +1,4 @@
-"""What other tools do without a word: small models, their numbers, and the findings of `autograd_hacks.check_rows`.
+"""What other tools do without a word: small models, their numbers, and the findings of `autograd_hacks.check.check_rows`.
 
     python benchmarks/knock_outs.py          writes docs/benchmark/knock_outs/*.txt, which docs/knock_outs.rst shows
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from workloads import Workload
 
 import autograd_hacks
-from autograd_hacks import check_rows
+from autograd_hacks.check import check_rows
 from autograd_hacks.errors import VerificationFailed
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmark" / "knock_outs"

@@ -96,7 +96,7 @@ def normed(model: nn.Module) -> Found:
 
 def projected(model: nn.Module) -> Found:
     """Each parameter's rows between two random maps, as gradients are stored for attribution."""
-    low = autograd_hacks.Metric.low_rank(model, RANK)
+    low = autograd_hacks.attribution.Metric.low_rank(model, RANK)
     found: Found = autograd_hacks.per_sample_grads(model).preconditioned(low).dense()
     return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import given
 import torch
@@ -38,21 +40,26 @@ def private(of: Given) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), given.RATE)
     for batch in given.poisson(of):
         autograd_hacks.backward(given.losses(model, batch), "sum")
-        autograd_hacks.clip_and_noise_(model, given.BOUND, given.NOISE, given.BATCH, noise=noise)
+        autograd_hacks.private.clip_and_noise_(model, given.BOUND, given.NOISE, given.BATCH, noise=noise)
         optimizer.step()
     return given.weights(model)
 
 
-def tracin(of: Given) -> Tensor:
-    found: Tensor = autograd_hacks.over(
-        hooked(of), of.loader(), given.losses, autograd_hacks.PerSampleGrads.gram,
-        against=of.loader(of.test), checkpoints=of.checkpoints,
-    )  # fmt: skip
+def over_checkpoints(of: Given, verb: Callable[..., Tensor], **options: Any) -> Tensor:
+    """Σ rate · rows, over the checkpoints of a training."""
+    model, found = hooked(of), torch.zeros(())
+    for state, rate in of.checkpoints:
+        model.load_state_dict(state)
+        found = found + rate * autograd_hacks.over(model, of.loader(), given.losses, verb, **options)
     return found
 
 
+def tracin(of: Given) -> Tensor:
+    return over_checkpoints(of, autograd_hacks.PerSampleGrads.gram, against=of.loader(of.test))
+
+
 def self_influence(of: Given) -> Tensor:
-    return autograd_hacks.over(hooked(of), of.loader(), given.losses, squares, checkpoints=of.checkpoints)
+    return over_checkpoints(of, squares)
 
 
 def projected(of: Given) -> Tensor:
@@ -65,10 +72,12 @@ def projected(of: Given) -> Tensor:
 
 def ekfac(of: Given) -> Tensor:
     def influence(grads: autograd_hacks.PerSampleGrads, model: nn.Module) -> Tensor:
-        rows, solved = grads.dense(), autograd_hacks.ekfac_solve(model, grads).dense()
+        rows, solved = grads.dense(), autograd_hacks.curvature.ekfac_solve(model, grads).dense()
         return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
 
     model, draws = hooked(of), torch.Generator().manual_seed(5)
-    autograd_hacks.compute_hess_over(model, of.loader(), kind="ekfac", kfac_bias="joint", samples=1, generator=draws)
+    autograd_hacks.curvature.compute_hess_over(
+        model, of.loader(), kind="ekfac", kfac_bias="joint", samples=1, generator=draws
+    )
     found: Tensor = autograd_hacks.over(model, of.loader(), given.losses, lambda grads: influence(grads, model))
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 SIZE, EXPECTED, BOUND, NOISE, LR = 30, 6, 0.5, 1.1, 0.3

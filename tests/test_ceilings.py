@@ -4,6 +4,7 @@ Statements are counted, not lines, so nobody joins lines or cuts docstrings to s
 """
 
 import ast
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from test_layout import ROOMS
 import autograd_hacks
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = {"core": 14406, "rooms": 5444, "tests": 25424, "benchmarks": 2139}
+CEILINGS = {"core": 14373, "rooms": 5463, "tests": 25382, "benchmarks": 2132}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""
-NAMES = 39
-"""The largest number of public names."""
+NAMES = 16
+"""The largest number of public names, beside modules."""
 
 GONE = {
     "capture/by_part.py": "PartCall _adds_up _added check_cut check_forward _is_context_parallel refuse_parts",
@@ -122,7 +123,7 @@ def test_no_floor_is_above_its_ceiling() -> None:
 
 
 def test_public_names() -> None:
-    assert len(autograd_hacks.__all__) <= NAMES
+    assert sum(not inspect.ismodule(getattr(autograd_hacks, name)) for name in autograd_hacks.__all__) <= NAMES
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ import torch.nn as nn
 from test_built_pages import set_in_conf
 
 import autograd_hacks
-from autograd_hacks import errors, forms, formulas
+from autograd_hacks import errors, forms, formulas, original
+from autograd_hacks.capture.hooks import Hooked
 from autograd_hacks.forms import base
 from autograd_hacks.support.display import MEANT
 from autograd_hacks.verbs.matrix import INTERNAL
@@ -26,21 +27,36 @@ from autograd_hacks.verbs.matrix import INTERNAL
 ROOT = Path(__file__).parent.parent
 
 
+ROOMS = [autograd_hacks.attribution, autograd_hacks.check, autograd_hacks.compiled, autograd_hacks.curvature]
+ROOMS.append(autograd_hacks.private)
+
+
+def public() -> dict[str, Any]:
+    """What users take of the package and of its rooms, {"private.PrivateTraining": the class}, each once."""
+    found: dict[str, Any] = {}
+    for module in (autograd_hacks, *ROOMS):
+        prefix = module.__name__.partition(".")[2]
+        own = {f"{prefix}.{name}".lstrip("."): getattr(module, name) for name in module.__all__}
+        found |= {name: x for name, x in own.items() if x not in ROOMS and x not in found.values()}
+    return found
+
+
 def test_every_public_name_is_documented() -> None:
     reference = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
-    for module in (autograd_hacks, autograd_hacks.forms, autograd_hacks.formulas):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            assert re.search(rf"\b{module.__name__}\.{name}\b", reference), name
-            if inspect.ismodule(thing) or inspect.isfunction(thing) or type(thing) in (type, ABCMeta):
-                assert thing.__doc__, name
+    others = {
+        f"{own.__name__.partition('.')[2]}.{n}": getattr(own, n) for own in (forms, formulas, original) for n in own.__all__
+    }
+    for name, thing in (public() | others).items():
+        assert re.search(rf"\bautograd_hacks\.{name.removeprefix('original.')}\b", reference), name
+        if inspect.ismodule(thing) or inspect.isfunction(thing) or type(thing) in (type, ABCMeta):
+            assert thing.__doc__, name
 
 
 def tiers(page: str) -> dict[str, str]:
     """The tier of each name.  Raises ValueError for a name in two of them."""
     found: dict[str, str] = {}
     for title, text in re.findall(r"^(Stable|Provisional)\n-+\n(.*?)(?=^\w[^\n]*\n---)", page, re.M | re.S):
-        for name in re.findall(r"(?<!`)`autograd_hacks\.(\w+)`", text):
+        for name in re.findall(r"(?<!`)`autograd_hacks\.([\w.]+)`", text):
             if name in found:
                 raise ValueError(f"{name} stands twice")
             found[name] = title
@@ -50,7 +66,7 @@ def tiers(page: str) -> dict[str, str]:
 def test_every_public_name_stands_in_one_tier() -> None:
     page = (ROOT / "docs" / "api" / "tiers.rst").read_text()
     found = tiers(page)
-    assert set(found) == set(autograd_hacks.__all__)
+    assert set(found) == set(public())
     assert found["add_hooks"] == "Stable"
     assert found["compile"] == "Provisional"
     with pytest.raises(ValueError, match="add_hooks stands twice"):
@@ -59,9 +75,9 @@ def test_every_public_name_stands_in_one_tier() -> None:
 
 def test_nothing_else_is_public() -> None:
     modules = {name for name, thing in vars(autograd_hacks).items() if isinstance(thing, types.ModuleType)}
-    public = {name for name in vars(autograd_hacks) if not name.startswith("_")}
-    assert public - modules == set(autograd_hacks.__all__) - modules
-    assert set(autograd_hacks.__all__) <= public
+    names = {name for name in vars(autograd_hacks) if not name.startswith("_")}
+    assert names - modules == {*autograd_hacks.__all__, *original.__all__} - modules
+    assert set(autograd_hacks.__all__) <= names
 
 
 def test_tab_completion_shows_the_public_names_alone() -> None:
@@ -88,6 +104,7 @@ def test_tab_completion_shows_the_public_names_alone() -> None:
         ("grad_sample", "compute_grad1(model), which sets param.grad1"),
         ("per_sample_gradients", "compute_grad1(model), which sets param.grad1"),
         ("verifies", "verify"),
+        ("Store", "attribution.Store"),
     ],
 )
 def test_a_name_that_is_not_there(name: str, call: str) -> None:
@@ -117,9 +134,10 @@ def test_what_is_suggested_is_there() -> None:
     assert len(tried) == len(set(tried))
     assert not set(tried) & set(autograd_hacks.__all__)
     for call in MEANT:
-        name, *verb = re.findall(r"(\w+)\(", call.split(",")[0] + ")") or [""]
-        assert call.startswith("integrations.") or name in autograd_hacks.__all__
-        assert all(hasattr(autograd_hacks.PerSampleGrads, own) for own in verb)
+        name, *verbs = re.findall(r"\.?([\w.]+)\(", call.split(",")[0] + ")") or [""]
+        assert call.startswith("integrations.") or name in public()
+        of = {"per_sample_grads": autograd_hacks.PerSampleGrads, "add_hooks": Hooked}.get(name)
+        assert all(hasattr(of, own) for own in verbs)
 
 
 def test_the_version_stands_in_one_place() -> None:
@@ -188,8 +206,8 @@ def lacks_member(name: str, code: str) -> bool:
 
 
 def test_every_public_name_has_an_example() -> None:
-    names = [*autograd_hacks.__all__, *forms.__all__, *formulas.__all__]
-    assert not [name for name in names if lacks(name, all_code())]
+    names = [*public(), *forms.__all__, *formulas.__all__, *original.__all__]
+    assert not [name for name in names if lacks(name.rpartition(".")[2], all_code())]
 
 
 def test_every_documented_method_has_an_example() -> None:
@@ -221,10 +239,9 @@ def test_what_has_no_example_is_found() -> None:
 
 
 def test_what_a_page_lists_is_there_and_nothing_else_is_public() -> None:
-    public = [thing(f"autograd_hacks.{name}") for name in autograd_hacks.__all__]
     for cls, shown, is_listed in documented():
         assert all(hasattr(cls, name) or name in getattr(cls, "__annotations__", {}) for name in shown), cls
-        if is_listed and cls in public and not issubclass(cls, autograd_hacks.PerSampleGrads):
+        if is_listed and cls in public().values() and not issubclass(cls, autograd_hacks.PerSampleGrads):
             assert own_names(cls) <= shown, f"{cls.__name__}: document these, or let them begin with an underscore"
 
 
@@ -232,8 +249,8 @@ def test_constructors_that_nobody_calls_are_not_shown() -> None:
     """Those of classes that are no public names: functions return them."""
     hidden = {node.value for node in ast.walk(set_in_conf("HANDED_OUT")) if isinstance(node, ast.Constant)}
     shown = {cls.__name__ for cls, *_ in documented()}
-    constructed = {*autograd_hacks.__all__, *forms.__all__, *formulas.__all__, "At"} - {"PerSampleGrads", "PrivateStep"}
-    assert hidden == shown - constructed
+    constructed = {*(name.rpartition(".")[2] for name in public()), *forms.__all__, *formulas.__all__, "At"}
+    assert hidden == shown - (constructed - {"PerSampleGrads", "PrivateStep", "EKFAC", "KFAC"})
 
 
 def test_forms_show_what_their_page_shows() -> None:

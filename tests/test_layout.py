@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "autograd_hacks"
 ROOMS = ["integrations", "private", "curvature", "attribution", "check", "compiled", "distributed"]
 """Folders that could each be a package of its own.  The core doesn't import them."""
-FLOORS = ["extending", "verbs", "reading", "capture", "graph", "probe", "formulas", "forms"]
+FLOORS = ["original", "extending", "verbs", "reading", "capture", "graph", "probe", "formulas", "forms"]
 """The core.  A file imports its own floor and those behind it; and `CELLAR`, as all do."""
 DOORS = ["__init__.py", "extending.py", "forms/__init__.py", "formulas/__init__.py"]
 """What rooms import of the core."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 from test_errors import POINTER
+from test_face import public
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
@@ -48,12 +49,11 @@ def entry_points(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 def face() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {"noise_for": noise_for}
     kinds: list[type] = [EKFAC, Steps]
-    for name in autograd_hacks.__all__:
-        thing = getattr(autograd_hacks, name)
+    for name, thing in public().items():
         if inspect.isclass(thing):
             kinds.append(thing)
         elif inspect.isfunction(thing):
-            found[name] = thing
+            found[name.rpartition(".")[2]] = thing
     for kind in kinds:
         found |= entry_points(kind)
     return {name: f for name, f in found.items() if numeric(f)}
@@ -200,10 +200,10 @@ def test_numbers_of_numpy_draw_the_same_as_pythons() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda model: autograd_hacks.clip_and_noise_(model, math.inf, 1.0, 4),
-        lambda model: autograd_hacks.clip_and_noise_(model, {"*": math.inf}, 1.0, 4),
+        lambda model: autograd_hacks.private.clip_and_noise_(model, math.inf, 1.0, 4),
+        lambda model: autograd_hacks.private.clip_and_noise_(model, {"*": math.inf}, 1.0, 4),
         lambda model: private(math.inf),
-        lambda model: autograd_hacks.PrivateTraining(math.inf, epsilon=1.0, steps=3),
+        lambda model: autograd_hacks.private.PrivateTraining(math.inf, epsilon=1.0, steps=3),
         lambda model: autograd_hacks.compile(
             model, "clip_and_noise", max_norm=math.inf, noise_multiplier=1.0, expected_batch_size=4
         ),
@@ -226,22 +226,22 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).sum(1)
 
 
-def private(max_norm: float = 1.0) -> autograd_hacks.PrivateTraining:
-    return autograd_hacks.PrivateTraining(max_norm, 1.0, 4)
+def private(max_norm: float = 1.0) -> autograd_hacks.private.PrivateTraining:
+    return autograd_hacks.private.PrivateTraining(max_norm, 1.0, 4)
 
 
 OTHERS: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
-    (lambda model: autograd_hacks.Store(3), TypeError, "given path=int; expected the path"),
+    (lambda model: autograd_hacks.attribution.Store(3), TypeError, "given path=int; expected the path"),
     (lambda model: private().attach(None), TypeError, "attach was given NoneType"),
     (lambda model: Steps().attach(None), TypeError, "attach was given NoneType"),
     (lambda model: private().load_state_dict({}), ValueError, "no entry; expected .*'seed'"),
-    (lambda model: autograd_hacks.QuantileClip().load_state_dict({"b": 1.0}), ValueError, "'b'; expected .*'bound'"),
-    (lambda model: autograd_hacks.BandedNoise(3).load_state_dict({}), ValueError, "no entry; expected .*'past'"),
-    (lambda model: autograd_hacks.NoiseScales().load_state_dict(3), ValueError, "int; expected .*'means'"),
+    (lambda model: autograd_hacks.private.QuantileClip().load_state_dict({"b": 1.0}), ValueError, "'b'; expected .*'bound'"),
+    (lambda model: autograd_hacks.private.BandedNoise(3).load_state_dict({}), ValueError, "no entry; expected .*'past'"),
+    (lambda model: autograd_hacks.attribution.NoiseScales().load_state_dict(3), ValueError, "int; expected .*'means'"),
     (lambda model: autograd_hacks.over(model, 3, loss, NORMS), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.over(model, [X], loss, "norms"), TypeError, "verb=str; expected a function"),
     (lambda model: autograd_hacks.over(model, [X], "loss", NORMS), TypeError, "loss=str; expected a function"),
-    (lambda model: autograd_hacks.compute_hess_over(model, 3), TypeError, "loader=3; expected batches"),
+    (lambda model: autograd_hacks.curvature.compute_hess_over(model, 3), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.accumulate(None), TypeError, r"expected the torch\.nn\.Module"),
     (lambda model: autograd_hacks.add_hooks(model, only=[]), ValueError, r"only=\[\] names no parameter"),
     (lambda model: autograd_hacks.add_hooks(model, only=3), ValueError, "only=3 names no parameter"),

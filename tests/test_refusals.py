@@ -16,18 +16,17 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import (
-    NoiseScales,
     PerSampleGrads,
     accumulate,
     add_hooks,
     backward,
     clear_backprops,
-    clip_and_noise_,
     clip_grad1_norm_,
     compute_grad1,
     pause_hooks,
     per_sample_grads,
 )
+from autograd_hacks.attribution import NoiseScales
 from autograd_hacks.errors import (
     BatchSizeError,
     HigherOrderError,
@@ -38,6 +37,7 @@ from autograd_hacks.errors import (
     StaleRecord,
     UnseenGradient,
 )
+from autograd_hacks.private import clip_and_noise_
 
 HOOKS, PASSES, REDUCTION = "The model has no hooks", "Several backward passes", "How the loss is reduced"
 VERBS, CLIPPING, OUTPUTS = "What verbs are given", "Clipping", "Rows of outputs"

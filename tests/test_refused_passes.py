@@ -23,15 +23,14 @@ from autograd_hacks import (
     accumulate,
     add_hooks,
     backprop_hess,
-    check_rows,
     clear_backprops,
     compute_hess,
-    compute_hess_over,
-    ekfac_solve,
     pause_hooks,
     per_sample_grads,
     per_sample_jacobian,
 )
+from autograd_hacks.check import check_rows
+from autograd_hacks.curvature import compute_hess_over, ekfac_solve
 from autograd_hacks.errors import (
     BatchSizeError,
     BlockTooLarge,

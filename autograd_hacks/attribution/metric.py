@@ -324,7 +324,7 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     if not hasattr(kfac, "sides"):
         raise TypeError(
             f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight is (O, I) or (I, O); expected the one of "
-            "compute_hess(model, kind='kfac'), or autograd_hacks.curvature.kronecker.KFAC.of(a, b, is_turned)" + ON_METRICS
+            "compute_hess(model, kind='kfac'), or autograd_hacks.curvature.KFAC.of(a, b, is_turned)" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
     fans = p.shape[:1].numel(), p.shape[1:].numel()

@@ -20,7 +20,7 @@ from autograd_hacks.support.ranges import check_word, checked
 class NoiseScales(Shown):
     """Averages the noise and the signal of gradients over training, exponentially, for every parameter::
 
-        scales = autograd_hacks.NoiseScales(smoothing=0.99)
+        scales = autograd_hacks.attribution.NoiseScales(smoothing=0.99)
         for x, y in loader:
             loss_fn(model(x), y).backward()
             scales.update(autograd_hacks.per_sample_grads(model))

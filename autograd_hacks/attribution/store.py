@@ -90,13 +90,8 @@ class Store(Shown):
     # The weights that the rows come from.
 
     def check(self, model: nn.Module) -> None:
-        """Raises ValueError if the rows come from other weights than the model has now, or from several checkpoints."""
-        given = digest_of(model.state_dict())
-        if not (stored := self._files.notes["weights"]):
-            raise ValueError(
-                f"{self.path} has rows of several checkpoints, so the weights can't be checked. Leave check or model= out "
-                "if you know that the rows belong to this model" + ON_STORES
-            )
+        """Raises ValueError if the rows come from other weights than the model has now."""
+        given, stored = digest_of(model.state_dict()), self._files.notes["weights"]
         if stored != given:
             raise ValueError(
                 f"{self.path} has rows of other weights than this {type(model).__name__}: digests {stored[:12]}… and "

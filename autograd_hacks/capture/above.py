@@ -1,4 +1,4 @@
-"""What capture asks of the floors above it.  Each of them registers its functions here when it is imported."""
+"""What capture asks of files and floors above.  Each of them registers its functions here when it is imported."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Above:
     alone(model): a context in which a model runs, forwards and backwards, without communication.  If shards must be
     gathered, all processes must enter it at once; then each may run the model any number of times
     gathered(model, names): the modules whose sharded weights rows need.  names: the parameters that are read from the graph
+    accumulate(model): a context that appends the rows of several passes
     describe(model, trained): a table of the model's parameters
     """
 
@@ -49,6 +50,7 @@ class Above:
     spread_of: Callable[[nn.Module, Any, Any], Any]
     alone: Callable[[nn.Module], AbstractContextManager[None]]
     gathered: Callable[[nn.Module, frozenset[str]], list[nn.Module]]
+    accumulate: Callable[[nn.Module], Any]
     describe: Callable[[nn.Module, bool], Any]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.nn as nn
 
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import ON_PASSES, NothingRecorded
@@ -87,3 +88,6 @@ class Accumulation(Shown):
                 f"accumulate(model): {type(error).__name__} left the context, so the rows were discarded. Run the passes "
                 "again"
             )
+
+
+ABOVE.accumulate = accumulate

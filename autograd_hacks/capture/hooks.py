@@ -224,33 +224,6 @@ def _take_off(recorder: Recorder, model: nn.Module) -> None:
             vars(parameter).pop(attribute, None)
 
 
-def enable_hooks() -> None:
-    """Undoes `disable_hooks`."""
-    Switch.enabled = True
-
-
-def disable_hooks() -> None:
-    """Stops all recording in this process until `enable_hooks`.  Existing records stay."""
-    Switch.enabled = False
-
-
-@contextmanager
-def pause_hooks() -> Iterator[None]:
-    """A context in which nothing is recorded, for any model in this process.  At the end recording is as before."""
-    with Switch.paused():
-        yield
-
-
-def clear_backprops(model: nn.Module) -> None:
-    """Discards the recorded backward passes and frees their memory.
-
-    A training loop doesn't need it: a backward pass of a later forward replaces the record.  ``grad1`` stays.
-
-    Raises NothingRecorded if the model has no hooks.
-    """
-    recorder_of(model).record.clear("clear_backprops(model) has cleared the record; run a forward and a backward pass")
-
-
 def recorder_of(model: nn.Module) -> Recorder:
     """The model's recorder.  Raises NothingRecorded if it has no hooks, TypeError if it is not a module."""
     if not isinstance(model, nn.Module):
@@ -301,8 +274,22 @@ class Hooked(Shown):
             remove_hooks(self._model)
 
     def pause(self) -> AbstractContextManager[None]:
-        """A context in which nothing is recorded, for any model in this process: `pause_hooks`."""
-        return pause_hooks()
+        """A context in which nothing is recorded, for any model in this process.  At the end recording is as before."""
+        return Switch.paused()
+
+    def clear(self) -> None:
+        """Discards the recorded backward passes and frees their memory.
+
+        A training loop doesn't need it: a backward pass of a later forward replaces the record.  ``grad1`` stays.
+
+        Raises NothingRecorded if the hooks were removed.
+        """
+        cleared = "clear_backprops(model), or clear(), has cleared the record; run a forward and a backward pass"
+        recorder_of(self._model).record.clear(cleared)
+
+    def accumulate(self) -> Any:
+        """A context that appends the rows of several forward and backward passes: `accumulate`."""
+        return ABOVE.accumulate(self._model)
 
     def off(self) -> None:
         """Takes the hooks off the model until `on`.

@@ -90,7 +90,7 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     if (rule := rule_of(node)) is not None:
         return rule(labels, node, *node.args, **node.kwargs)
     return labels.unsupported(
-        node, f"there is no rule for the operation {name!r} (autograd_hacks.register_operation({name!r}) adds one)"
+        node, f"there is no rule for the operation {name!r} (autograd_hacks.compiled.register_operation({name!r}) adds one)"
     )
 
 

@@ -47,7 +47,7 @@ RULES: dict[str, Rule] = {}
 def register_operation(*names: str) -> Callable[[Rule], Rule]:
     """Registers a rule for `compile`: where the samples are in the result of an operation of torch or a custom one::
 
-        @autograd_hacks.register_operation("mylib::scan")
+        @autograd_hacks.compiled.register_operation("mylib::scan")
         def _(labels, node, x, length):
             return labels.along(node, x, dim=1)   # samples stay on their axis of x, unless that is axis 1
 

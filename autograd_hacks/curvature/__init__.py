@@ -1,1 +1,8 @@
 """Curvature from the records of backward passes: blocks, diagonals, Kronecker factors, and products with JᵀJ."""
+
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
+from autograd_hacks.curvature.ekfac import EKFAC, ekfac_solve
+from autograd_hacks.curvature.kronecker import KFAC
+
+__all__ = ["backprop_hess", "compute_hess", "compute_hess_over", "EKFAC", "ekfac_solve", "KFAC"]

@@ -35,14 +35,14 @@ def compute_hess(
 
     * ``'full'``: ``param.hess``, of shape ``(*shape, *shape)``
     * ``'diag'``: ``param.hess_diag``, its diagonal, of shape ``shape``
-    * ``'kfac'``: ``param.kfac``, an `autograd_hacks.curvature.kronecker.KFAC`, a pair (A, B). A is of the inputs, I × I,
+    * ``'kfac'``: ``param.kfac``, an `autograd_hacks.curvature.KFAC`, a pair (A, B). A is of the inputs, I × I,
       and B of the gradients at the outputs, O × O. The block of ``param.flatten()`` is approximated by
       ``torch.kron(B, A)`` for weights (O, I), as in Linear, and (O, C·K), in convolutions. It is ``torch.kron(A, B)`` if
       ``param.kfac.is_turned``: weights (I, O), as in transformers' Conv1D and in tables, whose A is a diagonal, I numbers.
       The groups of a convolution and the experts of a stack are G blocks with their own factors, (G, I, I) and (G, O, O).
       Vectors have A = 1 and their own block as B; for biases see ``kfac_bias``. If a weight has several uses, or its
       gradients are not products, A is each row's share of the squared gradients, a diagonal, and B is of what the rows hold
-    * ``'ekfac'``: also ``param.ekfac``, an `autograd_hacks.curvature.ekfac.EKFAC`: the same eigenvectors with corrected
+    * ``'ekfac'``: also ``param.ekfac``, an `autograd_hacks.curvature.EKFAC`: the same eigenvectors with corrected
       eigenvalues
 
     kfac_approx: 'expand' or 'reduce': how positions that share a weight, as in a convolution, are treated

@@ -126,7 +126,8 @@ class PrivacyEngine(_PrivacyEngine):
         if secure_mode and find_spec("torchcsprng") is None:
             raise ModuleNotFoundError(
                 "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Use "
-                "autograd_hacks.PrivateTraining(secure=True), or noise=autograd_hacks.SecureNoise()." + ON_PRIVATE,
+                "autograd_hacks.private.PrivateTraining(secure=True), or noise=autograd_hacks.private.SecureNoise()."
+                + ON_PRIVATE,
                 name="torchcsprng",
             )
         super().__init__(secure_mode=secure_mode, **options)
@@ -163,7 +164,8 @@ class PrivacyEngine(_PrivacyEngine):
         if (clipping := options.get("clipping", "flat")) != "flat":
             raise ValueError(
                 f"PrivacyEngine.make_private was given clipping={clipping!r}; expected 'flat'. For others use "
-                "autograd_hacks.PrivateTraining, clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}" + ON_OPACUS
+                "autograd_hacks.private.PrivateTraining, clip= or several bounds, max_norm={'0.*': 0.5, '2.*': 1.0}"
+                + ON_OPACUS
             )
         self._module = module
         given = {"optimizer": optimizer, "data_loader": data_loader, "max_grad_norm": max_grad_norm, **options}

@@ -28,7 +28,7 @@ from autograd_hacks.support.ranges import check_bound, checked
 class PrivateTraining:
     """Differentially private training (DP-SGD), from the batches to ε::
 
-        private = autograd_hacks.PrivateTraining(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=64, delta=1e-5)
+        private = PrivateTraining(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=64, delta=1e-5)
         with private.attach(model, optimizer):
             for x, y in private.loader(data):
                 private.backward(F.cross_entropy(model(x), y, reduction="none"))

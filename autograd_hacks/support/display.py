@@ -94,23 +94,31 @@ MEANT = {
     "clip_grad1_norm_(model, max_norm)": (
         *("clip", "clip_", "clip_grad_norm", "clip_grad_norm_", "clip_gradients", "clip_per_sample", "ghost_clipping"),
     ),
-    "clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size)": ("noise", "privatize", "dp_step", "dpsgd"),
+    "private.clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size)": (
+        "noise",
+        "privatize",
+        "dp_step",
+        "dpsgd",
+    ),
     "integrations.opacus.PrivacyEngine": ("PrivacyEngine", "make_private"),
     "compute_hess(model, kind='full')": ("hess", "hessian", "ggn", "gauss_newton"),
     "compute_hess(model, kind='diag')": ("hess_diag", "diag_ggn", "diagonal"),
     "compute_hess(model, kind='kfac')": ("kfac", "KFAC", "kron"),
     "per_sample_grads(model).fisher_matvec(v)": ("fisher", "fisher_matvec"),
-    "accumulate(model)": ("accumulation", "micro_batches", "no_sync"),
-    "check_rows(model, batch, loss, rows)": ("check", "check_grads", "gradcheck"),
+    "add_hooks(model).accumulate()": ("accumulation", "micro_batches", "no_sync"),
+    "check.check_rows(model, batch, loss, rows)": ("check_grads", "gradcheck"),
 }
 """{call: names that people try for it, from other libraries, tensors and `PerSampleGrads`}"""
 
 
-def hint(name: str, public: Collection[str]) -> str:
-    """The end of a message about an unknown name: a call or a close name to use instead, or nothing."""
+def hint(name: str, public: Collection[str], moved: Mapping[str, Collection[str]]) -> str:
+    """The end of a message about an unknown name: a call or a close name to use instead, or nothing.
+
+    moved: {place in the package: names that are there}
+    """
     if name.startswith("_"):
         return ""
-    found = _meant(name, MEANT, public)
+    found = _meant(name, {**MEANT, **moved}, public)
     if found is None and (close := get_close_matches(name, [other for names in MEANT.values() for other in names], 1, 0.8)):
         found = _meant(close[0], MEANT, public)
     if found is not None and found.startswith("integrations."):  # whose modules are imported one by one

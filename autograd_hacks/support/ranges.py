@@ -89,7 +89,6 @@ _NAMES = {
     Range("(0, inf]", "dictionary"): "clip_and_noise_.max_norm PrivateTraining.max_norm",
     Range("[0, inf)"): "as_linear_operator.damping noise_multiplier",
     Range("[0, inf]"): "bound PrivateStep.deviation",
-    Range("(-inf, inf)"): "over.weight",  # of a checkpoint
     Range("(-inf, inf)", "list"): "coefficients",
 }
 RANGES = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}

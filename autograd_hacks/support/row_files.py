@@ -38,7 +38,7 @@ class RowFiles:
     ``path.progress`` or in ``.progress`` in the folder, say how many rows are complete, and from which batches.
 
     origin: a digest of everything that the rows depend on; files of another origin are not resumed. None to read only
-    weights: a digest of the weights, empty for several checkpoints
+    weights: a digest of the weights
     """
 
     def __init__(self, path: Path, origin: str | None = None, weights: str = "") -> None:
@@ -72,7 +72,7 @@ class RowFiles:
                 + ON_DATA_SETS
             ) from error
         if origin is not None and self.notes["origin"] != origin:
-            raise self._refused("holds rows of other weights or checkpoints; delete it, or give another name")
+            raise self._refused("holds rows of other weights; delete it, or give another name")
         for name in self.notes["kinds"] if self.notes["rows"] else ():
             file, expected = self._path(name), self._end(name)
             if (size := file.stat().st_size if file.exists() else 0) < expected:

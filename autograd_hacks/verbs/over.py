@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -23,9 +23,9 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
-from autograd_hacks.support.parts import memory_of, part_of
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.patterns import names_matching
-from autograd_hacks.support.ranges import check, checked
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
@@ -34,9 +34,6 @@ from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
-State: TypeAlias = "Mapping[str, Tensor] | str | os.PathLike[str]"
-Checkpoints: TypeAlias = "Iterable[tuple[State, float]]"
-"""State dictionaries, or their files, each with a weight."""
 Found = TypeVar("Found")
 """What a verb returns: a tensor, or a dictionary of tensors."""
 KEPT = 2**28
@@ -55,7 +52,6 @@ def over(
     verb: Callable[..., Found],
     *,
     against: Iterable[Any] | None = None,
-    checkpoints: Checkpoints | None = None,
     total: bool = False,
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
@@ -75,17 +71,14 @@ def over(
     against: batches of another data set with E samples. ``verb(grads, others)`` then returns (N, M), as
     ``PerSampleGrads.gram`` does, and the result is (D, E). Batches of ``against`` that don't fit the budget are recomputed
     for every batch of the loader, so make the loader the larger set, with large batches
-    checkpoints: [(state, weight), ...], states of training, each a copy of a state dictionary or its file. The result is
-    the weighted sum over them; with learning rates as weights it is TracIn's. Afterwards the model has its own weights
-    again
     total: the verb returns sums over samples, as ``PerSampleGrads.second_moment`` does; the result is their sum
     out: a file for the rows, .npy or .safetensors. It is written batch by batch, with ``out.progress`` beside it, and the
     result is mapped from disk. A name without an ending is a folder with one .npy file for each name of the verb's
     dictionary, and ``.progress``. `Store` searches both. After an interruption, the same call with the same loss and verb
     resumes. With several processes the name must contain {rank}
     only: as in `per_sample_grads`
-    budget: bytes for gradients of ``against`` that are kept from batch to batch, over all checkpoints, 256 MiB by default.
-    Kept gradients are recomputed when the weights change. If the loss depends on anything else that changes, pass
+    budget: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
+    are recomputed when the weights change. If the loss depends on anything else that changes, pass
     ``budget=0``
     segments: as in `add_hooks`, for samples that pack several documents; ``loss`` then returns one loss for each document.
     By default those given to `add_hooks`
@@ -93,11 +86,8 @@ def over(
     Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
     batches, for a verb that returns something else, for a file with rows of other weights, and for batches in another order
     than in the file or than ``against`` had before (shuffled); and what ``loss``, `backward` and ``verb`` raise.
-
-    Source: Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent" (arXiv:2002.08484), for
-    checkpoints.
     """
-    recorder, states = recorder_of(model), _listed(model, checkpoints)
+    recorder = recorder_of(model)
     record = recorder.record
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
@@ -114,28 +104,22 @@ def over(
         check_segments(segments, "over", kinds.batch_dim, kinds.probes, kinds.independent)
     file: RowFiles | None = None
     if out is not None:
-        weights = digest_of(model.state_dict() if states is None else states)
+        weights = digest_of(model.state_dict())
         origin = digest_of(only, before=weights)
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
-        file = RowFiles(_of_process(out), origin, weights if states is None else "")
+        file = RowFiles(_of_process(out), origin, weights)
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
     told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
-    step = _Step(model, loss, verb, against, only, budget, states is not None)
+    step = _Step(model, loss, verb, against, only, budget)
     pieces: list[dict[str, Tensor]] = []
-    batches, before = 0, None if states is None else _cloned(model.state_dict())
+    batches = 0
     try:
         for batch in progress(loader, "gradients", "batch"):
             batches += 1
             if file is not None and not file.wants(batch):
                 continue
-            piece: dict[str, Tensor] = {}
-            for number, (state, weight) in enumerate(states or [(None, 1.0)]):
-                if state is not None:
-                    _load(model, state)
-                rows = step.rows(batch, total, number)
-                rows = {name: x if weight == 1 else x * weight for name, x in rows.items()}
-                piece = {name: x + piece[name] for name, x in rows.items()} if piece else rows
+            piece = step.rows(batch, total)
             if file is None:
                 _check_alike(pieces, piece, total)
                 pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
@@ -143,8 +127,6 @@ def over(
                 file.take(piece)
     finally:
         recorder.segments = told
-        if before is not None:
-            model.load_state_dict(before)
     record.clear("over has read its passes and discarded them")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
@@ -194,16 +176,15 @@ class _Step:
     against: Iterable[Any] | None
     only: str | Iterable[str] | None
     budget: int
-    is_brought: bool  # whether checkpoints are loaded; otherwise the caller may change the weights meanwhile
 
     def __post_init__(self) -> None:
-        self._kept: dict[int, list[PerSampleGrads]] = {}  # gradients of the other data's first batches, by checkpoint
+        self._kept: list[PerSampleGrads] = []  # gradients of the other data's first batches
         self._left = self.budget
         self._weights: object = None  # the weights of the kept gradients
         self._seen: list[str] = []  # digests of the other data's batches
 
-    def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
-        """The verb's result by name, or by `_ALONE` if it is one tensor.  checkpoint: the number of the one loaded"""
+    def rows(self, batch: Any, total: bool) -> dict[str, Tensor]:
+        """The verb's result by name, or by `_ALONE` if it is one tensor."""
         grads = self._grads(batch)
         if self.against is None:
             token = WITHIN.set(taken := list[str]())
@@ -218,17 +199,17 @@ class _Step:
                     "grads, others: grads.gram(others)" + ON_DATA_SETS
                 )
             return found
-        blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
+        blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against)]
         if not blocks:
             raise ValueError("over: against has no batches" + ON_DATA_SETS)
         return {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
 
-    def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
+    def _others(self, against: Iterable[Any]) -> Iterator[PerSampleGrads]:
         """The gradients of the other data, batch by batch."""
-        weights = None if self.is_brought else _look_of(self.model)
+        weights = _look_of(self.model)
         if weights != self._weights:
-            self._kept, self._left, self._weights = {}, self.budget, weights
-        kept = self._kept.setdefault(checkpoint, [])
+            self._kept, self._left, self._weights = [], self.budget, weights
+        kept = self._kept
         yield from kept[:]
         first = len(kept)
         if first and first == len(self._seen):  # all are kept
@@ -306,63 +287,6 @@ def _of_process(out: str | os.PathLike[str]) -> Path:
             f"over: out={path!r} is the same on several processes; expected a name with {{rank}}" + ON_DATA_SETS
         )
     return Path(path.replace("{rank}", str(rank)))
-
-
-# Checkpoints of training, which the model loads one after the other.
-
-_EXPECTED = "expected [(state, weight), ...], where a state is a state dictionary or its file, and a weight is a number"
-
-
-def _load(model: nn.Module, state: State) -> None:
-    """Loads a checkpoint into the model."""
-    loaded: Any = state if isinstance(state, Mapping) else torch.load(state, map_location="cpu", weights_only=True)
-    if not isinstance(loaded, Mapping) or model.state_dict().keys().isdisjoint(loaded):
-        what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
-        raise ValueError(
-            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the state "
-            f"dictionary of this {type(model).__name__} alone: torch.load(path)['model']" + ON_DATA_SETS
-        )
-    model.load_state_dict(loaded)
-
-
-def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
-
-
-def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[State, float]] | None:
-    """The checkpoints as a list of copies that loading others doesn't overwrite.  Raises ValueError for anything else."""
-    if checkpoints is None:
-        return None
-    if isinstance(checkpoints, Mapping | str) or not isinstance(checkpoints, Iterable):
-        raise ValueError(f"over was given checkpoints={kind_of(checkpoints)}; {_EXPECTED}" + ON_DATA_SETS)
-    states = list(checkpoints)
-    if not states:
-        raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}" + ON_DATA_SETS)
-    trained, live = _memory([p for p in model.parameters() if p.requires_grad]), 0
-    memory = trained | _memory([*model.parameters(), *model.buffers()])
-    for number, pair in enumerate(states):
-        if (
-            not (isinstance(pair, tuple | list) and len(pair) == 2)
-            or not isinstance(pair[0], Mapping | str | os.PathLike)
-            or isinstance(pair[1], Mapping | str)
-        ):
-            raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}" + ON_DATA_SETS)
-        state, weight = pair
-        check("over", ON_DATA_SETS, weight=weight)
-        if isinstance(state, Mapping):
-            places = _memory([x for x in state.values() if isinstance(x, Tensor)])
-            live += not places.isdisjoint(trained)
-            states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
-    if live > 1:
-        raise ValueError(
-            f"over: {live} of the checkpoints are the model's current weights; expected copies: "
-            "copy.deepcopy(model.state_dict())" + ON_DATA_SETS
-        )
-    return states
-
-
-def _memory(tensors: Iterable[Tensor]) -> set[int]:
-    return {memory_of(x) for x in map(part_of, tensors) if x.numel()}
 
 
 # Rows that outlive their activations.

@@ -31,7 +31,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
-from autograd_hacks import Metric, PerSampleGrads, add_hooks, compute_hess_over, over, pause_hooks, per_sample_grads
+from autograd_hacks import PerSampleGrads, add_hooks, over, pause_hooks, per_sample_grads
+from autograd_hacks.attribution import Metric
+from autograd_hacks.curvature import compute_hess_over
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 BATCH, RATE, ADAM_RATE = 100, 0.5, 0.01
@@ -83,6 +85,22 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 def margins(model: Callable[..., Tensor], batch: Any) -> Tensor:
     logits, label = model(batch[0]), batch[1][:, None]
     return logits.gather(1, label)[:, 0] - logits.scatter(1, label, -torch.inf).logsumexp(1)
+
+
+def tracin(
+    model: nn.Module,
+    train: Sequence[Any],
+    queries: Sequence[Any],
+    checkpoints: Sequence[tuple[Mapping[str, Any], float]],
+    losses: Callable[[nn.Module, Any], Tensor],
+) -> Tensor:
+    """Σ η ⟨g, g′⟩ over checkpoints, D E.  Source: Pruthi et al. 2020 (arXiv:2002.08484)."""
+    before, found = copy.deepcopy(model.state_dict()), []
+    for state, rate in checkpoints:
+        model.load_state_dict(state)
+        found.append(rate * over(model, train, losses, PerSampleGrads.gram, against=queries))
+    model.load_state_dict(before)
+    return torch.stack(found).sum(0)
 
 
 def trak(
@@ -349,7 +367,7 @@ for seed in tqdm(range(options.models), desc="scores", unit="network"):
     along, cosine = (partial(over, model, train, losses, v) for v in (PerSampleGrads.gram, PerSampleGrads.cosine))
     score("gradients' dot", partial(along, against=queries))
     score("gradients' cosine", partial(cosine, against=queries))
-    score("TracIn", partial(along, against=queries, checkpoints=checkpoints))
+    score("TracIn", tracin, model, train, queries, checkpoints, losses)
     score("in-run Shapley", in_run, model, queries, steps, losses, RATE)
     score("LESS", less, adam_model, train, queries, visited, losses)
     score("TrackStar", trackstar, adam_model, train, queries, visited[-1][1], losses)

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
-from autograd_hacks import Store, add_hooks, over
+from autograd_hacks import add_hooks, over
+from autograd_hacks.attribution import Store
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 COPIES, NOISE = 40, 0.05  # how many, and the noise in their pixels, which are in [0, 1]

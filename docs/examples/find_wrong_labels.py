@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from autograd_hacks import PerSampleGrads, add_hooks, compute_hess_over, ekfac_solve, over
+from autograd_hacks import PerSampleGrads, add_hooks, over
+from autograd_hacks.curvature import compute_hess_over, ekfac_solve
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 warnings.simplefilter("ignore")  # from captum and kronfluence
@@ -90,7 +91,11 @@ def by_ekfac(grads: PerSampleGrads) -> Tensor:
 hooked, scores = copy.deepcopy(model), dict[str, Tensor]()
 with add_hooks(hooked, param_grad=False):
     scores["gradient's length²"] = over(hooked, loader, losses, lengths)
-    scores["TracIn"] = over(hooked, loader, losses, lengths, checkpoints=checkpoints)
+    scores["TracIn"] = torch.zeros(len(data))
+    for state, rate in checkpoints:
+        hooked.load_state_dict(state)
+        scores["TracIn"] += rate * over(hooked, loader, losses, lengths)
+    hooked.load_state_dict(model.state_dict())
     compute_hess_over(hooked, loader, kind="ekfac", kfac_bias="joint")
     scores["EK-FAC"] = over(hooked, loader, losses, by_ekfac)
 

@@ -97,7 +97,7 @@ def by_groups(data: TensorDataset) -> tuple[Any, ...]:
     def step(x: Tensor, y: Tensor) -> None:
         users = torch.arange(len(x)).repeat_interleave(OF_A_USER)
         F.cross_entropy(model(x.flatten(0, 1)), y.flatten(), reduction="sum").backward()
-        autograd_hacks.clip_and_noise_(model, MAX_NORM, NOISE, int(rate * len(data)), users, noise, loss_type="sum")
+        autograd_hacks.private.clip_and_noise_(model, MAX_NORM, NOISE, int(rate * len(data)), users, noise, loss_type="sum")
         optimizer.step()
         accountant.step(noise_multiplier=NOISE, sample_rate=rate)
 

@@ -86,7 +86,7 @@ class Watch(TrainerCallback):
         model.train()
 
 
-private = autograd_hacks.PrivateTraining(max_norm=1.0, epsilon=8.0, delta=DELTA)
+private = autograd_hacks.private.PrivateTraining(max_norm=1.0, epsilon=8.0, delta=DELTA)
 how: Any = {"num_train_epochs": options.epochs, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "use_cpu": True}
 quiet: Any = {"report_to": "none", "logging_strategy": "epoch", "save_strategy": "no"}
 arguments = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=256, **how, **quiet)

@@ -62,7 +62,7 @@ def train(steps: int) -> None:
         mine = drawn[dist.get_rank() :: dist.get_world_size()].to(device)  # this process's samples, perhaps none
         losses = F.cross_entropy(model(images[mine]), labels[mine], reduction="none")
         autograd_hacks.backward(losses, "sum")
-        norms = autograd_hacks.clip_and_noise_(model, BOUND, NOISE, EXPECTED, noise=draws).norms
+        norms = autograd_hacks.private.clip_and_noise_(model, BOUND, NOISE, EXPECTED, noise=draws).norms
         optimizer.step()
         if step % 10 == 0:
             totals = torch.stack([losses.detach().sum(), (norms > BOUND).double().sum()])

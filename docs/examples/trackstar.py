@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autograd_hacks import Metric, PerSampleGrads, add_hooks, over
+from autograd_hacks import PerSampleGrads, add_hooks, over
+from autograd_hacks.attribution import Metric
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 

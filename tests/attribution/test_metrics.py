@@ -15,7 +15,8 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import Metric, PerSampleGrads
+from autograd_hacks import PerSampleGrads
+from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import NothingRecorded, StaleRecord
 from autograd_hacks.forms import Elementwise, InTurn, Sides
 
@@ -319,10 +320,10 @@ def test_a_gradient_of_rounding_stays_small_in_a_metric() -> None:
         model = Bare(lambda m, x: m.main(x) + m.shift(x), main=nn.Linear(6, 5), shift=nn.Linear(6, 1)).to(dtype)
         x, y = torch.randn(20, 6).to(dtype), torch.randint(5, (20,))
         autograd_hacks.add_hooks(model)
-        autograd_hacks.compute_hess_over(model, [x], "ekfac", "CrossEntropy")
+        autograd_hacks.curvature.compute_hess_over(model, [x], "ekfac", "CrossEntropy")
         F.cross_entropy(model(x), y).backward()
         grads = autograd_hacks.per_sample_grads(model)
-        solved = autograd_hacks.ekfac_solve(model, grads)
+        solved = autograd_hacks.curvature.ekfac_solve(model, grads)
         metrics = [grads.preconditioned(Metric.from_ekfac(model)), grads.preconditioned(Metric.from_kfac(model)), solved]
         found.append([grads.gram(own).double() for own in metrics])
     for single, double in zip(*found):

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import PerSampleGrads, Store, over
+from autograd_hacks import PerSampleGrads, over
+from autograd_hacks.attribution import Store
 from autograd_hacks.support.row_files import RowFiles
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -119,16 +120,13 @@ def test_half_precision_is_added_up_in_single_and_overflow_is_said(tmp_path: Pat
 
 def test_a_store_of_other_weights_is_refused(tmp_path: Path) -> None:
     model, data, path = net(), batches(4), tmp_path / "rows.npy"
-    states = [({name: x.clone() for name, x in model.state_dict().items()}, 0.1)]
     over(model, data, loss, lambda grads: grads.project(8), out=path)
-    over(model, data, loss, lambda grads: grads.project(8), out=tmp_path / "sum.npy", checkpoints=states)
     store = Store(path)
     store.check(model)
     store.check(net())  # of the same weights
     check_each(
         (ValueError, r"rows\.npy has rows of other weights than this Sequential", lambda: store.check(net(1))),
         (ValueError, "other weights", lambda: store.search(store.rows, 1, model=net(1))),
-        (ValueError, "rows of several checkpoints", lambda: Store(tmp_path / "sum.npy").check(model)),
     )
 
 

@@ -211,7 +211,8 @@ def test_describe_is_that_of_the_model() -> None:
     step(model, *batch())
     assert handle.describe() == autograd_hacks.describe(model)
     assert [row.parameter for row in handle.describe(trained=True).rows] == ["0.bias", "2.weight", "2.bias"]
-    assert {"remove", "pause", "settings", "describe", "on", "off"} == {n for n in dir(handle) if not n.startswith("_")}
+    names = {n for n in dir(handle) if not n.startswith("_")}
+    assert names == {"remove", "pause", "clear", "accumulate", "settings", "describe", "on", "off"}
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -10,7 +10,7 @@ from test_check_rows import N, Rows, losses_of, rows_of
 from torch import Tensor
 from twin import Bare
 
-from autograd_hacks import check_rows
+from autograd_hacks.check import check_rows
 from autograd_hacks.check.comparisons import WHOLE, percent
 from autograd_hacks.errors import VerificationFailed
 

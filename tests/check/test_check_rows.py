@@ -17,8 +17,7 @@ from torch import Tensor
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import check_rows
-from autograd_hacks.check import comparisons
+from autograd_hacks.check import check_rows, comparisons
 from autograd_hacks.errors import VerificationFailed
 
 Rows = dict[str, Tensor]

@@ -72,7 +72,7 @@ def influences(model: nn.Module, train: Tensor, test: Tensor, kfac: dict[str, An
             losses(model, words).sum().backward()
             return autograd_hacks.per_sample_grads(model, "sum", only=LAYERS)
 
-        others = autograd_hacks.ekfac_solve(model, rows(test))
+        others = autograd_hacks.curvature.ekfac_solve(model, rows(test))
         found = rows(train).gram(others)
         kfac.update((name, p.kfac) for name, p in model.named_parameters() if getattr(p, "kfac", None) is not None)
     return found

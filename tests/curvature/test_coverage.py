@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import Metric
+from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -35,9 +35,9 @@ def test_what_is_skipped_is_said(kind: str) -> None:
     words = torch.tensor([[0, 1, 2], [3, 4, 5]])
     said = r"table\.weight of layer 'table' \(Bare\): its gradients \(Lookup \+ Outer\) are not sums"
     with pytest.raises(UnsupportedLayer, match=said):
-        autograd_hacks.compute_hess_over(model, [words], kind, kfac_bias="joint")
+        autograd_hacks.curvature.compute_hess_over(model, [words], kind, kfac_bias="joint")
     assert not any(hasattr(p, "kfac") for p in model.parameters())
-    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, kfac_bias="joint", skip=True)
+    table = autograd_hacks.curvature.compute_hess_over(model, [words[:1], words[1:]], kind, kfac_bias="joint", skip=True)
     assert table.covered == ["turned.weight", "turned.bias"]
     assert [*table.skipped] == ["table.weight", "table.bias"]
     assert table.share == pytest.approx(20 / 50)
@@ -47,7 +47,7 @@ def test_what_is_skipped_is_said(kind: str) -> None:
     assert "A 5 × 5, B 4 × 4, stored as (I, O)" in text
     assert repr(table).count("\n") == 0
     assert model.table.weight.kfac is None
-    only = autograd_hacks.compute_hess_over(model, [words], kind, parameters=["turned.*"])
+    only = autograd_hacks.curvature.compute_hess_over(model, [words], kind, parameters=["turned.*"])
     assert only.skipped == dict.fromkeys(["table.weight", "table.bias"], "it is not among parameters=")
     assert only.covered == table.covered
     autograd_hacks.backprop_hess(model(words))
@@ -71,7 +71,7 @@ def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
 
 def test_factors_know_how_they_lie_in_a_copy() -> None:
     model, x = hooked("words")
-    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
     twin = copy.deepcopy(model.turned.weight.kfac)
     assert twin.is_turned
     assert_close(tuple(twin), tuple(model.turned.weight.kfac))
@@ -79,7 +79,7 @@ def test_factors_know_how_they_lie_in_a_copy() -> None:
 
 def test_blocks_beyond_the_limit_are_skipped() -> None:
     model, x = hooked("words")
-    table = autograd_hacks.compute_hess_over(model, [x], "full", "Jacobian", limit=20000, skip=True)
+    table = autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian", limit=20000, skip=True)
     assert "the block of experts.stack would take 28.8 kB, and limit is 20 kB" in table.skipped["experts.stack"]
     assert table.covered == ["table.weight", "turned.weight", "turned.bias", "norm.weight", "norm.bias"]
     assert model.turned.weight.hess.shape == (3, 5, 3, 5)
@@ -94,21 +94,21 @@ def test_a_parameter_that_is_read_otherwise_later_is_left_out() -> None:
     model = Bare(sometimes, table=nn.Embedding(3, 3), turned=Turned(3, 3))
     autograd_hacks.add_hooks(model)
     batches = [torch.tensor([[1, 2], [2, 2]]), torch.tensor([[0, 1], [1, 1]])]
-    table = autograd_hacks.compute_hess_over(model, batches, "kfac", skip=True)
+    table = autograd_hacks.curvature.compute_hess_over(model, batches, "kfac", skip=True)
     assert [*table.skipped] == ["turned.weight"]
     assert "in other ways" in table.skipped["turned.weight"]
     assert model.turned.weight.kfac is None
     with pytest.raises(UnsupportedLayer, match=r"turned\.weight of layer 'turned' \(Turned\): it is read in other ways"):
-        autograd_hacks.compute_hess_over(model, batches, "kfac")
+        autograd_hacks.curvature.compute_hess_over(model, batches, "kfac")
 
 
 def test_factors_that_do_not_fit_are_refused() -> None:
     model, other = Turned(3, 3), nn.Linear(4, 3)
     for m, x in ((model, torch.randn(5, 1, 3)), (other, torch.randn(5, 4))):
         autograd_hacks.add_hooks(m)
-        autograd_hacks.compute_hess_over(m, [x], "ekfac")
+        autograd_hacks.curvature.compute_hess_over(m, [x], "ekfac")
     other(torch.randn(2, 4)).sum().backward()
-    rows, solve = autograd_hacks.per_sample_grads(other, "sum"), autograd_hacks.ekfac_solve
+    rows, solve = autograd_hacks.per_sample_grads(other, "sum"), autograd_hacks.curvature.ekfac_solve
     check_each(
         (ValueError, r"rows of shape \(3, 4\) for 'weight'", lambda: solve(model, rows)),
         (ValueError, "'head'; expected names such as", lambda: solve(model, {"head": torch.zeros(3)})),
@@ -124,7 +124,7 @@ def test_factors_that_do_not_fit_are_refused() -> None:
 
 def test_principal_directions_of_what_lies_otherwise() -> None:
     model, x = hooked("words")
-    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
     with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has separate factors for 3 blocks"):
         Metric.low_rank(model, 2, pca=True)
     for p in (model.experts.stack, model.experts.turned):
@@ -146,10 +146,10 @@ def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> 
     x = torch.randn(4, 3)
     autograd_hacks.add_hooks(model)
     with pytest.raises(UnsupportedLayer, match=r"0\.(weight|bias) of.*added to .*outputs.*kfac_bias='exact'"):
-        autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias)
-    table = autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias, skip=True)
+        autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", kfac_bias=bias)
+    table = autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", kfac_bias=bias, skip=True)
     assert table.covered == (["1.weight", "1.bias"] if bias == "joint" else ["0.weight", "1.weight", "1.bias"])
-    assert autograd_hacks.compute_hess_over(model, [x], "kfac").share == 1
+    assert autograd_hacks.curvature.compute_hess_over(model, [x], "kfac").share == 1
 
 
 @crossed(bias=["exact", "joint"], approximation=["expand", "reduce"])
@@ -164,7 +164,7 @@ def test_a_layer_that_sees_some_positions(approximation: str, bias: str) -> None
     model, x = Bare(some_net, first=nn.Linear(3, 3), some=nn.Linear(3, 3)), torch.randn(4, 3, 3).abs()
     x[0, 1:, 0], x[1, 0, 0], x[2, :, 0] = -1, -1, -1
     autograd_hacks.add_hooks(model)
-    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian", kfac_approx=approximation, kfac_bias=bias)
+    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian", kfac_approx=approximation, kfac_bias=bias)
     y = torch.tanh(F.linear(x, model.first.weight, model.first.bias)).detach()
     y = torch.cat([y, torch.ones(4, 3, 1)], -1) if bias == "joint" else y
     samples = [y[n][x[n, :, 0] > 0] for n in (0, 1, 3)]
@@ -180,12 +180,12 @@ def test_all_that_trains_is_counted(kind: str) -> None:
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2)), torch.randn(5, 3)
     model[3].weight.requires_grad_(False)
     autograd_hacks.add_hooks(model, only=["0.*"])
-    table = autograd_hacks.compute_hess_over(model, [x], kind)
+    table = autograd_hacks.curvature.compute_hess_over(model, [x], kind)
     assert table.covered == ["0.weight", "0.bias"]
     assert table.skipped == dict.fromkeys(["2.weight", "2.bias", "3.bias"], "it was left out by add_hooks(only=...)")
     assert table.share == 16 / 28
     assert f"{kind}: 2 of 5 tensors; attributed: 57.1 % of 28 parameters that train; 4 are frozen" in str(table)
     with pytest.raises(ValueError, match=r"parameters: '2\.\*' was left out by add_hooks\(only="):
-        autograd_hacks.compute_hess_over(model, [x], kind, parameters=["0.*", "2.*"])
+        autograd_hacks.curvature.compute_hess_over(model, [x], kind, parameters=["0.*", "2.*"])
     with pytest.raises(ValueError, match="matches only frozen parameters"):
-        autograd_hacks.compute_hess_over(model, [x], kind, parameters="3.weight")
+        autograd_hacks.curvature.compute_hess_over(model, [x], kind, parameters="3.weight")

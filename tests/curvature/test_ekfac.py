@@ -88,7 +88,7 @@ def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tens
     model, x = case
     curve(model, model(x), kind="ekfac")
     once = [written(p) for p in model.parameters()]
-    autograd_hacks.compute_hess_over(model, x.split(4), kind="ekfac")
+    autograd_hacks.curvature.compute_hess_over(model, x.split(4), kind="ekfac")
     for p, expected in zip(model.parameters(), once):
         assert_close(written(p), expected)
     with autograd_hacks.accumulate(model):
@@ -98,17 +98,20 @@ def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tens
     for p, expected in zip(model.parameters(), once):
         assert_close(written(p), expected)
     with pytest.raises(ValueError, match="runs all batches twice"):
-        autograd_hacks.compute_hess_over(model, iter(x.split(4)), kind="ekfac")
+        autograd_hacks.curvature.compute_hess_over(model, iter(x.split(4)), kind="ekfac")
 
 
 @pytest.mark.parametrize("damping", [None, 0.3])
 def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
     model, x = case
-    autograd_hacks.compute_hess_over(model, [x], kind="ekfac")
+    autograd_hacks.curvature.compute_hess_over(model, [x], kind="ekfac")
     model(x).square().sum(1).mean().backward()
     grads = autograd_hacks.per_sample_grads(model)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved, rows = autograd_hacks.ekfac_solve(model, v, damping), autograd_hacks.ekfac_solve(model, grads, damping)
+    solved, rows = (
+        autograd_hacks.curvature.ekfac_solve(model, v, damping),
+        autograd_hacks.curvature.ekfac_solve(model, grads, damping),
+    )
     products = torch.zeros(len(x), len(x))
     for name, p in model.named_parameters():
         block = written(p)
@@ -169,7 +172,7 @@ def found(model: nn.Module, kind: str) -> dict[str, list[Tensor]]:
 )
 def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
     model, x = deep()
-    autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias)
+    autograd_hacks.curvature.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias)
     attribute, expected = {"full": "hess", "diag": "hess_diag"}.get(kind, kind), found(model, kind)
     for over in (True, False):
         if not over:
@@ -178,7 +181,7 @@ def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
         for k in (0, 2, 4):
             settings = {"kfac_bias": bias, "parameters": f"{k}.*"}
             if over:
-                table = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, **settings)
+                table = autograd_hacks.curvature.compute_hess_over(model, [x[:2], x[2:]], kind, **settings)
             else:
                 table = autograd_hacks.compute_hess(model, kind, **settings)
             assert table.covered == [f"{k}.weight", f"{k}.bias"]
@@ -191,7 +194,7 @@ def test_layer_by_layer_is_all_at_once(kind: str, bias: str) -> None:
 
 def test_passes_go_to_the_chosen_layers_alone() -> None:
     model, x = deep()
-    autograd_hacks.compute_hess_over(model, [x], "ekfac")  # proven
+    autograd_hacks.curvature.compute_hess_over(model, [x], "ekfac")  # proven
     expected, seen = found(model, "ekfac"), list[int]()
 
     def watched(model: nn.Module, batch: Tensor) -> Tensor:
@@ -203,12 +206,12 @@ def test_passes_go_to_the_chosen_layers_alone() -> None:
     model_with.forward = lambda batch: watched(model, batch)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model_with)
-    autograd_hacks.compute_hess_over(model_with, [x], "kfac")
+    autograd_hacks.curvature.compute_hess_over(model_with, [x], "kfac")
     seen.clear()
-    table = autograd_hacks.compute_hess_over(model_with, [x], "ekfac", parameters=["0.4.*"])
+    table = autograd_hacks.curvature.compute_hess_over(model_with, [x], "ekfac", parameters=["0.4.*"])
     assert not seen
     assert table.covered == ["0.4.weight", "0.4.bias"]
     own = model[4].weight.ekfac
     assert_close(own.matvec(torch.eye(10).view(-1, 2, 5)), expected["4.weight"][0])
-    autograd_hacks.compute_hess_over(model_with, [x], "ekfac", parameters=["0.0.*"])
+    autograd_hacks.curvature.compute_hess_over(model_with, [x], "ekfac", parameters=["0.0.*"])
     assert seen

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import Metric
+from autograd_hacks.attribution import Metric
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -50,7 +50,7 @@ def test_factors(case: str, approximation: str) -> None:
     with autograd_hacks.pause_hooks():
         uses = uses_of(model, x)
     for batches in ([x], [x[:1], x[1:]]):
-        autograd_hacks.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
+        autograd_hacks.curvature.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
         for name in uses[0]:
             p = model.get_parameter(name)
             a, b = p.kfac
@@ -78,7 +78,7 @@ def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
-    table = autograd_hacks.compute_hess_over(
+    table = autograd_hacks.curvature.compute_hess_over(
         model, [x[:2], x[2:]], "ekfac", "Jacobian", kfac_approx=approximation, forward=lambda m, batch: m(batch)
     )
     assert table.share == 1
@@ -88,7 +88,7 @@ def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
 @pytest.mark.parametrize("case", list(CASES))
 def test_damped_factors_as_a_metric(case: str) -> None:
     model, x = hooked(case)
-    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
     assert_damped(model, x, IS_TURNED)
 
 
@@ -98,9 +98,9 @@ def test_a_bias_as_one_more_input(case: str, approximation: str) -> None:
     with autograd_hacks.pause_hooks():
         rows, uses = rows_of(model, x), uses_of(model, x)
     options = {"kfac_approx": approximation, "kfac_bias": "joint"}
-    autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], "ekfac", "Jacobian", **options)
+    autograd_hacks.curvature.compute_hess_over(model, [x[:2], x[2:]], "ekfac", "Jacobian", **options)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    solved = autograd_hacks.curvature.ekfac_solve(model, v, 0.3)
     for layer in ("turned", "grouped", "deep", "last"):
         if not hasattr(model, layer):
             continue
@@ -151,7 +151,7 @@ def test_language_models(family: str, way: str | None) -> None:
                 for name, grad in zip(rows, grads):
                     rows[name] = rows[name] + (0 if grad is None else grad.square().sum() / len(words))
     autograd_hacks.add_hooks(inner)
-    table = autograd_hacks.compute_hess_over(inner, [words], "ekfac", "Jacobian", forward=forward, skip=True)
+    table = autograd_hacks.curvature.compute_hess_over(inner, [words], "ekfac", "Jacobian", forward=forward, skip=True)
     assert table.share == 1
     by_rows = {name for name, has in table.kinds.items() if has.startswith("by its rows")}
     assert by_rows == ({"transformer.wte.weight"} if way is None else set())
@@ -164,11 +164,11 @@ def test_language_models(family: str, way: str | None) -> None:
 
 def test_a_bias_that_shares_the_factors_of_groups() -> None:
     model, x = hooked("convolutions")
-    autograd_hacks.compute_hess_over(model, [x[:5], x[5:]], "ekfac", "Jacobian", kfac_bias="shared")
+    autograd_hacks.curvature.compute_hess_over(model, [x[:5], x[5:]], "ekfac", "Jacobian", kfac_bias="shared")
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    solved = autograd_hacks.curvature.ekfac_solve(model, v, 0.3)
     model(x).square().flatten(1).sum(1).mean().backward()
     grads = autograd_hacks.per_sample_grads(model)
     lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))

@@ -209,7 +209,7 @@ def test_batches_that_do_not_reach_a_parameter_count(kind: str, kfac_approx: str
     autograd_hacks.add_hooks(model)
     attribute, found = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind], []
     for batches in ([x], [x, rest], [rest, x]):
-        autograd_hacks.compute_hess_over(model, batches, kind, kfac_approx=kfac_approx)
+        autograd_hacks.curvature.compute_hess_over(model, batches, kind, kfac_approx=kfac_approx)
         found.append(getattr(model.one.weight, attribute))
         assert (getattr(model.other.weight, attribute) is None) == (len(batches) == 1)
     with autograd_hacks.accumulate(model):

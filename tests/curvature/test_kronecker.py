@@ -130,8 +130,8 @@ def test_drawn_labels_in_the_mean() -> None:
 def test_what_has_no_products_is_taken_by_its_rows(build: Callable[[], nn.Sequential]) -> None:
     model, x = build(), torch.randn(3, 4)
     autograd_hacks.add_hooks(model)
-    autograd_hacks.compute_hess_over(model, [x], "full", "Jacobian")
-    table = autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian")
+    table = autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
     assert table.kinds["1.weight"].startswith("by its rows")
     weight = model[1].weight
     a, b = weight.kfac
@@ -180,10 +180,10 @@ def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> Non
     exact = by_definition(torch.ones(4, 25, 1), gradients, "reduce")
     loader = [x[:1], x[1:]]
     options = {"kfac_approx": approximation, "kind": "kfac", "hess_type": "LeastSquares"}
-    autograd_hacks.compute_hess_over(model, loader, **options, kfac_bias="shared")
+    autograd_hacks.curvature.compute_hess_over(model, loader, **options, kfac_bias="shared")
     assert_factors(conv.bias, shared)
     assert_close(conv.bias.kfac[1], conv.weight.kfac[1])
-    autograd_hacks.compute_hess_over(model, loader, **options)
+    autograd_hacks.curvature.compute_hess_over(model, loader, **options)
     assert_factors(conv.bias, exact)
     assert bool(torch.isclose(exact[1], shared[1]).all()) == (approximation == "reduce")
 
@@ -234,7 +234,7 @@ def case() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_factors_by_rows_have_the_partial_traces_of_the_block(approximation: str) -> None:
     model, rows = case()
     for batches in ([WORDS], [WORDS[:2], WORDS[2:]]):
-        table = autograd_hacks.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
+        table = autograd_hacks.curvature.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
         assert table.share == 1
         assert table.kinds["wpe.weight"] == "A diagonal, 5, B 4 × 4"  # looked up
         for name in ("table.weight", "places"):
@@ -250,7 +250,7 @@ def test_factors_by_rows_have_the_partial_traces_of_the_block(approximation: str
 @pytest.mark.parametrize("limit", [2**30, 48 * 8])
 def test_ekfac_of_all_of_it(limit: int) -> None:
     model, rows = case()
-    table = autograd_hacks.compute_hess_over(model, [WORDS[:2], WORDS[2:]], "ekfac", "Jacobian", limit=limit)
+    table = autograd_hacks.curvature.compute_hess_over(model, [WORDS[:2], WORDS[2:]], "ekfac", "Jacobian", limit=limit)
     assert table.share == 1
     assert ("B diagonal, 7" in table.kinds["head.weight"]) == (limit < 2**30)
     assert_solves(model, WORDS, rows, BY_ROWS)
@@ -259,7 +259,7 @@ def test_ekfac_of_all_of_it(limit: int) -> None:
 @pytest.mark.parametrize("limit", [2**30, 48 * 8])
 def test_the_metric_of_damped_factors(limit: int) -> None:
     model, _ = case()
-    autograd_hacks.compute_hess_over(model, [WORDS], "kfac", "Jacobian", limit=limit)
+    autograd_hacks.curvature.compute_hess_over(model, [WORDS], "kfac", "Jacobian", limit=limit)
     assert_damped(model, WORDS, BY_ROWS)
 
 
@@ -267,18 +267,18 @@ def test_the_metric_of_damped_factors(limit: int) -> None:
 def test_a_factor_beyond_the_limit_is_its_diagonal(approximation: str, bias: str) -> None:
     model, _ = case()
     options = {"kind": "kfac", "hess_type": "Jacobian", "kfac_approx": approximation, "kfac_bias": bias}
-    autograd_hacks.compute_hess_over(model, [WORDS], **options)
+    autograd_hacks.curvature.compute_hess_over(model, [WORDS], **options)
     whole = {p: [x.clone() for x in p.kfac] for p in model.head.parameters()}
-    autograd_hacks.compute_hess_over(model, [WORDS[:2], WORDS[2:]], **options, limit=48 * 8)
+    autograd_hacks.curvature.compute_hess_over(model, [WORDS[:2], WORDS[2:]], **options, limit=48 * 8)
     for p, (a, b) in whole.items():
         assert_close(tuple(p.kfac), (a, b.diagonal()))
     with pytest.raises(BlockTooLarge, match="A of"):
-        autograd_hacks.compute_hess_over(model, [WORDS], **options, limit=15 * 8)
+        autograd_hacks.curvature.compute_hess_over(model, [WORDS], **options, limit=15 * 8)
 
 
 def test_sums_of_uses_are_close_to_the_block() -> None:
     model, rows = case()
-    autograd_hacks.compute_hess_over(model, [WORDS], "ekfac", "Jacobian")
+    autograd_hacks.curvature.compute_hess_over(model, [WORDS], "ekfac", "Jacobian")
     own = rows["table.weight"].flatten(1)
     block = own.T @ own / len(WORDS)
     p = model.table.weight
@@ -299,4 +299,4 @@ def test_what_is_read_otherwise_in_the_first_batch_is_refused() -> None:
     model = of_words(otherwise)
     autograd_hacks.add_hooks(model)
     with pytest.raises(UnsupportedLayer, match=r"wpe\.weight.*in other ways in some batches"):
-        autograd_hacks.compute_hess_over(model, [WORDS[:1], WORDS[1:]], "kfac", "Jacobian")
+        autograd_hacks.curvature.compute_hess_over(model, [WORDS[:1], WORDS[1:]], "kfac", "Jacobian")

@@ -211,7 +211,7 @@ def test_noise_is_where_the_parameter_is(device: torch.device, name: str) -> Non
         with autograd_hacks.add_hooks(model):
             autograd_hacks.backward(losses(model(x)))
             noise = torch.Generator().manual_seed(1)
-            autograd_hacks.clip_and_noise_(model, 1e-3, 1e3, len(x), noise=noise)
+            autograd_hacks.private.clip_and_noise_(model, 1e-3, 1e3, len(x), noise=noise)
             assert {p.grad.device.type for p in model.parameters()} == {device.type}
             found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert_close(*found, rtol=0, atol=1e-6)

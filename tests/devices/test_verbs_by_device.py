@@ -24,6 +24,7 @@ from torch.utils._device import _device_constructors
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
+from autograd_hacks.attribution import Metric
 
 DEFAULT = "meta by default"
 PLACES = ["pretend", DEFAULT, *(["cuda"] if torch.cuda.is_available() else [])]
@@ -79,7 +80,7 @@ def by_adam(model: nn.Module, x: Tensor, path: Path) -> Any:
         adam.zero_grad()
         back(model, x)
         adam.step()
-    metric = autograd_hacks.Metric.from_optimizer(adam)
+    metric = Metric.from_optimizer(adam)
     adam.zero_grad()
     grads = back(model, x).preconditioned(metric)
     return grads.norms(), grads.gram()
@@ -87,14 +88,14 @@ def by_adam(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 def by_curvature(kind: str, model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x, kind)
-    make = autograd_hacks.Metric.from_kfac if kind == "kfac" else autograd_hacks.Metric.from_ekfac
+    make = Metric.from_kfac if kind == "kfac" else Metric.from_ekfac
     metric = make(model, 0.1)
     autograd_hacks.clear_backprops(model)
     return back(model, x).preconditioned(metric).norms()
 
 
 def hess_over(model: nn.Module, x: Tensor, path: Path) -> Any:
-    autograd_hacks.compute_hess_over(model, [(x[:4],), (x[4:],)], "diag", "CrossEntropy")
+    autograd_hacks.curvature.compute_hess_over(model, [(x[:4],), (x[4:],)], "diag", "CrossEntropy")
     return {name: p.hess_diag for name, p in model.named_parameters()}
 
 
@@ -112,12 +113,12 @@ def drawn(model: nn.Module, x: Tensor, path: Path) -> Any:
 def ekfac(model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x, "ekfac")
     autograd_hacks.clear_backprops(model)
-    return autograd_hacks.ekfac_solve(model, along(model, x), 0.1)
+    return autograd_hacks.curvature.ekfac_solve(model, along(model, x), 0.1)
 
 
 def stored(model: nn.Module, x: Tensor, path: Path) -> Any:
     autograd_hacks.over(model, [x[:4], x[4:]], each, lambda grads: grads.project(8), out=path / "rows.npy")
-    scores, _ = autograd_hacks.Store(path / "rows.npy").search(back(model, x).project(8)[:2], 3)
+    scores, _ = autograd_hacks.attribution.Store(path / "rows.npy").search(back(model, x).project(8)[:2], 3)
     return scores
 
 
@@ -128,20 +129,20 @@ def rows(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 
 def checked(model: nn.Module, x: Tensor, path: Path) -> Any:
-    report = autograd_hacks.check_rows(model, (x,), each, rows(model, x, path), coverage=1.0)
+    report = autograd_hacks.check.check_rows(model, (x,), each, rows(model, x, path), coverage=1.0)
     return torch.tensor(report.share, device="cpu")
 
 
 def private(noise: Any, clip: Any, model: nn.Module, x: Tensor, path: Path) -> Any:
     autograd_hacks.backward(each(model, x))
-    done = autograd_hacks.clip_and_noise_(model, 0.5, 1.0, SAMPLES, noise=noise(), clip=clip())
-    assert isinstance(done, autograd_hacks.PrivateStep)
+    done = autograd_hacks.private.clip_and_noise_(model, 0.5, 1.0, SAMPLES, noise=noise(), clip=clip())
+    assert isinstance(done, autograd_hacks.private.PrivateStep)
     return grads_of(model)
 
 
 def secure(model: nn.Module, x: Tensor, path: Path) -> Any:
     """Whose numbers are others each time: sizes alone."""
-    found = private(autograd_hacks.SecureNoise, lambda: "flat", model, x, path)
+    found = private(autograd_hacks.private.SecureNoise, lambda: "flat", model, x, path)
     return {name: torch.zeros(g.shape, device="cpu") * near(g).cpu().isfinite() for name, g in found.items()}
 
 
@@ -183,7 +184,7 @@ def through_rows(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
     seed = 2**100 + 3
-    private = autograd_hacks.PrivateTraining(
+    private = autograd_hacks.private.PrivateTraining(
         max_norm=0.5, noise_multiplier=1.1, expected_batch_size=6, delta=1e-3, seed=seed
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.3, foreach=False)
@@ -198,7 +199,7 @@ def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 
 def scales(model: nn.Module, x: Tensor, path: Path) -> Any:
-    kept = autograd_hacks.NoiseScales(0.9)
+    kept = autograd_hacks.attribution.NoiseScales(0.9)
     for _ in range(2):
         model.zero_grad()
         kept.update(back(model, x))
@@ -245,14 +246,14 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "Metric.from_optimizer": by_adam,
     "Metric.from_kfac": partial(by_curvature, "kfac"),
     "Metric.from_ekfac": partial(by_curvature, "ekfac"),
-    "Metric.low_rank": lambda m, x, path: back(m, x).preconditioned(autograd_hacks.Metric.low_rank(m, 2)).norms(),
+    "Metric.low_rank": lambda m, x, path: back(m, x).preconditioned(Metric.low_rank(m, 2)).norms(),
     "NoiseScales": scales,
     "Store": stored,
     "check_rows": checked,
     "clip_grad1_norm_": clipped,
     "clip_and_noise_": partial(private, seeded, lambda: "flat"),
-    "QuantileClip": partial(private, seeded, lambda: autograd_hacks.QuantileClip(0.5, 0.3, deviation=2.0)),
-    "BandedNoise": partial(private, lambda: autograd_hacks.BandedNoise(4, 2, generator=seeded()), lambda: "flat"),
+    "QuantileClip": partial(private, seeded, lambda: autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=2.0)),
+    "BandedNoise": partial(private, lambda: autograd_hacks.private.BandedNoise(4, 2, generator=seeded()), lambda: "flat"),
     "SecureNoise": secure,
     "PrivateTraining": privately_trained,
     "during_backward": arrived,

@@ -69,7 +69,7 @@ def curvature(way: str) -> None:
         for p, q in zip(model.parameters(), twin.parameters()):
             assert_close(getattr(p, attribute), getattr(q, attribute))
         batches = x[own(SIZES)].split(2) if dist.get_rank() else x[own(SIZES)].split(3)
-        autograd_hacks.compute_hess_over(model, list(batches), kind=kind, hess_type="LeastSquares")
+        autograd_hacks.curvature.compute_hess_over(model, list(batches), kind=kind, hess_type="LeastSquares")
         for p, q in zip(model.parameters(), twin.parameters()):
             assert_close(getattr(p, attribute), getattr(q, attribute))
 
@@ -79,9 +79,9 @@ def corrected(way: str, bias: str) -> None:
     batches = x[own(SIZES)].split(2) if dist.get_rank() else x[own(SIZES)].split(3)
     for m, parts in ((twin, [x]), (model, list(batches))):
         autograd_hacks.add_hooks(m)
-        autograd_hacks.compute_hess_over(m, parts, kind="ekfac", hess_type="LeastSquares", kfac_bias=bias)
+        autograd_hacks.curvature.compute_hess_over(m, parts, kind="ekfac", hess_type="LeastSquares", kfac_bias=bias)
         v = {name: torch.ones(p.shape).double() for name, p in m.named_parameters()}
-        found.append(autograd_hacks.ekfac_solve(m, v, 0.1))
+        found.append(autograd_hacks.curvature.ekfac_solve(m, v, 0.1))
     for mine, theirs in zip(found[0].values(), found[1].values()):
         assert_close(mine, theirs)
 
@@ -164,7 +164,7 @@ def routed(kind: str, words: list[list[int]]) -> None:
     cut = wrapped(net, "inner", find_unused_parameters=True)[2]
     for model, part in ((plain, slice(None)), (cut, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))):
         autograd_hacks.add_hooks(model)
-        table = autograd_hacks.compute_hess_over(model, given[part].split(2), kind, "LeastSquares")
+        table = autograd_hacks.curvature.compute_hess_over(model, given[part].split(2), kind, "LeastSquares")
         assert table.share == 1
         found.append([x for p in model.parameters() for x in (p.kfac if kind == "kfac" else [p.ekfac.values])])
     for mine, theirs in zip(*found, strict=True):

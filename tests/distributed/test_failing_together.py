@@ -180,10 +180,10 @@ def a_private_step_where_one_has_nothing() -> None:
     if rank:
         autograd_hacks.clear_backprops(model)
     with pytest.raises(NothingRecorded if rank else ProcessesDisagree):
-        autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
+        autograd_hacks.private.clip_and_noise_(model, BOUND, 0.0, 8)
     model.zero_grad()
     squares(model(here), theirs).mean().backward()
-    autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
+    autograd_hacks.private.clip_and_noise_(model, BOUND, 0.0, 8)
 
 
 @pytest.mark.parametrize(

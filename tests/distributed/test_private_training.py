@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 

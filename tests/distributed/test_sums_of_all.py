@@ -124,25 +124,27 @@ def private(way: str, groups: list[int] | None) -> None:
     autograd_hacks.add_hooks(twin, independent=True)
     squares(twin(x), y).mean().backward()
     state = torch.Generator().manual_seed(5 + dist.get_rank())  # the first process's counts
-    norms = autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state).norms
+    norms = autograd_hacks.private.clip_and_noise_(
+        model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state
+    ).norms
     state = torch.Generator().manual_seed(5)
-    expected = autograd_hacks.clip_and_noise_(twin, BOUND, 1.0, 4, users, state).norms
+    expected = autograd_hacks.private.clip_and_noise_(twin, BOUND, 1.0, 4, users, state).norms
     assert_close(norms, expected[own(SIZES)] if users is None else expected[users[own(SIZES)].unique()])
     for p, q in zip(model.parameters(), twin.parameters()):
         assert_close(whole(p.grad), q.grad)
     # By secret numbers, which differ.
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
-    autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4)
+    autograd_hacks.private.clip_and_noise_(model, BOUND, 1.0, 4)
     found = torch.cat([whole(p.grad).flatten() for p in model.parameters()])
     theirs = [torch.zeros_like(found) for _ in range(2)]
     dist.all_gather(theirs, found)
     assert_close(theirs[0], theirs[1], rtol=0, atol=0)
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
     with pytest.raises(ValueError, match=r"the samples of groups \[0\] are on several processes"):
-        autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, torch.zeros(SIZES[dist.get_rank()], dtype=torch.long))
+        autograd_hacks.private.clip_and_noise_(model, BOUND, 1.0, 4, torch.zeros(SIZES[dist.get_rank()], dtype=torch.long))
     some = torch.zeros(SIZES[0], dtype=torch.long) if dist.get_rank() == 0 else None
     with pytest.raises(ValueError, match="groups on 1 of 2 processes"):
-        autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, some)
+        autograd_hacks.private.clip_and_noise_(model, BOUND, 1.0, 4, some)
 
 
 @pytest.mark.parametrize(("way", "groups"), [("replicas", None), ("shards", [0, 1, 1, 0, 2, 3, 3, 4])])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 pl = needed("lightning.pytorch", "opacus")
 

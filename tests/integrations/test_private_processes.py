@@ -13,7 +13,7 @@ from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data
 from processes import WORLD, Both, both
 from torch.testing import assert_close
 
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 transformers = needed("transformers", "transformers.trainer", "accelerate", "opacus")
 

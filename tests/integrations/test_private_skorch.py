@@ -14,7 +14,7 @@ from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 skorch = needed("skorch", "skorch.callbacks", "accelerate", "opacus")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining
+from autograd_hacks.private import PrivateTraining
 
 transformers = needed("transformers", "transformers.trainer", "accelerate", "opacus", "peft")
 

@@ -27,7 +27,7 @@ def lengths(rows: dict[str, Tensor]) -> Tensor:
 
 def step(model: nn.Module, x: Tensor, max_norm: Any = BOUND, multiplier: float = 0.0, **options: Any) -> Any:
     autograd_hacks.backward(squares(model(x)))
-    return autograd_hacks.clip_and_noise_(model, max_norm, multiplier, EXPECTED, **options)
+    return autograd_hacks.private.clip_and_noise_(model, max_norm, multiplier, EXPECTED, **options)
 
 
 def hooked() -> nn.Module:
@@ -45,7 +45,7 @@ CLIPS: dict[str, Any] = {
     **{name: name for name in WEIGHTS},
     "per_parameter": "per_parameter",
     "a function": lambda norms: BOUND / (norms + 1),
-    "a quantile": autograd_hacks.QuantileClip(),
+    "a quantile": autograd_hacks.private.QuantileClip(),
 }
 
 
@@ -123,7 +123,7 @@ def test_padding_has_no_part() -> None:
 
 
 def test_a_bound_that_follows_a_quantile() -> None:
-    model, x, clip = hooked(), torch.randn(6, 4), autograd_hacks.QuantileClip(0.5, 0.3, deviation=4.0)
+    model, x, clip = hooked(), torch.randn(6, 4), autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=4.0)
     bound = BOUND
     for _ in range(4):
         norms = lengths(rows_of(model, x))
@@ -132,7 +132,7 @@ def test_a_bound_that_follows_a_quantile() -> None:
         votes = [0.5 if norm <= bound else -0.5 for norm in norms]
         bound *= exp(-0.3 * (sum(votes) / EXPECTED + 0.5 - 0.5))
         assert clip.bound == pytest.approx(bound)
-    other = autograd_hacks.QuantileClip(0.5, 0.3, deviation=4.0)
+    other = autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=4.0)
     other.load_state_dict(clip.state_dict())
     assert other.bound == clip.bound
     noisy = step(model, x, multiplier=1.5, clip=clip, noise=torch.Generator().manual_seed(1))
@@ -153,7 +153,7 @@ def test_a_step_that_follows_a_quantile_promises_no_more_than_it_keeps(share: fl
 
     sums, counts = [], []
     for n in (5, 6):
-        clip = autograd_hacks.QuantileClip(0.5, 0.3, deviation=1.0)
+        clip = autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=1.0)
         step(model, x[:n], bound, multiplier=1.2, clip=clip, noise=noise)
         sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         counts.append(-torch.tensor((clip.bound or 0.0) / bound).log() / 0.3 * EXPECTED)
@@ -205,9 +205,9 @@ def test_what_would_break_the_promise_is_refused() -> None:
         ({"max_norm": {"*": -1.0}}, r"expected a number in \(0, inf\], or a dictionary"),
         ({"mask": torch.ones(6)}, "expected 6 booleans"),
         ({"mask": torch.ones(5, dtype=torch.bool)}, "expected 6 booleans"),
-        ({"clip": autograd_hacks.QuantileClip(), "add": True}, "whole steps"),
+        ({"clip": autograd_hacks.private.QuantileClip(), "add": True}, "whole steps"),
     ]
     for options, told in refused:
         check_each(((ValueError, TypeError), told, lambda options=options: step(model, x, **options)))
         autograd_hacks.clear_backprops(model)
-    check_each((ValueError, "quantile=2", lambda: autograd_hacks.QuantileClip(2.0)))
+    check_each((ValueError, "quantile=2", lambda: autograd_hacks.private.QuantileClip(2.0)))

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.private import PrivateTraining
 from autograd_hacks.private.accounting import spent
 
 pytestmark = pytest.mark.usefixtures("double")

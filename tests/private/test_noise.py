@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import BandedNoise, SecureNoise
+from autograd_hacks.private import BandedNoise, SecureNoise
 
 BOUND, EXPECTED = 2.0, 10.0
 
@@ -27,7 +27,7 @@ def hooked(dtype: torch.dtype = torch.float32) -> nn.Module:
 def step(model: nn.Module, multiplier: float, **options: Any) -> Any:
     """With zeros for a batch, so that .grad is noise alone."""
     autograd_hacks.backward(squares(model(torch.zeros(0, 4, dtype=model.weight.dtype))))  # type: ignore[arg-type]
-    return autograd_hacks.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options)
+    return autograd_hacks.private.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
@@ -57,10 +57,10 @@ def test_noise_of_another_shape_is_refused() -> None:
 def test_numbers_may_be_tensors_without_axes() -> None:
     model = hooked()
     autograd_hacks.backward(squares(model(torch.randn(3, 4))))
-    found = autograd_hacks.clip_and_noise_(model, torch.tensor(BOUND), torch.tensor(0), torch.tensor(5))  # type: ignore[arg-type]
+    found = autograd_hacks.private.clip_and_noise_(model, torch.tensor(BOUND), torch.tensor(0), torch.tensor(5))  # type: ignore[arg-type]
     assert (found.bound, found.expected_batch_size, found.deviation) == (BOUND, 5.0, 0.0)
     with pytest.raises(TypeError, match="expected a number"):
-        autograd_hacks.clip_and_noise_(model, torch.ones(1), 0.0, 5)  # type: ignore[arg-type]
+        autograd_hacks.private.clip_and_noise_(model, torch.ones(1), 0.0, 5)  # type: ignore[arg-type]
 
 
 def test_secure_noise_is_normal_and_never_the_same() -> None:

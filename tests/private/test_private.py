@@ -48,7 +48,7 @@ def assert_grads(model: nn.Module, sums: dict[str, Tensor]) -> None:
 
 
 def step(model: nn.Module, multiplier: float = 0.0, **options: Any) -> Tensor:
-    return autograd_hacks.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options).norms
+    return autograd_hacks.private.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options).norms
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -142,7 +142,7 @@ def test_micro_batches() -> None:
 
 
 def test_refusals() -> None:
-    model, eager, x, verb = hooked(), hooked(param_grad=True), torch.randn(6, 4), autograd_hacks.clip_and_noise_
+    model, eager, x, verb = hooked(), hooked(param_grad=True), torch.randn(6, 4), autograd_hacks.private.clip_and_noise_
     backward(model, x)
     backward(eager, x)
     check_each(
@@ -176,7 +176,7 @@ def test_numbers_of_numpy() -> None:
     model, x = hooked(), torch.randn(6, 4)
     _, sums = expected(model, x)
     backward(model, x)
-    autograd_hacks.clip_and_noise_(model, np.float32(BOUND), np.int64(0), np.int64(EXPECTED))  # type: ignore[arg-type]
+    autograd_hacks.private.clip_and_noise_(model, np.float32(BOUND), np.int64(0), np.int64(EXPECTED))  # type: ignore[arg-type]
     assert_grads(model, sums)
     backward(model, x)
     autograd_hacks.clip_grad1_norm_(model, np.float32(BOUND), batch_size=np.int64(EXPECTED))  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_both_parts_of_complex_numbers_have_the_noise() -> None:
     model = nn.Linear(60, 50, dtype=torch.complex64)
     autograd_hacks.add_hooks(model, param_grad=False)
     autograd_hacks.backward(squares(model(torch.zeros(2, 60, dtype=torch.complex64))) * 0)
-    autograd_hacks.clip_and_noise_(model, 2.0, 3.0, 5.0, noise=torch.Generator().manual_seed(3))
+    autograd_hacks.private.clip_and_noise_(model, 2.0, 3.0, 5.0, noise=torch.Generator().manual_seed(3))
     draws = torch.Generator().manual_seed(3)
     for p in model.parameters():
         assert p.grad is not None

@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining, QuantileClip
-from autograd_hacks.private import poisson
+from autograd_hacks.private import PrivateTraining, QuantileClip, poisson
 from autograd_hacks.support import draws
 from autograd_hacks.support.philox import Stream
 
@@ -142,7 +141,7 @@ def test_noise_without_a_source_is_secret_and_leaves_torchs_generator_alone() ->
     for _ in range(2):
         torch.set_rng_state(state)
         autograd_hacks.backward(model(torch.zeros(0, 20)).sum(1))
-        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 1)
+        autograd_hacks.private.clip_and_noise_(model, 1.0, 1.0, 1)
         assert torch.equal(torch.get_rng_state(), state)
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         model.zero_grad()

@@ -33,8 +33,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining, QuantileClip
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.private import PrivateTraining, QuantileClip
 from autograd_hacks.private.accounting import noise_for, spent
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from autograd_hacks import PrivateTraining, QuantileClip
+from autograd_hacks.private import PrivateTraining, QuantileClip
 from autograd_hacks.private.poisson import Mark, PoissonBatches, Users
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import autograd_hacks
-from autograd_hacks import PrivateTraining
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
+from autograd_hacks.private import PrivateTraining
 from autograd_hacks.reading import independence
 
 BEGINS = 3
@@ -294,7 +294,7 @@ def test_what_mixed_once_is_accepted_again_when_it_no_longer_does() -> None:
         for n in range(6):
             autograd_hacks.backward(model(torch.randn(6, 5)).square().sum(1), "sum")
             try:
-                autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 6)
+                autograd_hacks.private.clip_and_noise_(model, 1.0, 1.0, 6)
             except SamplesMixed:
                 refused.append(n)
     assert refused == [2]

@@ -21,7 +21,8 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import Metric, PerSampleGrads
+from autograd_hacks import PerSampleGrads
+from autograd_hacks.attribution import Metric
 
 D, E, RATE = 90, 4, 0.3
 Rows = dict[str, Tensor]
@@ -125,7 +126,7 @@ def map_of(model: nn.Module, x: Tensor, **how: Any) -> Any:
         return (model(x) * by).sum(1)
 
     rows = autograd_hacks.over(model, [x], mixed, lambda grads: {n: g.flatten(1) for n, g in grads.dense().items()})
-    low = autograd_hacks.Metric.low_rank(model, how["rank"]) if "rank" in how else None
+    low = autograd_hacks.attribution.Metric.low_rank(model, how["rank"]) if "rank" in how else None
     images = autograd_hacks.over(
         model, [x], mixed, lambda grads: grads.preconditioned(low).dense() if low else grads.project(**how)
     )

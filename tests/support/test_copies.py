@@ -209,7 +209,7 @@ def test_a_check_changes_nothing(program: Callable[[], Program], check: str) -> 
             autograd_hacks.verify(model, args=(x,), samples=1)
         else:
             with pytest.raises(VerificationFailed):
-                autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
+                autograd_hacks.check.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
         assert (repr(state()), known(model)) == before
 
 
@@ -261,7 +261,7 @@ def test_what_can_not_be_copied_is_refused_by_name(what: Callable[[], Any], chec
     with autograd_hacks.add_hooks(model, independent=check == "independent"):
         checks: dict[str, Callable[[], object]] = {
             "verify": lambda: (model(x), autograd_hacks.verify(model, args=(x,))),
-            "check_rows": lambda: autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows),
+            "check_rows": lambda: autograd_hacks.check.check_rows(model, (x,), lambda model, x: squares(model(x)), rows),
             "independent": lambda: model(x),
         }
         with pytest.raises(ProbeFailed, match=r"the model\.first\.held, of type .*can't be copied.*copy\.deepcopy accepts"):
@@ -304,9 +304,9 @@ def test_a_loss_may_name_the_model_but_not_keep_it() -> None:
         def loss(self, given: nn.Module, x: Tensor) -> Tensor:
             return squares(self.model(x))
 
-    autograd_hacks.check_rows(model, (x,), lambda _, x: squares(model(x)), rows, coverage=1.0)
+    autograd_hacks.check.check_rows(model, (x,), lambda _, x: squares(model(x)), rows, coverage=1.0)
     with pytest.raises(ProbeFailed, match="used a parameter of the model itself"):
-        autograd_hacks.check_rows(model, (x,), Trainer().loss, rows)
+        autograd_hacks.check.check_rows(model, (x,), Trainer().loss, rows)
 
 
 class Holding(torch.utils.data.Dataset[Tensor]):
@@ -383,7 +383,7 @@ def test_copies_share_the_memory_of_parameters() -> None:
     rows = one_backward_per_sample(model, squares, x)
     with autograd_hacks.add_hooks(model), at_most(2_000_000):
         autograd_hacks.verify(model, args=(x,))
-        autograd_hacks.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
+        autograd_hacks.check.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)
     for p, q in zip(model.parameters(), Copy(model).again(()).model.parameters()):
         assert p is not q
         assert type(p) is type(q)

@@ -73,7 +73,7 @@ def test_no_verb_takes_more_than_its_budget(
     if in_metric:
         model(x[:4]).square().sum().backward()
         optimizer.step()
-        metric = autograd_hacks.Metric.from_optimizer(optimizer)
+        metric = autograd_hacks.attribution.Metric.from_optimizer(optimizer)
     grads = stepped(model, x)
     numbers, samples = sum(4 * form.shape.numel() for form in grads.values()), len(x)
     # Vectors of N, norms of each parameter; and the windows that a convolution cuts at a time.

@@ -112,7 +112,7 @@ def test_what_is_of_samples_entries_or_private_is_refused() -> None:
     each = losses(model, *given)[0].sum()
     each.backward()
     with pytest.raises(ValueError, match="hooked with segments"):
-        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 2, loss_type="sum")
+        autograd_hacks.private.clip_and_noise_(model, 1.0, 1.0, 2, loss_type="sum")
 
 
 @pytest.mark.parametrize("trains", [True, False])

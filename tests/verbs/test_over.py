@@ -1,6 +1,5 @@
 """A verb over a loader against plain backward passes, sample by sample; files, and going on with them."""
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,31 +128,24 @@ def reader() -> nn.Module:
 
 
 @crossed(make=[perceptron, reader], budget=[0, 500, 2**28])
-def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(
-    make: Callable[[], nn.Module], budget: int, tmp_path: Path
-) -> None:
-    """TracIn: Σ over checkpoints, one of them a file, of the learning rate times ⟨g, g′⟩."""
+def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
+    """TracIn: Σ over checkpoints of the learning rate times ⟨g, g′⟩."""
     model, twin, seen = make().double(), make().double(), list[int]()
     autograd_hacks.add_hooks(model)
-    before, states = copy.deepcopy(model.state_dict()), [make().double().state_dict() for _ in range(2)]
-    torch.save(states[1], tmp_path / "second.pt")
 
     class Others(list[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             seen.append(len(self))
             return super().__iter__()
 
-    expected, others = torch.zeros(11, 6), Others(OTHERS.split(2))
-    for state, rate in zip(states, (0.1, 0.03)):
-        twin.load_state_dict(state)
+    found, expected, others = torch.zeros(11, 6), torch.zeros(11, 6), Others(OTHERS.split(2))
+    for rate in (0.1, 0.03):
+        twin.load_state_dict(make().double().state_dict())
+        model.load_state_dict(twin.state_dict())
         expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
-    given = [(states[0], 0.1), (tmp_path / "second.pt", 0.03)]
-    found = autograd_hacks.over(
-        model, X.split(4), loss, PerSampleGrads.gram, against=others, checkpoints=given, budget=budget
-    )
+        found += rate * autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.gram, against=others, budget=budget)
     assert_close(found, expected)
     assert len(seen) == (2 if budget == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
@@ -191,42 +183,6 @@ def move(model: nn.Module, by: float) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p += by
-
-
-@pytest.mark.parametrize("live_first", [True, False])
-def test_a_checkpoint_that_is_the_model_itself(net: nn.Module, live_first: bool) -> None:
-    saved = copy.deepcopy(net.state_dict())
-    before = rows(net, X).norm(dim=1)
-    move(net, 0.3)
-    given = [(net.state_dict(), 0.1), (saved, 0.2)]
-    expected = 0.1 * rows(net, X).norm(dim=1) + 0.2 * before
-    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given[:: 1 if live_first else -1])
-    assert_close(found, expected)
-    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=iter(given[1:])), 0.2 * before)
-
-
-def test_checkpoints_that_training_has_overwritten(net: nn.Module) -> None:
-    states = []
-    for _ in range(3):
-        states.append((net.state_dict(), 0.1))
-        move(net, 0.1)
-    with pytest.raises(ValueError, match=r"3 of the checkpoints.*expected copies.*deepcopy"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=states)
-
-
-def test_checkpoints_that_are_something_else(net: nn.Module, tmp_path: Path) -> None:
-    state, path = copy.deepcopy(net.state_dict()), tmp_path / "all.pt"
-    torch.save({"model": state, "epoch": 3}, path)
-
-    def over(given: Any, words: str = r"expected \[\(state, weight\)") -> Any:
-        run = autograd_hacks.over
-        return ValueError, words, lambda: run(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
-
-    check_each(
-        *map(over, ([path], {"a": state}, [state], [(3, state)], 7, [(state, 1, 2)])),
-        over([(path, 1.0)], r"all.pt with \['model', 'epoch'\]; expected the state dictionary of this Sequential"),
-    )
-    assert_close(net.state_dict(), state)
 
 
 @BUDGETS
@@ -269,14 +225,12 @@ def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind
 @pytest.mark.parametrize("budget", [0, 150])
 def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
     shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
-    states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
 
     def over(size: int, **options: Any) -> None:
         autograd_hacks.over(net, X.split(size), loss, PerSampleGrads.gram, against=shuffled, **options)
 
     check_each(
         (ValueError, "or another order; it must not shuffle", lambda: over(2, budget=budget)),
-        (ValueError, "or another order", lambda: over(11, checkpoints=states)),
     )
 
 
@@ -310,7 +264,7 @@ def test_loaders_without_a_length(net: nn.Module) -> None:
 
     loader = DataLoader(Endless(), batch_size=4)
     assert_close(autograd_hacks.over(net, loader, loss, PerSampleGrads.norms), rows(net, X).norm(dim=1))
-    autograd_hacks.compute_hess_over(net, loader, kind="diag", hess_type="LeastSquares")
+    autograd_hacks.curvature.compute_hess_over(net, loader, kind="diag", hess_type="LeastSquares")
 
 
 def test_parameters_by_a_generator(net: nn.Module) -> None:
@@ -374,29 +328,13 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     check_each((ValueError, r" of the .* bytes written", go_on))
     (tmp_path / "rows.npy.progress").write_text("{")
     check_each((ValueError, "does not contain the notes of over", go_on))
-    given = [(copy.deepcopy(net.state_dict()), 0.5)]
-    first = go_on(out="by checkpoints.npy", checkpoints=given)
-    move(net, 1.0)  # which have no part in it
-    assert_close(go_on(out="by checkpoints.npy", checkpoints=given), first)
     assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
     check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
 
 
-def test_checkpoints_that_share_their_buffers(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double().eval()
-    given = []
-    for _ in range(2):
-        given.append(({n: p.detach().clone() for n, p in model.named_parameters()} | dict(model.named_buffers()), 0.5))
-        move(model, 0.1)
-    autograd_hacks.add_hooks(model)
-    found = autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
-    expected = torch.zeros(len(X))
-    for state, weight in given:
-        model.load_state_dict(state)
-        expected += weight * rows(model, X).norm(dim=1)
-    assert_close(found, expected)
+def test_a_budget_that_is_no_number(net: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"budget=None; expected a number of bytes"):
-        autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_rows_in_a_metric() -> None:
     model, x = perceptron(), torch.randn(6, 4)
     rows = rows_of(model, x)
     metric = {name: torch.rand(own.shape[1:]) for name, own in rows.items()}
-    found = stepped(model, x).preconditioned(autograd_hacks.Metric(metric)).reduce(torch.tanh)
+    found = stepped(model, x).preconditioned(autograd_hacks.attribution.Metric(metric)).reduce(torch.tanh)
     assert_close(found, {name: (own * metric[name]).tanh().sum(0) for name, own in rows.items()})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import NoiseScales
+from autograd_hacks.attribution import NoiseScales
 from autograd_hacks.verbs.statistics import NoiseScale
 
 pytestmark = pytest.mark.usefixtures("double")
