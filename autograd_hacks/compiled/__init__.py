@@ -1,3 +1,1 @@
 """Per-sample gradients in compiled code: one graph of forward and backward, labelled, split, and compiled."""
-
-from autograd_hacks.compiled import analysis as analysis  # it registers itself with capture

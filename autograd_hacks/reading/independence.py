@@ -1,12 +1,13 @@
 """Checks that a model's outputs for a sample don't depend on the values of other samples.
 
 The operations of each forward are compared with those of forwards whose samples were shown to be independent.  For other
-operations labels show it, or a trace of the model.  If that is not possible, copies of the
-model run with other samples replaced.  If the model computes a loss itself, the rows are compared too."""
+operations laws show it.  If that is not possible, copies of the model run with other samples replaced.  If the model
+computes a loss itself, the rows are compared too."""
 
 import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +21,28 @@ from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.shards import alone
-from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
+from autograd_hacks.errors import ON_PRIVATE, PerSampleGradientError, ProbeFailed
+from autograd_hacks.graph.dependence import read_values
+from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
+from autograd_hacks.graph.places import is_ragged, look_like_sizes, numbers
+from autograd_hacks.graph.tape_laws import REGISTERED, Unshown
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, Constants, Tape
+from autograd_hacks.probe.tape import MIXING, Constants, Tape, numbers_of
 from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.reader import label_of
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_users
-from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.layout import Layout, differs, likeliest, rounding_of
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 
-TRACED, IMPORTED = 0.008, 2.0
-"""About how many seconds a trace takes for each operation, and the import of torch's compiler."""
+BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
+"""How samples of a forward were shown to be independent."""
+SLOW = 0.002
+"""About how many seconds the runs of a check take for each operation, for models of usual size."""
 
 
 class _Seen(NamedTuple):
@@ -59,27 +66,43 @@ def is_shown(recorder: Recorder, ran: Ran, told: Told, samples: int | None) -> b
         raise tape.refused
     if told.mixing:
         return bool(told.kind.tapes.mixing == tape.entries)
-    return tape in told.kind.tapes or _is_by_tape(recorder, ran, told, samples)
+    told.shown = told.kind.tapes.how(tape)
+    return bool(told.shown) or _is_by_tape(recorder, ran, told, samples)
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
-    """Whether the tape shows it: by the labels of its operations, or because it differs from a known one in sizes only."""
+    """Whether laws show it, from the operations on the tape."""
     tape, batch, tapes = recorder.tape, recorder.batch, told.kind.tapes
-    if tape is None or batch is None or told.counted_at is not None or batch.has_lists(samples) or _losses(ran, told):
+    if tape is None or batch is None or batch.has_lists(samples) or _losses(ran, told):
         return False
-    if not (tape.sites | _functions(ran)) <= tapes.sites:
+    is_packed = told.counted_at is not None
+    sites = _sites(tape, ran, is_packed)
+    unknown = sites - tapes.sites
+    if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
+        unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
+    if unknown:
+        told.kind.why_unshown = f"nothing shows what {min(map(str, unknown))} depends on"
         return False
-    axes = batch.axes_of_samples(told.axis, samples)
-    why_not = ABOVE.why_not_by_tape(tape, axes, samples, ran.outputs[: ran.count])
-    if why_not and not tapes.has_alike(tape):
+    axes = None if is_packed else batch.axes_of_samples(told.axis, samples)
+    places = zip_longest(ran.outputs[: ran.count], told.outputs[: ran.count])
+    roots = [(x, at or likeliest(x.shape, samples, range(x.ndim))) for x, at in places]
+    try:
+        read = read_values(
+            tape, axes, samples, [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
+        )
+    except Unshown as why:
+        told.kind.why_unshown = str(why)
         return False
-    tapes.add(tape, for_all_values=True)
+    tapes.sites |= sites
+    told.kind.why_unshown, told.shown = "", BY_VALUES if read or is_packed else BY_LABELS
+    tapes.add(tape, read, told.shown)
     return True
 
 
-def _functions(ran: Ran) -> set[Hashable]:
-    """The functions in a forward's graph whose backward isn't on the tape."""
-    return {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Hashable]:
+    """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
+    functions = {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+    return tape.sites | functions | (numbers(tape) if is_packed or is_ragged(tape) else set())
 
 
 def _losses(ran: Ran, told: Told) -> bool:
@@ -103,29 +126,31 @@ def show_independent(
     if tape is not None and tape.refused is not None:
         raise tape.refused
     if tape is not None and tape.opaque:
-        ABOVE.check_opaque(tape)
+        _check_opaque(tape)
     if samples < 2 or told.mixing:
         kind.is_independent = not told.mixing
-    elif tape is None or not (kind.is_independent and tape in kind.tapes):
+    elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
         copy = copy or Copy(model, batch.leaves, recorder.marks)
         _show(recorder, copy, replace(batch, leaves=copy.given), ran, told, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if told.mixing else None
-    if kind.is_independent and not told.mixing and tape not in kind.tapes:
-        kind.tapes.sites |= tape.sites | _functions(ran)
+    if kind.is_independent and not told.mixing and not kind.tapes.how(tape):
+        kind.tapes.sites |= _sites(tape, ran, told.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
-        kind.tapes.add(tape, for_all_values=not kind.why_unshown)
+        kind.tapes.add(tape, tape.values, BY_RUNS)
+        told.shown = BY_RUNS
 
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
     """batch: the copied arguments: the forward may have overwritten its own"""
-    makes_loss = _losses(ran, told)
-    if makes_loss or told.counted_at is not None or batch.has_lists(samples):  # lists' numbers are constants in a trace
-        _check_repeats(recorder, copy, batch)
-    elif _is_analysed(recorder, copy, batch, ran, told, samples):
+    # With several processes all run copies, because they must decide together.
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    if is_alone and _is_by_tape(recorder, ran, told, samples):
         told.kind.is_independent = True
         return
+    _check_repeats(recorder, copy, batch, told)
+    makes_loss = _losses(ran, told)
     runs, arguments = _Runs(recorder, told, copy, samples, makes_loss), batch.arguments()
     draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
     reference = runs.run(arguments, with_rows=True)
@@ -154,32 +179,31 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
     told.kind.is_independent |= has_changed
 
 
-def _is_analysed(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> bool:
-    """Whether analysis shows it.  With several processes it is not used, because they must decide together."""
-    if dist.is_available() and dist.is_initialized():
-        return False
-    told.kind.why_unshown = ""
-    if _is_by_tape(recorder, ran, told, samples):
-        return True
-    _check_repeats(recorder, copy, batch)
-    own = copy.again(batch.leaves)
-    with own.running(), Switch.paused_here():
-        given = replace(batch, leaves=own.given)
-        told.kind.why_unshown = ABOVE.why_unshown(own.model, given, told.axis, samples)
-    return not told.kind.why_unshown
+def _check_opaque(tape: Tape) -> None:
+    """Raises ProbeFailed if other packages' operations without a rule work on what depends on the forward's arguments."""
+    unknown = [(entry, at) for entry, at in tape.opaque if entry.func._schema.name not in REGISTERED]
+    reached = tape.reached() if unknown else set[int]()
+    for entry, (file, line) in unknown:
+        if not reached.isdisjoint(numbers_of(entry)):
+            name = entry.func._schema.name
+            raise ProbeFailed(
+                f"independence of samples: the forward runs {name}, at {file}:{line}. What it computes can't be followed, "
+                "so nothing shows in which step it begins to mix samples. Say where its result has the samples: "
+                f"autograd_hacks.register_operation({name!r})." + ON_PRIVATE
+            )
 
 
-def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch) -> None:
+def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told) -> None:
     """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
     tape, own = recorder.tape, copy.again(batch.leaves)
     if tape is None:
         return
     model = own.model
-    if (seconds := TRACED * len(tape.entries) + (0 if COMPILER in sys.modules else IMPORTED)) > 1:
+    if (seconds := SLOW * len(tape.entries)) > 1:
         print(
-            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, in {len(tape.entries)} "
-            f"operations that are new. It is traced, or runs again with other samples replaced: about {seconds:.0f} "
-            "s, and again for each new sequence of operations that labels alone don't show",
+            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, which runs again with other "
+            f"samples replaced: about {seconds:.0f} s, and again for each new sequence of its {len(tape.entries)} "
+            f"operations, because laws don't show it: {told.kind.why_unshown}",
             file=sys.stderr,
         )
     with alone(model), own.running(), Switch.paused_here():
