@@ -54,7 +54,12 @@ def read_values(
 
     Returns the numbers of the tensors on whose values that rests.  Raises Unshown, with the operation.
     """
-    return _Reading(tape, axes, samples).run(roots)
+    reading = _Reading(tape, axes, samples)
+    try:
+        return reading.run(roots)
+    except Unshown as error:
+        error.at = reading.at
+        raise
 
 
 @dataclass
@@ -78,10 +83,10 @@ class _Reading:
         self.owners: dict[int, int] = {}  # by number, that of the first tensor with the same memory
         self.memory: dict[int, _Memory] = {}  # by that number
         self.read: set[int] = set()
-        self.lost = ""  # where samples meet first, from the outputs back
+        self.at: int | None = None  # the number of the operation that is read
+        self.lost: int | None = None  # where samples meet first, from the outputs back
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
-        entries_ = self.tape.entries
         kept = self._forwards()
         for x, label in roots:
             number = self.tape.number(x)
@@ -93,8 +98,10 @@ class _Reading:
                 self._add(number, MIXED)
         for owner in kept:
             self._add(owner, MIXED)
-        for k in range(len(entries_) - 1, -1, -1):
-            self._backwards(entries_[k])
+        for k in reversed(range(len(self.tape.entries))):
+            self.at = k
+            self._backwards(self.tape.entries[k])
+        self.at = self.lost
         self._check_arguments()
         if self.axes is None or self.is_ragged:
             self._check_places()
@@ -108,8 +115,8 @@ class _Reading:
         self.reached = {k for k, n in tape.arguments.items() if self.axes is None or self.axes[n] is not None}
         self.is_ragged = is_ragged(tape)
         viewed, written, unwritten = set[int](), set[int](), set[int]()
-        for entry in tape.entries:
-            own = operation(entry.func)
+        for k, entry in enumerate(tape.entries):
+            self.at, own = k, operation(entry.func)
             numbers = [n for n, *_ in entry.outputs if n]
             ins = self._ins(entry, own)
             there = [n for n in ins if n is not None]
@@ -235,8 +242,8 @@ class _Reading:
             return
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
             if at is not None and self._is_reached(at):
-                if isinstance(label, Several) and not self.lost:
-                    self.lost = f", at {own.name}"
+                if isinstance(label, Several) and self.lost is None:
+                    self.lost = self.at
                 self._add(at, label)
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
@@ -280,7 +287,8 @@ class _Reading:
             if not is_owned(label):
                 if self.axes is None and not prod(shape[:]) > 1:
                     continue
-                raise Unshown(f"an argument of shape {shape} reaches several samples{self.lost}")
+                where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
+                raise Unshown(f"an argument of shape {shape} reaches several samples{where}")
             if self.axes is not None:
                 at = self.axes[n] % len(shape)  # type: ignore[operator]
                 right = entries(At(at), shape, self.samples)
@@ -306,8 +314,8 @@ class _Reading:
         places = Places(loose, lengths, self._is_reached)
         places.origins.update((n, frozenset([n])) for n in loose if not self.tape.sources[n].dtype.is_floating_point)
         places.uniform.update(n for n, shape in self.shapes.items() if prod(shape) == 1)
-        for entry in self.tape.entries:
-            own = operation(entry.func)
+        for k, entry in enumerate(self.tape.entries):
+            self.at, own = k, operation(entry.func)
             ins = self._ins(entry, own)
             places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
         places.check_uses()

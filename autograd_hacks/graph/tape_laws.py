@@ -96,7 +96,9 @@ REGISTERED: dict[str, Callable[[Step], Sequence[Sequence[Links]]]] = {}
 
 
 class Unshown(Exception):
-    """An operation for which nothing shows which samples depend on which."""
+    """An operation for which nothing shows which samples depend on which.  at: its number on the tape"""
+
+    at: int | None = None
 
 
 @dataclass

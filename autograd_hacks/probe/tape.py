@@ -83,6 +83,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.is_paused = False  # while hooks of this library run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
+        self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
         self.read: dict[int, tuple[Tensor, int]] = {}  # values by which entries are moved, and how often they were written
         self._names: dict[Any, str] = {}  # of parameters and buffers, by identity
         self._names_by_key: dict[Any, str] = {}
@@ -152,6 +153,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if at < len(expected) and entry == expected[at]:
             entry = expected[at]  # what isn't kept doesn't make Python collect garbage
         self.entries.append(entry)
+        if self.lines is not None:
+            self.lines.append(place())
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
