@@ -262,16 +262,21 @@ class _Reading:
         return found
 
     def _step(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Step:
-        shapes = [None if n is None else self.shapes[n] for n in ins]
-        step = Step(own, self._given(entry, own), shapes, [self.shapes[n] if n else None for n, *_ in entry.outputs])
-        if own.read:
-            step.values = self._values(step.given[own.read], own)
-        return step
+        given, shapes = self._given(entry, own), [None if n is None else self.shapes[n] for n in ins]
+        return Step(
+            own,
+            given,
+            shapes,
+            [self.shapes[n] if n else None for n, *_ in entry.outputs],
+            [n is not None and self._is_reached(n) for n in ins],
+            lambda noted=True: self._values(given[own.read], own, noted),
+        )
 
-    def _values(self, given: Any, own: Operation) -> Any:
+    def _values(self, given: Any, own: Operation, noted: bool) -> Any:
         if type(given) is list:
-            return [None if x is None else self._values(x, own) for x in given]
-        self.read.add(given[0])
+            return [None if x is None else self._values(x, own, noted) for x in given]
+        if noted:
+            self.read.add(given[0])
         x = self.tape.value(given[0])
         if x is None:
             raise Unshown(f"{own.name} reads values that were overwritten")
@@ -322,7 +327,7 @@ class _Reading:
 
 
 def _narrowed(found: Tensor) -> Tensor:
-    """The sample of each entry, with one entry on each axis along which it is the same, or nobody's."""
+    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
     for d, size in enumerate(found.shape):
         most = found.amax(d, keepdim=True) if found.numel() else found
         if size > 1 and bool(((found == most) | (found < 0)).all()):

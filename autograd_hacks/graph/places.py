@@ -12,17 +12,14 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from math import log, prod, sqrt
 from typing import Any
 
-import torch
-
 from autograd_hacks.graph.axes import axis
 from autograd_hacks.graph.label import Links, Shape
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.tape_laws import OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
+from autograd_hacks.graph.tape_laws import MASKS, OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.probe.tape import FRESH, Tape
 
 _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatten".split())  # noqa: SIM905 a list of words to be read
-_MASKS = (torch.bool, torch.uint8)
 _TAKING = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
 _ALONG = "dim dims dimension".split()  # noqa: SIM905
 
@@ -33,7 +30,7 @@ def is_ragged(tape: Tape) -> bool:
         name = operation(entry.func).name
         if name in RAGGED:
             return True
-        if name == "index" and any(tape.read[x[0]][0].dtype in _MASKS for x in entry.args[1] if x is not None):
+        if name == "index" and any(tape.read[x[0]][0].dtype in MASKS for x in entry.args[1] if x is not None):
             return True
     return False
 
@@ -175,7 +172,7 @@ class Places:
         found = {by.place_of(d) for d in own[0] if d not in by.dims}
         given = [x for x in step.values if x is not None]
         for x, axes in zip(given, own[1:]):
-            if x.dtype in _MASKS:
+            if x.dtype in MASKS:
                 found.add(by.start)
             found |= {by.start + by.axes - x.ndim + d for d in axes}
         return found

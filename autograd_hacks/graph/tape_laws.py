@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.values import VALUES, Indexed
 from autograd_hacks.probe.tape import READ
 
+MASKS = (torch.bool, torch.uint8)
 OVERWRITING = frozenset("copy fill zero bernoulli uniform normal random exponential geometric cauchy log_normal".split())  # noqa: SIM905 a list of words to be read
 """Operations of which nothing that was in the tensor before is left, if they write into one."""
 UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())  # noqa: SIM905
@@ -108,14 +109,20 @@ class Step:
     given: its arguments by name
     ins: the shapes of its tensors in the order of its arguments; None for one that isn't given
     outs: the shapes of its results
-    values: the values of the argument that its law reads
+    reached: for each of its tensors, whether it depends on samples
+    read: gives the values of the argument that its law reads; noting that they were read, unless with False
     """
 
     operation: Operation
     given: Mapping[str, Any]
     ins: Shapes
     outs: Shapes
-    values: Any = None
+    reached: Sequence[bool]
+    read: Callable[..., Any]
+
+    @cached_property
+    def values(self) -> Any:
+        return self.read()
 
     @property
     def name(self) -> str:
@@ -174,6 +181,11 @@ def _law(names: str) -> Callable[[Law], Law]:
     return enter
 
 
+def _taken(step: Step, label: Owned, samples: int) -> Label:
+    """The label of a tensor of which an index takes entries.  If no samples are in it, the index isn't read."""
+    return _moved(step, label, samples, step.ins[:1])[0] if step.reached[0] else None
+
+
 def _moved(step: Step, label: Owned, samples: int, ins: Shapes) -> list[Label]:
     """The labels of the tensors whose entries are moved, by the law of the operation's node."""
     law = VALUES[step.name]
@@ -190,35 +202,37 @@ def _moved(step: Step, label: Owned, samples: int, ins: Shapes) -> list[Label]:
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
     own, index = step.ins
     d = axis(step.given["dim"], len(own or ()))
-    return [*_moved(step, label, samples, [own]), linked(label, [d] * len(index or ()), index or ())]
+    return [_taken(step, label, samples), linked(label, [d] * len(index or ()), index or ())]
 
 
 @_law("gather")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    return [*_moved(step, label, samples, step.ins[:1]), label]
+    return [_taken(step, label, samples), label]
 
 
 @_law("embedding")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
     index = step.ins[1] or ()
-    return [*_moved(step, label, samples, step.ins[:1]), linked(label, range(len(index)), index)]
+    return [_taken(step, label, samples), linked(label, range(len(index)), index)]
 
 
 @_law("index _unsafe_index")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    by = Indexed(step.values, step.ins[0] or ())
-    return [*_moved(step, label, samples, step.ins[:1]), *_of_indices(step, by, label, samples, 1)]
+    indices = step.read(False)
+    if step.reached[0] or any(index is not None and index.dtype in MASKS for index in indices):
+        indices = step.values
+    return [_taken(step, label, samples), *_of_indices(indices, Indexed(indices, step.ins[0] or ()), label, samples)]
 
 
-def _of_indices(step: Step, by: Indexed, label: Owned, samples: int, first: int) -> list[Label]:
-    """The labels of indices, from that of the entries that they point to.  first: the number of the first index"""
+def _of_indices(indices: Sequence[Tensor | None], by: Indexed, label: Owned, samples: int) -> list[Label]:
+    """The labels of indices, from that of the entries that they point to."""
     found: list[Label] = []
-    for index in step.values:
+    for index in indices:
         if index is None:
             found.append(None)
             continue
         sizes = [1] * (by.axes - index.ndim) + list(index.shape)
-        if index.dtype in (torch.bool, torch.uint8):
+        if index.dtype in MASKS:
             rows = linked(label, [by.start], by.shape)
             found.append(_of_mask(index, rows, by.shape, samples))
             continue
@@ -255,7 +269,7 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     by = Indexed(step.values, step.outs[0] or ())
     moved = _moved(step, label, samples, [step.ins[0], step.ins[-1]])
     at = by.read(entries(label, step.outs[0] or (), samples, by.indices[0].device))
-    return [moved[0], *_of_indices(step, by, Entries(at), samples, 1), moved[1]]
+    return [moved[0], *_of_indices(step.values, by, Entries(at), samples), moved[1]]
 
 
 @_law("masked_select")

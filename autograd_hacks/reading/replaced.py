@@ -1,4 +1,4 @@
-"""Runs of copies of a model, with other samples in the place of some, or with some samples alone, and what they change."""
+"""Runs of copies of a model, with other samples instead of some, or with some samples alone, and what they change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -56,7 +56,7 @@ def alone_among(parts: Callable[..., Any], kept: Tensor, arguments: Arguments) -
 class Runs:
     """Runs copies of a model, each once.
 
-    are_parts: whether runs have some samples alone, and not other samples in the place of some
+    are_parts: whether runs have some samples alone, and not other samples instead of some
     """
 
     def __init__(

@@ -112,9 +112,9 @@ def _independence(told: Told) -> str:
     if not told.outputs:
         return ""
     if told.kind.is_independent and told.shown in (BY_LABELS, BY_VALUES):
-        return f"Independent by analysis {told.shown}: no operation of this forward combines samples."
+        return f"Independent by analysis: no operation of this forward combines samples, {told.shown}."
     if told.kind.is_independent:
-        return "Independent: the model's outputs for a sample did not change when other samples were replaced."
+        return "Independent: the model's outputs for a sample did not change when others were replaced or left out."
     if told.mixing:
         return _MIXES + told.mixing
     return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
