@@ -1,7 +1,7 @@
 """What is known of a forward: when it begins, when it was read, and what is kept for the next one of its kind."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -62,6 +62,7 @@ class Told:
     disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     mixing: str = ""  # how samples mix
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
+    open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
     unshown_at: int | None = None  # the number of the operation at which laws don't show it
     shown: str = ""  # how samples were shown to be independent
     untold: str = ""  # why an output's entries can't be assigned to documents

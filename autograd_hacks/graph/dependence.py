@@ -35,7 +35,7 @@ from autograd_hacks.graph.label import (
     varying,
 )
 from autograd_hacks.graph.places import Places, is_ragged
-from autograd_hacks.graph.tape_laws import OVERWRITING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
+from autograd_hacks.graph.tape_laws import OVERWRITING, PUTTING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
 from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
 
 MOST = 2**24
@@ -77,8 +77,10 @@ class _Reading:
     def __init__(self, tape: Tape, axes: Sequence[int | None] | None, samples: int) -> None:
         self.tape, self.axes, self.samples = tape, axes, samples
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
+        self.strides = {n: source.strides for n, source in tape.sources.items()}
         for entry in tape.entries:
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
+            self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
         self.owners: dict[int, int] = {}  # by number, that of the first tensor with the same memory
         self.memory: dict[int, _Memory] = {}  # by that number
@@ -120,7 +122,8 @@ class _Reading:
             numbers = [n for n, *_ in entry.outputs if n]
             ins = self._ins(entry, own)
             there = [n for n in ins if n is not None]
-            if not unwritten.isdisjoint(there) and not own.makes_view:
+            is_put = bool(own.written) and own.name in PUTTING
+            if not unwritten.isdisjoint(there[is_put:]) and not own.makes_view:
                 raise Unshown(f"{own.name} reads memory into which no operation of PyTorch has written")
             if own.name in UNWRITTEN:
                 unwritten.update(numbers)
@@ -191,8 +194,10 @@ class _Reading:
             if what.written:
                 own.places[numbers[0]] = before
                 continue
-            try:
-                views = entry.func(before, *entry.args[1:], **dict(entry.kwargs or ()))
+            if what.name == "as_strided" and self.strides[owner] != own.places[owner].stride():
+                raise Unshown("as_strided is a view of memory that is laid out otherwise")
+            try:  # some turn the tensor itself
+                views = entry.func(before.view(before.shape), *entry.args[1:], **dict(entry.kwargs or ()))
             except (RuntimeError, TypeError, ValueError) as error:  # a view of bits, or of memory that is laid out otherwise
                 raise Unshown(f"{what.name} is a view of memory of which parts are written ({error})") from error
             own.places.update(zip(numbers, views if isinstance(views, list | tuple) else [views]))
@@ -269,6 +274,7 @@ class _Reading:
             shapes,
             [self.shapes[n] if n else None for n, *_ in entry.outputs],
             [n is not None and self._is_reached(n) for n in ins],
+            self.strides.get(ins[0] or 0, ()) if ins else (),
             lambda noted=True: self._values(given[own.read], own, noted),
         )
 

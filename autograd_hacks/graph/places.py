@@ -8,7 +8,7 @@ that were checked as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import log, prod, sqrt
 from typing import Any
 
@@ -17,7 +17,7 @@ from autograd_hacks.graph.label import Links, Shape
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import MASKS, OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
 from autograd_hacks.graph.values import Indexed
-from autograd_hacks.probe.tape import FRESH, Tape
+from autograd_hacks.probe.tape import FRESH, Site, Tape
 
 _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatten".split())  # noqa: SIM905 a list of words to be read
 _TAKING = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
@@ -35,9 +35,9 @@ def is_ragged(tape: Tape) -> bool:
     return False
 
 
-def numbers(tape: Tape) -> set[Hashable]:
+def numbers(tape: Tape) -> set[Site]:
     """The numbers among operations' arguments, without sizes and axes."""
-    found: set[Hashable] = {
+    found: set[Site] = {
         ("a number", x.item()) for n, x in tape.values.items() if tape.sources[n].kind == FRESH and x.numel() == 1
     }
     for entry in tape.entries:
@@ -53,10 +53,10 @@ def numbers(tape: Tape) -> set[Hashable]:
     return found
 
 
-def look_like_sizes(found: Collection[Hashable], sizes: Collection[int]) -> bool:
+def look_like_sizes(found: Collection[Site], sizes: Collection[int]) -> bool:
     """Whether a number may have been computed from the length of an axis, unless that is short."""
     made = {f(n) for n in sizes if n > 4 for f in (float, sqrt, log, lambda n: 1 / n, lambda n: 1 / sqrt(n))}
-    return any(abs(x - y) <= 1e-6 * y for _, x in found for y in made)  # type: ignore[misc, has-type]
+    return any(abs(x - y) <= 1e-6 * y for _, x in found for y in made)
 
 
 class Places:

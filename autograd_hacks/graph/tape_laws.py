@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from autograd_hacks.graph.label import (
     is_owned,
     linked,
     put,
+    scattered,
+    tidied,
 )
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.values import VALUES, Indexed
@@ -45,8 +48,10 @@ UNIFORM = frozenset(
     scalar_tensor""".split()  # noqa: SIM905
 )
 """Operations whose results are alike, or drawn, all along each axis, and which read no more than sizes."""
-TURNS = frozenset("transpose_ t_ unsqueeze_ squeeze_ detach_".split())  # noqa: SIM905
+TURNS = frozenset("transpose_ t_ unsqueeze_ squeeze_ detach_ as_strided_".split())  # noqa: SIM905
 """Operations that turn a tensor into a view of itself."""
+PUTTING = frozenset("index_put _index_put_impl index_copy scatter masked_scatter index_fill masked_fill".split())  # noqa: SIM905
+"""Operations that write into a tensor without reading it."""
 RAGGED = frozenset("nonzero masked_select repeat_interleave unique_consecutive _unique2 unique_dim".split())  # noqa: SIM905
 """Operations of which the first axis of the result is as long as values say."""
 ENTRYWISE = frozenset(
@@ -110,6 +115,7 @@ class Step:
     ins: the shapes of its tensors in the order of its arguments; None for one that isn't given
     outs: the shapes of its results
     reached: for each of its tensors, whether it depends on samples
+    strides: of the first one
     read: gives the values of the argument that its law reads; noting that they were read, unless with False
     """
 
@@ -118,6 +124,7 @@ class Step:
     ins: Shapes
     outs: Shapes
     reached: Sequence[bool]
+    strides: Sequence[int]
     read: Callable[..., Any]
 
     @cached_property
@@ -286,6 +293,20 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """What a place gets depends on how many places before it are chosen."""
     moved = _moved(step, label, samples, [step.ins[0], step.ins[2]])
     return [moved[0], MIXED, moved[1]]
+
+
+@_law("as_strided")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """Entries of memory, which begins with the tensor's first one unless the operation says otherwise."""
+    own = step.ins[0] or ()
+    if step.given["storage_offset"] is not None:
+        raise Unshown
+    memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long)
+    memory.copy_(torch.arange(prod(own)).view(*own))
+    taken = memory.as_strided(step.given["size"], step.given["stride"]).flatten()
+    at = entries(label, step.outs[0] or (), samples, "cpu").expand(*(step.outs[0] or ())).flatten()
+    found = scattered(at, taken, prod(own))
+    return [MIXED if found is None else tidied(Entries(found.view(*own)), own, samples)]
 
 
 @_law("nonzero")

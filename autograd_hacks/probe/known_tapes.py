@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.probe.tape import CONSTANT, OUTSIDE, Constants, Entry, Source, Tape
+from autograd_hacks.probe.tape import CONSTANT, OUTSIDE, Constants, Entry, Site, Source, Tape
 
 MOST = 32
 """How many tapes of one kind of forward are kept."""
@@ -19,7 +19,7 @@ class Tapes:
     """The last tapes that were shown to be independent.  Copies leave them out."""
 
     def __init__(self) -> None:
-        self.sites: set[Hashable] = set()  # those of forwards that were checked as a whole
+        self.sites: set[Site] = set()  # those of forwards that were checked as a whole
         self.constants = Constants()
         self.mixing: Any = None  # what ran in the last forward in which samples mixed
         self._known: OrderedDict[int, _Shown] = OrderedDict()
@@ -59,7 +59,7 @@ class _Shown(NamedTuple):
 
     entries: list[Entry]
     sources: dict[int, Source]
-    sites: frozenset[Hashable]
+    sites: frozenset[Site]
     values: Mapping[int, Tensor]  # those on which it rests, by number
     how: str  # how independence was shown
 

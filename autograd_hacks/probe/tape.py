@@ -27,6 +27,10 @@ from autograd_hacks.support.trees import ByTensor, version_of
 _LIFT: Any = torch.ops.aten.lift_fresh.default
 MIXING = "samples mix"
 """The beginning of messages that say that samples mix."""
+Site = tuple[Any, ...]
+"""What no law shows: its kind, and where it is."""
+READ_BY_PYTHON = "a value that Python reads"
+"""The kind of a place at which it does."""
 ARGUMENT, NAMED, CONSTANT, FRESH, OUTSIDE = "argument", "named", "constant", "fresh", "outside"
 """Kinds of tensors that no operation on the tape made: an argument, a parameter or buffer, a tensor that is older than the
 forward, one made of Python's numbers, and one of unknown origin."""
@@ -74,7 +78,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self._expected = expected
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
-        self.sites: set[Hashable] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self.sites: set[Site] = set()  # what no label shows: values that Python reads, hooks on tensors
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
@@ -158,7 +162,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
-            self.sites.add(("a value that Python reads", place()))
+            self.sites.add((READ_BY_PYTHON, place()))
         return out
 
     def _noted(self, x: Any) -> Any:

@@ -5,9 +5,9 @@ operations laws show it.  If that is not possible, copies of the model run with 
 computes a loss itself, the rows are compared too."""
 
 import sys
-from collections.abc import Hashable
 from dataclasses import replace
 from itertools import zip_longest
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, Constants, Tape, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -35,8 +35,8 @@ from autograd_hacks.support.switch import Switch
 
 BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
 """How samples of a forward were shown to be independent."""
-SLOW = 0.002
-"""About how many seconds the runs of a check take for each operation, for models of usual size."""
+OF_FUNCTIONS = "a backward of its own"
+"""The kind of a function whose backward no tape has."""
 
 
 def is_shown(recorder: Recorder, ran: Ran, told: Told, samples: int | None) -> bool:
@@ -66,9 +66,6 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
     unknown = sites - tapes.sites
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
-    if unknown:
-        told.kind.why_unshown = f"nothing shows what {min(map(str, unknown))} depends on"
-        return False
     axes = None if is_packed else batch.axes_of_samples(told.axis, samples)
     places = zip_longest(ran.outputs[: ran.count], told.outputs[: ran.count])
     roots = [(x, at or likeliest(x.shape, samples, range(x.ndim))) for x, at in places]
@@ -79,16 +76,24 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
     except Unshown as why:
         told.kind.why_unshown, told.unshown_at = str(why), why.at
         return False
+    if unknown:
+        told.kind.why_unshown, told.open_sites = _said(min(unknown, key=str)), unknown
+        return False
     tapes.sites |= sites
     told.kind.why_unshown, told.shown = "", BY_VALUES if read or is_packed else BY_LABELS
     tapes.add(tape, read, told.shown)
     return True
 
 
-def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Hashable]:
+def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Site]:
     """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
-    functions = {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+    functions = {(OF_FUNCTIONS, type(node)) for node in ran.graph.nodes if is_users(node)}
     return tape.sites | functions | (numbers(tape) if is_packed or is_ragged(tape) else set())
+
+
+def _said(site: Site) -> str:
+    at = ":".join(map(str, site[1])) if isinstance(site[1], tuple) else getattr(site[1], "__name__", site[1])
+    return f"nothing shows what follows from {site[0]} ({at})"
 
 
 def _losses(ran: Ran, told: Told) -> bool:
@@ -135,18 +140,21 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
     if is_alone and _is_by_tape(recorder, ran, told, samples):
         told.kind.is_independent = True
         return
-    _check_repeats(recorder, copy, batch, told)
+    # Where laws show all but what follows from values that Python reads, gradients are apart, and two runs change these.
+    kinds, with_rows = {site[0] for site in told.open_sites}, 2  # rows take a backward pass: compared in two runs
+    if kinds and OF_FUNCTIONS not in kinds:
+        with_rows = 0
+    half = torch.arange(samples) % 2 == 0
+    every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
+    _check_repeats(recorder, copy, batch, told, len(every) + 1 + 3 * with_rows)
     makes_loss = _losses(ran, told)
     parts = recorder.kinds.replace
     runs, arguments = Runs(recorder, told, copy, samples, makes_loss, parts is not None), batch.arguments()
-    draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
-    reference = runs.run(arguments, with_rows=True)
+    reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
-    has_changed, rounds = (
-        False,
-        parts is not None or any(type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes),
-    )
-    for turn, kept in enumerate(kept_samples(samples, draws), 1):
+    by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes)
+    has_changed, rounds = False, parts is not None or any(by_values)
+    for turn, kept in enumerate(every, 1):
         if parts is None:
             given = batch.replaced(told.axis, kept, turn, told.counted_at is not None)
         else:
@@ -195,29 +203,26 @@ def _check_opaque(tape: Tape) -> None:
             )
 
 
-def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told) -> None:
-    """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing."""
+def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told, runs: int) -> None:
+    """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing.
+
+    runs: how many are to come; if they take long, it says so
+    """
     tape, own = recorder.tape, copy.again(batch.leaves)
     if tape is None:
         return
     model = own.model
-    if (seconds := SLOW * len(tape.entries)) > 1:
-        print(
-            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, which runs again with other "
-            f"samples replaced: about {seconds:.0f} s, and again for each new sequence of its {len(tape.entries)} "
-            f"operations, because laws don't show it: {told.kind.why_unshown}",
-            file=sys.stderr,
-        )
     with alone(model), own.running(), Switch.paused_here():
         args, kwargs = replace(batch, leaves=own.given).arguments()
         again = Tape(model, own.given, Constants())
-        again.lines = []
+        again.lines, begin = [], perf_counter()
         again.start()
         try:
             with torch.enable_grad():
                 model(*args, **kwargs)
         finally:
             again.stop()
+    seconds = perf_counter() - begin
     # The check keeps no casts of weights, so that each use has its own.
     is_cached = torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
     # An array may share the memory of a tensor, and its copy does not.
@@ -229,6 +234,12 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told) -> 
         )
     if told.unshown_at is not None and again.lines:
         told.kind.why_unshown += " ({}:{})".format(*again.lines[told.unshown_at])
+    if seconds * runs > 1:
+        print(
+            f"autograd_hacks: checking that samples are independent in {type(model).__name__}, by runs with other samples "
+            f"replaced: about {seconds * runs:.0f} s. Laws of operations don't show it, because {told.kind.why_unshown}",
+            file=sys.stderr,
+        )
 
 
 ABOVE.is_shown, ABOVE.show = is_shown, show_independent
