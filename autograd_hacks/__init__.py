@@ -78,12 +78,15 @@ def __dir__() -> list[str]:
 if not _TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """Raises AttributeError and suggests a name or a call."""
+        """A room's name without the room, as before there were rooms.  For others AttributeError suggests a name or a call."""
         if name == "integrations":
             raise AttributeError(
                 "autograd_hacks.integrations is not imported as a whole. Import the module of one tool: "
                 "import autograd_hacks.integrations.transformers"
             )
         rooms = attribution, check, compiled, curvature, private
+        for room in rooms:
+            if name in room.__all__:
+                return getattr(room, name)
         moved = {f"{room.__name__.rpartition('.')[2]}.{own}": [own] for room in rooms for own in room.__all__}
         raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__, moved)}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.nn as nn
-from torch import Tensor
 
 from autograd_hacks.capture.kinds import Known, Told
 from autograd_hacks.capture.off_graph import OffGraph, Ran
-from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.tape import Tape
 
 
 class Above:
@@ -23,9 +20,6 @@ class Above:
     created(recorder, use, node, hook): called when a pass that makes a graph arrives at a node
     is_shown(recorder, ran, told, samples): whether the tape shows that samples are independent, if that is asked
     show(recorder, model, copy, batch, ran, told, samples): records whether they are
-    why_unshown(model, batch, axis, samples): why the analysis can't show it; "" if it can
-    why_not_by_tape(tape, axes, samples, outputs): why labels of the tape don't show it; "" if they do
-    check_opaque(tape): raises for operations of a tape that are opaque
     learn(model, recorder): called as a forward with gradients begins: finds the whole parameters
     together(model, recorder, read, show): reads a finished forward, and shows independence if ``read`` says that it is due.
     Other processes may have to take part, so each forward with gradients calls it
@@ -42,9 +36,6 @@ class Above:
     created: Callable[..., None]
     is_shown: Callable[[Any, Ran, Told, int | None], bool]
     show: Callable[..., None]
-    why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
-    why_not_by_tape: Callable[[Tape, Sequence[int | None], int, Sequence[Tensor]], str]
-    check_opaque: Callable[[Tape], None]
     learn: Callable[[nn.Module, Any], None]
     together: Callable[[nn.Module, Any, Callable[[], bool], Callable[[], None]], None]
     spread_of: Callable[[nn.Module, Any, Any], Any]

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Kinds, Told, uncovered
+from autograd_hacks.capture.kinds import Kinds, Parts, Told, uncovered
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
@@ -44,6 +44,7 @@ def add_hooks(
     independent: bool = False,
     only: str | Iterable[str] | None = None,
     segments: Segments | None = None,
+    replace: Parts | None = None,
 ) -> Hooked:
     """Hooks a model, so that each backward pass records what `compute_grad1` needs.
 
@@ -62,15 +63,20 @@ def add_hooks(
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, as in
-    ``h - h.mean(0).detach()``. This is needed for private training. The graph is analysed first; if that is not enough, the
-    a copy runs with other samples replaced, in each forward whose operations are new. Reading raises if independence
-    was not shown
+    ``h - h.mean(0).detach()``. This is needed for private training. Laws show it from the operations of each forward; if
+    that is not enough, a copy runs with other samples replaced, in each forward whose operations are new. Reading raises if
+    independence was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
     argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all arguments
     that returns such integers. An argument whose name contains "position" holds each token's position in its document;
     "cu_seq", the D + 1 offsets of the documents; any other name, a document number for each token, negative for padding.
     The check shows that no document's gradient reaches another document's positions. With 'tokens', each row is one
     position's part of its sample's gradient, see `PerSampleGrads.tokens`
+    replace: for ``independent`` and samples that are packed along the arguments, such as graphs, if laws don't show that
+    they are independent: a function ``replace(keep, *args, **kwargs)`` that returns the model's arguments for some samples
+    alone, such as your collate function once more. ``keep`` has their numbers, (K,). It returns a tuple of positional
+    arguments, a dictionary, or the only argument. A copy of the model runs with half of the samples several times, with
+    random numbers left out, and outputs and rows are compared
 
     A second call hooks the layers that were added since, hooks no layer twice, and replaces the settings.  As a context
     manager it removes the hooks at the end; if the model had hooks before, they stay and their old settings return::
@@ -94,6 +100,8 @@ def add_hooks(
     check_hookable(model)
     if probe not in (True, False):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True or False" + ON_HOOKS)
+    if replace is not None and not independent:
+        raise ValueError("add_hooks was given replace= without independent=True, for which it is" + ON_HOOKS)
     if segments is not None:
         check_segments(segments, "add_hooks", batch_dim, probe, independent)
     names = [name for name, _ in model.named_parameters()]
@@ -115,7 +123,7 @@ def add_hooks(
     record.is_settled, record.gathered = False, {}  # the next forward finds the whole parameters that replace shards
     try:
         _hook_all(recorder, model)
-        recorder.read_by(Kinds(model, batch_dim, probe, independent))
+        recorder.read_by(Kinds(model, batch_dim, probe, independent, replace))
         recorder.backward.wants_grad, recorder.pool.reuse, recorder.segments = param_grad, reuse, segments
         recorder.attach()
     except BaseException:

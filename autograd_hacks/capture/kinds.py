@@ -1,7 +1,7 @@
 """What is known of a forward: when it begins, when it was read, and what is kept for the next one of its kind."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -26,6 +26,8 @@ NESTED = (
 )
 
 _TRAINING = attrgetter("training")
+Parts = Callable[..., Any]
+"""The model's arguments for some samples alone, from their numbers and the arguments for all."""
 MOST = 32
 """How many kinds of forwards a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
 
@@ -41,7 +43,7 @@ class Kind:
     derives: bool | None = None  # whether passes made graphs; None before the first pass
     pending: bool = True  # whether the next forward must be shown to be independent
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
-    why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
+    why_unshown: str = ""  # why laws don't show that
     dependent: tuple[str, Sequence[int]] | None = None  # how values of samples mix without a gradient, and in which outputs
     tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
 
@@ -60,6 +62,9 @@ class Told:
     disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     mixing: str = ""  # how samples mix
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
+    open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
+    unshown_at: int | None = None  # the number of the operation at which laws don't show it
+    shown: str = ""  # how samples were shown to be independent
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
@@ -78,12 +83,14 @@ class Known(NamedTuple):
 class Kinds:
     """The kinds of forwards of one hooked model.
 
-    batch_dim, independent: see `add_hooks`
+    batch_dim, independent, replace: see `add_hooks`
     probes: whether forwards are read by their graphs
     """
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False) -> None:
-        self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
+    def __init__(
+        self, model: nn.Module, batch_dim: BatchDim, probes: bool, independent: bool = False, replace: Parts | None = None
+    ) -> None:
+        self.batch_dim, self.probes, self.independent, self.replace = batch_dim, probes, independent, replace
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
         self.static = Told(Kind(pending=False))  # for layers called by themselves, and if no graph is read
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
@@ -127,8 +134,10 @@ class Kinds:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
         # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
-        if not self._is_whole or is_bag or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
+        is_unread = is_bag and axis is not None and not self.independent
+        if not self._is_whole or is_unread or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
             return Known(self.static, None)
+        axis = None if is_bag else axis  # entries are packed
         samples = batch.samples(axis)
         if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             return Known(self.static, 0)

@@ -12,13 +12,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import fx
 
-from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
-from autograd_hacks.graph.label import SUM, At, Several
+from autograd_hacks.errors import ON_COMPILING, PerSampleGradientError, SamplesMixed, UnsupportedOperation
+from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Links, Several
+from autograd_hacks.graph.tape_laws import REGISTERED, Step
 from autograd_hacks.support.internals import tree_flatten
 
 
@@ -59,9 +61,39 @@ def register_operation(*names: str) -> Callable[[Rule], Rule]:
 
     def put(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, rule))
+        REGISTERED.update((name, partial(_links, rule)) for name in names if "::" in name)
         return rule
 
     return put
+
+
+def _links(rule: Rule, step: Step) -> Sequence[Sequence[Links]]:
+    """An operation's links: its rule is asked where the samples are in the results if they are on an axis of a tensor."""
+    graph = fx.Graph()
+
+    def made(x: Any) -> Any:
+        if type(x) is not tuple:
+            return [made(y) for y in x] if type(x) is list else x
+        node = graph.placeholder(f"x{x[0]}")
+        node.meta["val"] = torch.empty(shapes.pop(0), device="meta")
+        return node
+
+    shapes = [own for own in step.ins if own is not None]
+    node = graph.call_function(step.operation.func, (), {name: made(x) for name, x in step.given.items()})
+    values = [torch.empty(own or (), device="meta") for own in step.outs]
+    node.meta["val"] = values if len(values) != 1 else values[0]
+    given, links = node.all_input_nodes, [[[MIX] * len(own or ()) for own in step.ins] for _ in values]
+    places = [k for k, own in enumerate(step.ins) if own is not None]
+    for k, x in zip(places, given):
+        for d in range(len(step.ins[k] or ())):
+            labels = Labels(step.ins[k][d], {x: At(d)})  # type: ignore[index]
+            try:
+                found = rule(labels, node, *node.kwargs.values())
+            except PerSampleGradientError:  # samples mix
+                continue
+            for o, label in enumerate(found if isinstance(found, list) else [found]):
+                links[o][k][d] = label.dim if isinstance(label, At) else ALONE if label is None else MIX
+    return links
 
 
 @dataclass(frozen=True)

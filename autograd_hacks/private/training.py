@@ -55,7 +55,7 @@ class PrivateTraining:
     dp-accounting's are tighter
     loss_type: 'mean' or 'sum', how the loss is reduced over samples, if the loop calls ``loss.backward()`` on a scalar. The
     loss must then be a mean or sum of losses that each depend on one sample's outputs. `backward` doesn't need it
-    batch_dim: as in `add_hooks`
+    batch_dim, replace: as in `add_hooks`
     groups: each sample's user, whole numbers or names in the order of the data: protects users instead of samples. Users are
     drawn, each with all of its samples; these are clipped together and stay in one micro-batch
     per_user: with ``groups``, how many samples of a user a batch may have; they are chosen at random in each step
@@ -79,6 +79,7 @@ class PrivateTraining:
         batch_dim: BatchDim = 0,
         groups: Tensor | Sequence[Any] | None = None,
         per_user: int | None = None,
+        replace: Callable[..., Any] | None = None,
     ) -> None:
         wrong = ""
         if (noise_multiplier is None) == (epsilon is None):
@@ -92,7 +93,7 @@ class PrivateTraining:
         check_bound("PrivateTraining", max_norm, noise_multiplier or epsilon, ON_PRIVATE)
         self.max_norm, self.noise_multiplier, self.expected_batch_size = max_norm, noise_multiplier, expected_batch_size
         self.delta, self.clip, self.accountant = delta, clip, accountant
-        self.loss_type, self.batch_dim = loss_type, batch_dim
+        self.loss_type, self.batch_dim, self.replace = loss_type, batch_dim, replace
         self._users = None if groups is None else Users(groups, per_user)
         self.history: History = []
         self.size: int | None = None
@@ -124,7 +125,7 @@ class PrivateTraining:
         check_module("attach", model, ON_PRIVATE)
         check_optimizers(model, optimizers)
         self.detach()
-        self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim)
+        self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim, replace=self.replace)
         self._model, self._optimizers, self._noisy = model, optimizers, NoisyGrads(model)
         return self
 

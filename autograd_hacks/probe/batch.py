@@ -256,8 +256,18 @@ def _is_mask(leaf: Any) -> bool:
 
 
 def _items(x: Any, order: list[int]) -> Any:
-    """A list's items in another order; anything else unchanged."""
-    return type(x)([x[n] for n in order]) if type(x) in (list, tuple) and len(x) == len(order) else x
+    """A list with other items instead of some; anything else unchanged."""
+    if type(x) not in (list, tuple) or len(x) != len(order):
+        return x
+    return type(x)([own if n == k else _other(own, x[n]) for k, (own, n) in enumerate(zip(x, order))])
+
+
+def _other(own: Any, other: Any) -> Any:
+    """An item instead of another one.  It has the same shape, since with another one samples would be packed otherwise,
+    and kernels would give other digits."""
+    if not isinstance(own, Tensor) or (isinstance(other, Tensor) and other.shape == own.shape):
+        return other
+    return own.detach().flatten().roll(1).view(own.shape).requires_grad_(own.requires_grad)
 
 
 def _is_entries(x: Any, samples: int) -> bool:

@@ -22,11 +22,15 @@ from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import ByTensor
+from autograd_hacks.support.trees import ByTensor, version_of
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
 MIXING = "samples mix"
 """The beginning of messages that say that samples mix."""
+Site = tuple[Any, ...]
+"""What no law shows: its kind, and where it is."""
+READ_BY_PYTHON = "a value that Python reads"
+"""The kind of a place at which it does."""
 ARGUMENT, NAMED, CONSTANT, FRESH, OUTSIDE = "argument", "named", "constant", "fresh", "outside"
 """Kinds of tensors that no operation on the tape made: an argument, a parameter or buffer, a tensor that is older than the
 forward, one made of Python's numbers, and one of unknown origin."""
@@ -74,15 +78,17 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self._expected = expected
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
-        self.sites: set[Hashable] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self.sites: set[Site] = set()  # what no label shows: values that Python reads, hooks on tensors
         self.outside: list[Tensor] = []  # tensors of unknown origin
-        self.values: list[Tensor] = []  # tensors without samples whose values may decide which samples meet
+        self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
+        self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
+        self.read: dict[int, tuple[Tensor, int]] = {}  # values by which entries are moved, and how often they were written
         self._names: dict[Any, str] = {}  # of parameters and buffers, by identity
         self._names_by_key: dict[Any, str] = {}
         self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
@@ -133,10 +139,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         expected, at = self._expected, len(self.entries)
         noted: list[Any] = []
         if func is _LIFT and self.number(args[0]) is None:
-            self._source(args[0], self._key(args[0]), FRESH, len(self.sources))
-            self.values.append(args[0])
+            self.values[self._source(args[0], self._key(args[0]), FRESH, len(self.sources))] = args[0]
         given = [x if type(x) in _NUMBERS else self._noted(x) for x in args]
         named = [(name, self._noted(x)) for name, x in kwargs.items()] if kwargs else None
+        if (place_of_values := _read_at(func)) is not None:
+            self._keep(args[place_of_values], given[place_of_values])
         out = func(*args, **kwargs) if kwargs else func(*args)
         is_one = isinstance(out, Tensor)
         for x in (out,) if is_one else out if type(out) in (tuple, list) else ():
@@ -150,10 +157,12 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if at < len(expected) and entry == expected[at]:
             entry = expected[at]  # what isn't kept doesn't make Python collect garbage
         self.entries.append(entry)
+        if self.lines is not None:
+            self.lines.append(place())
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
-            self.sites.add(("a value that Python reads", place()))
+            self.sites.add((READ_BY_PYTHON, place()))
         return out
 
     def _noted(self, x: Any) -> Any:
@@ -165,6 +174,20 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if isinstance(x, torch.ScriptObject):  # a process group: it can't be compared
             return str(x._type())
         return x.device if isinstance(x, torch.Generator) else x  # a copy of a model has another one
+
+    def _keep(self, x: Any, number: Any) -> None:
+        if isinstance(x, Tensor):
+            self.read[number[0]] = x, version_of(x)
+        elif isinstance(x, list | tuple):
+            for own, n in zip(x, number):
+                self._keep(own, n)
+
+    def value(self, number: int) -> Tensor | None:
+        """The values of a tensor, by which entries are moved; None if it was overwritten since it was read."""
+        x, version = self.read.get(number, (None, 0))
+        if x is None:
+            return self.values.get(number)
+        return x if version_of(x) == version else None
 
     def _key(self, x: Tensor) -> Any:
         """What identifies a tensor until other memory takes its place."""
@@ -190,9 +213,10 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             self._names_by_key = self._names_by_key or {self._key(p): name for name, p in self._named()}
             name = self._names_by_key.get(key) or self._of_parameter(x)
         if name is not None:
+            number = self._source(x, key, NAMED, name)
             if not x.requires_grad:
-                self.values.append(x)
-            return self._source(x, key, NAMED, name)
+                self.values[number] = x
+            return number
         if any(x is other for other in self._from_before):
             self.refused = SamplesMixed(
                 f"{MIXING}: the forward reads a tensor of shape {tuple(x.shape)} that the model has kept since its last "
@@ -201,11 +225,12 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 + ON_PRIVATE
             )
             raise self.refused
-        self.values.append(x)
         is_older = x in self._constants
         if not is_older:
             self.outside.append(x)
-        return self._source(x, key, CONSTANT if is_older else OUTSIDE, len(self.sources))
+        number = self._source(x, key, CONSTANT if is_older else OUTSIDE, len(self.sources))
+        self.values[number] = x
+        return number
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return chain(self.model.named_parameters(), self.model.named_buffers())
@@ -223,6 +248,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         """Tells that tensors with the same values replace others."""
         for x, y in zip(before, after):
             self._numbers[self._key(y)] = self._noted(x)[0]
+
+    def sizes(self) -> set[int]:
+        """The lengths of the arguments: along axis 0, and of whole numbers the largest one."""
+        given = [self.sources[n] for n in self.arguments if self.sources[n].shape]
+        return {own.shape[0] if own.dtype.is_floating_point else max(own.shape) for own in given}
 
     def number(self, x: Tensor) -> int | None:
         """The number of a tensor; None if the tape doesn't have it."""
@@ -295,6 +325,23 @@ def numbers_in(given: Any) -> Iterator[int]:
             yield x[0]
         elif type(x) is list:
             yield from numbers_in(x)
+
+
+READ = {
+    **{f"{name}{more}": "index" for name in ("index", "scatter") for more in ("_add", "_reduce")},
+    **dict.fromkeys(("index_select", "gather", "index_copy", "scatter"), "index"),
+    **dict.fromkeys(("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "embedding"), "indices"),
+    "masked_select": "mask", "masked_scatter": "mask", "nonzero": "self", "bincount": "self", "repeat_interleave": "repeats",
+    "_embedding_bag": "offsets", "_embedding_bag_forward_only": "offsets",
+}  # fmt: skip
+"""{an operation: the argument that says which entries it takes, or where it puts them}"""
+
+
+@cache
+def _read_at(func: Any) -> int | None:
+    """The place of the argument whose values say how an operation moves entries; None if there is none."""
+    name = READ.get(func._schema.name.removeprefix("aten::").removesuffix("_"))
+    return next((n for n, a in enumerate(func._schema.arguments) if a.name == name), None)
 
 
 _TORCHS = frozenset("aten prim prims c10d _c10d_functional inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905

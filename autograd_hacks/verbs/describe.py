@@ -13,6 +13,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.independence import BY_LABELS, BY_VALUES
 from autograd_hacks.support.display import Shown, Table, with_unit
 
 HEADER = ("parameter", "layer", "how its rows are computed", "form", "samples", "written out")
@@ -109,10 +110,10 @@ def _independence(told: Told) -> str:
     """Whether samples were shown to be independent; empty if the forward was not checked."""
     if not told.outputs:
         return ""
-    if told.kind.is_independent and told.kind.why_unshown == "":
-        return "Independent by analysis: no operation in the model's graph combines samples, for any values."
+    if told.kind.is_independent and told.shown in (BY_LABELS, BY_VALUES):
+        return f"Independent by analysis: no operation of this forward combines samples, {told.shown}."
     if told.kind.is_independent:
-        return "Independent: the model's outputs for a sample did not change when other samples were replaced."
+        return "Independent: the model's outputs for a sample did not change when others were replaced or left out."
     if told.mixing:
         return _MIXES + told.mixing
     return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."

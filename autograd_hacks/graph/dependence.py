@@ -1,0 +1,347 @@
+"""Which sample's outputs each value of a forward reaches, without gradients too: its tape, read from the outputs back.
+
+Autograd's graph shows where gradients come from.  Indices, masks and statistics without a gradient aren't in it, but their
+operations are on the tape, and the laws of `tape_laws.py` say what these do to labels.  If each entry of an argument
+reaches the outputs of its own sample only, samples are independent.
+
+Arguments may be packed: graphs of many sizes, bags with offsets, patches of images.  Then no axis of theirs has the samples;
+which sample an entry belongs to is found, and the samples must be in their order.  An axis that is as long as values say
+gives entries other places if other samples change, so nothing may depend on a place along it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.label import (
+    MIXED,
+    NOBODY,
+    At,
+    Entries,
+    Label,
+    Owned,
+    Several,
+    entries,
+    is_owned,
+    joined,
+    scattered,
+    tidied,
+    varying,
+)
+from autograd_hacks.graph.places import Places, is_ragged
+from autograd_hacks.graph.tape_laws import OVERWRITING, PUTTING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
+from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
+
+MOST = 2**24
+"""The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
+_SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
+
+
+def read_values(
+    tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]]
+) -> set[int]:
+    """Shows that each sample's outputs depend on its own entries of the arguments.
+
+    axes: the samples' axis in each argument, None for one that all samples share; None if the samples are packed
+    samples: N
+    roots: the outputs, each with whose its entries are
+
+    Returns the numbers of the tensors on whose values that rests.  Raises Unshown, with the operation.
+    """
+    reading = _Reading(tape, axes, samples)
+    try:
+        return reading.run(roots)
+    except Unshown as error:
+        error.at = reading.at
+        raise
+
+
+@dataclass
+class _Memory:
+    """Memory of which parts are written: which sample's outputs each of its entries reaches.
+
+    places: {a tensor's number: where its entries are}
+    """
+
+    samples: Tensor
+    places: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _Reading:
+    def __init__(self, tape: Tape, axes: Sequence[int | None] | None, samples: int) -> None:
+        self.tape, self.axes, self.samples = tape, axes, samples
+        self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
+        self.strides = {n: source.strides for n, source in tape.sources.items()}
+        for entry in tape.entries:
+            self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
+            self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
+        self.labels: dict[int, Label] = {}
+        self.owners: dict[int, int] = {}  # by number, that of the first tensor with the same memory
+        self.memory: dict[int, _Memory] = {}  # by that number
+        self.read: set[int] = set()
+        self.at: int | None = None  # the number of the operation that is read
+        self.lost: int | None = None  # where samples meet first, from the outputs back
+
+    def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
+        kept = self._forwards()
+        for x, label in roots:
+            number = self.tape.number(x)
+            if number is None:
+                raise Unshown("the forward returns a tensor that no operation of PyTorch made")
+            self._add(number, label)
+        for x in self.tape.model.buffers():
+            if (number := self.tape.number(x)) is not None and number not in self.tape.sources:
+                self._add(number, MIXED)
+        for owner in kept:
+            self._add(owner, MIXED)
+        for k in reversed(range(len(self.tape.entries))):
+            self.at = k
+            self._backwards(self.tape.entries[k])
+        self.at = self.lost
+        self._check_arguments()
+        if self.axes is None or self.is_ragged:
+            self._check_places()
+        return self.read
+
+    # Forwards: what depends on arguments with samples, and which tensors share memory.
+
+    def _forwards(self) -> list[int]:
+        """Returns the memory that was there before the forward and that it writes to."""
+        tape = self.tape
+        self.reached = {k for k, n in tape.arguments.items() if self.axes is None or self.axes[n] is not None}
+        self.is_ragged = is_ragged(tape)
+        viewed, written, unwritten = set[int](), set[int](), set[int]()
+        for k, entry in enumerate(tape.entries):
+            self.at, own = k, operation(entry.func)
+            numbers = [n for n, *_ in entry.outputs if n]
+            ins = self._ins(entry, own)
+            there = [n for n in ins if n is not None]
+            is_put = bool(own.written) and own.name in PUTTING
+            if not unwritten.isdisjoint(there[is_put:]) and not own.makes_view:
+                raise Unshown(f"{own.name} reads memory into which no operation of PyTorch has written")
+            if own.name in UNWRITTEN:
+                unwritten.update(numbers)
+            if own.makes_view and (base := next(iter(there), None)) is not None:
+                owner = self.owners.get(base, base)
+                self.owners.update(dict.fromkeys(numbers, owner))
+                viewed.add(owner)
+                if base in unwritten:
+                    unwritten.update(numbers)
+            if any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
+                raise Unshown(f"{own.name} reads a tensor that is not an argument, a parameter or a buffer")
+            given = self._given(entry, own)
+            if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
+                raise Unshown(f"{own.name} writes what buffers keep of samples")
+            reaches = any(self._is_reached(n) for n in there)
+            if own.written:
+                if own.written != [own.arguments[0]] or not numbers:
+                    raise Unshown(f"{entry.func._schema.name} writes into its arguments")
+                old = given[own.written[0]][0]
+                owner = self.owners.get(old, old)
+                self.owners[numbers[0]] = owner
+                written.add(owner)
+                unwritten -= {n for n in unwritten if self.owners.get(n, n) == owner}
+                if reaches:
+                    self.reached.add(owner)
+            if reaches:
+                self.reached.update(numbers)
+        for owner in viewed & written:
+            self._follow(owner)
+        sources = (n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH))
+        return [n for n in sources if n in self.memory]
+
+    def _is_reached(self, number: int) -> bool:
+        return number in self.reached or self.owners.get(number) in self.reached
+
+    @staticmethod
+    def _given(entry: Entry, own: Operation) -> Mapping[str, Any]:
+        return {**own.defaults, **dict(zip(own.arguments, entry.args)), **dict(entry.kwargs or ())}
+
+    def _ins(self, entry: Entry, own: Operation) -> list[int | None]:
+        """The numbers of the tensors that an operation reads, in the order of its arguments."""
+        if own.name in UNWRITTEN or own.name in UNIFORM:
+            return []
+        given, found = self._given(entry, own), list[int | None]()
+        for name in own.tensors:
+            x = given.get(name)
+            if name in own.written and own.name in OVERWRITING:
+                found.append(None)
+            elif type(x) is list:
+                found += [y[0] if type(y) is tuple else None for y in x]
+            else:
+                found.append(x[0] if type(x) is tuple else None)
+        return found
+
+    def _follow(self, owner: int) -> None:
+        """Prepares memory of which parts are written."""
+        shape = self.shapes[owner]
+        if prod(shape) > MOST:
+            raise Unshown(f"parts of a tensor of shape {shape} are written, which is too large to be followed")
+        own = self.memory[owner] = _Memory(torch.full((prod(shape),), NOBODY))
+        own.places[owner] = torch.arange(prod(shape)).view(shape)
+        for entry in self.tape.entries:
+            what = operation(entry.func)
+            numbers = [n for n, *_ in entry.outputs if n]
+            if not numbers or self.owners.get(numbers[0]) != owner:
+                continue
+            before = own.places[next(numbers_in(entry.args))]
+            if what.written:
+                own.places[numbers[0]] = before
+                continue
+            if what.name == "as_strided" and self.strides[owner] != own.places[owner].stride():
+                raise Unshown("as_strided is a view of memory that is laid out otherwise")
+            try:  # some turn the tensor itself
+                views = entry.func(before.view(before.shape), *entry.args[1:], **dict(entry.kwargs or ()))
+            except (RuntimeError, TypeError, ValueError) as error:  # a view of bits, or of memory that is laid out otherwise
+                raise Unshown(f"{what.name} is a view of memory of which parts are written ({error})") from error
+            own.places.update(zip(numbers, views if isinstance(views, list | tuple) else [views]))
+
+    # Backwards.
+
+    def _label(self, number: int) -> Label:
+        memory = self.memory.get(self.owners.get(number, number))
+        if memory is None:
+            return self.labels.get(number)
+        found = memory.samples[memory.places[number]]
+        if not found.numel() or bool((found == NOBODY).all()):
+            return None
+        if bool((found == _SEVERAL).any()):
+            return MIXED
+        return tidied(Entries(_narrowed(found)), self.shapes[number], self.samples)
+
+    def _add(self, number: int, label: Label) -> None:
+        """Notes that a tensor reaches outputs of some samples."""
+        if label is None:
+            return
+        memory = self.memory.get(self.owners.get(number, number))
+        shape = self.shapes[number]
+        if memory is None:
+            self.labels[number] = joined(self.labels.get(number), label, shape, self.samples)
+            return
+        places = memory.places[number].flatten()
+        new = torch.full((len(places),), _SEVERAL)
+        if is_owned(label):
+            order = entries(label, shape, self.samples, "cpu").expand(shape).flatten()
+            whole = scattered(order, places, len(memory.samples))
+            new = new if whole is None else whole[places]
+        old = memory.samples[places]
+        memory.samples[places] = torch.where(old == NOBODY, new, torch.where((new == NOBODY) | (new == old), old, _SEVERAL))
+
+    def _backwards(self, entry: Entry) -> None:
+        own = operation(entry.func)
+        numbers = [n for n, *_ in entry.outputs]
+        if own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory:
+            return  # it is the same memory
+        labels = [self._label(n) if n else None for n in numbers]
+        for n, label in zip(numbers, labels):
+            if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
+                memory.samples[memory.places[n].flatten()] = NOBODY
+        ins = self._ins(entry, own)
+        if all(label is None for label in labels) or not any(n is not None and self._is_reached(n) for n in ins):
+            return
+        for at, label in zip(ins, self._through(entry, own, ins, labels)):
+            if at is not None and self._is_reached(at):
+                if isinstance(label, Several) and self.lost is None:
+                    self.lost = self.at
+                self._add(at, label)
+
+    def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
+        """The labels of an operation's tensors, from those of its results."""
+        if any(isinstance(label, Several) for label in labels):
+            return [MIXED] * len(ins)
+        step = self._step(entry, own, ins)
+        found: list[Label] = [None] * len(ins)
+        for o, label in enumerate(labels):
+            if is_owned(label):
+                try:
+                    answer = step.labels(label, o, self.samples)
+                except Unshown:
+                    raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
+                found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
+        return found
+
+    def _step(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Step:
+        given, shapes = self._given(entry, own), [None if n is None else self.shapes[n] for n in ins]
+        return Step(
+            own,
+            given,
+            shapes,
+            [self.shapes[n] if n else None for n, *_ in entry.outputs],
+            [n is not None and self._is_reached(n) for n in ins],
+            self.strides.get(ins[0] or 0, ()) if ins else (),
+            lambda noted=True: self._values(given[own.read], own, noted),
+        )
+
+    def _values(self, given: Any, own: Operation, noted: bool) -> Any:
+        if type(given) is list:
+            return [None if x is None else self._values(x, own, noted) for x in given]
+        if noted:
+            self.read.add(given[0])
+        x = self.tape.value(given[0])
+        if x is None:
+            raise Unshown(f"{own.name} reads values that were overwritten")
+        return x
+
+    # The arguments.
+
+    def _check_arguments(self) -> None:
+        for number, n in self.tape.arguments.items():
+            label, shape = self._label(number), self.shapes[number]
+            if label is None or (self.axes is not None and self.axes[n] is None):
+                continue
+            if not is_owned(label):
+                if self.axes is None and not prod(shape[:]) > 1:
+                    continue
+                where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
+                raise Unshown(f"an argument of shape {shape} reaches several samples{where}")
+            if self.axes is not None:
+                at = self.axes[n] % len(shape)  # type: ignore[operator]
+                right = entries(At(at), shape, self.samples)
+                own = entries(label, shape, self.samples, "cpu")
+                if bool(((own != right) & (own >= 0)).any()):
+                    raise Unshown(f"an argument of shape {shape} reaches other samples than those on its axis {at}")
+            elif not _ascends(self._order(label, shape)):
+                raise Unshown(f"an argument of shape {shape} reaches samples in another order than it has them")
+
+    def _order(self, label: Owned, shape: Sequence[int]) -> Tensor:
+        """The sample of each entry, with one entry on each axis along which it is the same."""
+        return _narrowed(entries(label, shape, self.samples, "cpu"))
+
+    def _check_places(self) -> None:
+        loose = dict[int, frozenset[int]]()
+        for number in self.tape.arguments if self.axes is None else ():
+            label, shape = self._label(number), self.shapes[number]
+            axes = varying(Entries(self._order(label, shape))) if is_owned(label) else ()
+            if not axes and label is not None and shape:
+                axes = (max(range(len(shape)), key=lambda d: (shape[d], d)),)
+            loose[number] = frozenset(d for d in axes if shape[d] != self.samples or label != At(d))
+        lengths = {self.shapes[n][d] for n, own in loose.items() for d in own} - {self.samples}
+        places = Places(loose, lengths, self._is_reached)
+        places.origins.update((n, frozenset([n])) for n in loose if not self.tape.sources[n].dtype.is_floating_point)
+        places.uniform.update(n for n, shape in self.shapes.items() if prod(shape) == 1)
+        for k, entry in enumerate(self.tape.entries):
+            self.at, own = k, operation(entry.func)
+            ins = self._ins(entry, own)
+            places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
+        places.check_uses()
+
+
+def _narrowed(found: Tensor) -> Tensor:
+    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
+    for d, size in enumerate(found.shape):
+        most = found.amax(d, keepdim=True) if found.numel() else found
+        if size > 1 and bool(((found == most) | (found < 0)).all()):
+            found = most
+    return found
+
+
+def _ascends(order: Tensor) -> bool:
+    along = [size for size in order.shape if size != 1]
+    own = order.flatten()
+    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

@@ -1,0 +1,353 @@
+"""Laws of operations on a tape: where the labels of their inputs are, from those of their results.
+
+The tables are those of autograd's nodes, which have the operations' names.  A gradient doesn't reach indices, masks and
+sizes, but values depend on them, so laws for these stand here, and so do operations without a derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.graph.axes import AXES, axis, broadcast
+from autograd_hacks.graph.label import (
+    ALONE,
+    MIX,
+    MIXED,
+    NOBODY,
+    Entries,
+    Label,
+    Links,
+    Owned,
+    Shape,
+    Shapes,
+    entries,
+    is_owned,
+    linked,
+    put,
+    scattered,
+    tidied,
+)
+from autograd_hacks.graph.moves import MOVES
+from autograd_hacks.graph.values import VALUES, Indexed
+from autograd_hacks.probe.tape import READ
+
+MASKS = (torch.bool, torch.uint8)
+OVERWRITING = frozenset("copy fill zero bernoulli uniform normal random exponential geometric cauchy log_normal".split())  # noqa: SIM905 a list of words to be read
+"""Operations of which nothing that was in the tensor before is left, if they write into one."""
+UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())  # noqa: SIM905
+"""Operations whose result is memory.  What is read from it before an operation wrote there came another way."""
+UNIFORM = frozenset(
+    """zeros_like ones_like full_like rand_like randn_like new_zeros new_full new_ones zeros ones full rand randn
+    scalar_tensor""".split()  # noqa: SIM905
+)
+"""Operations whose results are alike, or drawn, all along each axis, and which read no more than sizes."""
+TURNS = frozenset("transpose_ t_ unsqueeze_ squeeze_ detach_ as_strided_".split())  # noqa: SIM905
+"""Operations that turn a tensor into a view of itself."""
+PUTTING = frozenset("index_put _index_put_impl index_copy scatter masked_scatter index_fill masked_fill".split())  # noqa: SIM905
+"""Operations that write into a tensor without reading it."""
+RAGGED = frozenset("nonzero masked_select repeat_interleave unique_consecutive _unique2 unique_dim".split())  # noqa: SIM905
+"""Operations of which the first axis of the result is as long as values say."""
+ENTRYWISE = frozenset(
+    """bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not isnan isinf isfinite
+    isposinf isneginf floor_divide __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
+    signbit heaviside gcd lcm square relu6 rrelu_with_noise""".split()  # noqa: SIM905
+)
+"""Operations without a derivative that compute entry by entry."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is known of an operation.  name: without the mark of those that write in place"""
+
+    func: Any
+    name: str
+    arguments: Sequence[str]
+    defaults: Mapping[str, Any]
+    tensors: Sequence[str]  # the names of the arguments that are tensors
+    written: Sequence[str]  # the names of those into which it writes
+    makes_view: bool
+
+    @property
+    def read(self) -> str:
+        return READ.get(self.name, "")
+
+
+@cache
+def operation(func: Any) -> Operation:
+    schema = func._schema
+    name, arguments = schema.name.removeprefix("aten::"), schema.arguments
+    is_turn = name in TURNS
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
+    return Operation(
+        func,
+        name.removesuffix("_") if written and not name.startswith("__") else name,
+        [a.name for a in arguments],
+        {a.name: a.default_value for a in arguments if a.has_default_value()},
+        [a.name for a in arguments if "Tensor" in str(a.type) and (name, a.name) != ("rrelu_with_noise", "noise")],
+        () if is_turn or name == "rrelu_with_noise" else written,
+        is_turn or is_view or name == "lift_fresh",
+    )
+
+
+REGISTERED: dict[str, Callable[[Step], Sequence[Sequence[Links]]]] = {}
+"""{an operation of somebody else: its links, for each of its results}"""
+
+
+class Unshown(Exception):
+    """An operation for which nothing shows which samples depend on which.  at: its number on the tape"""
+
+    at: int | None = None
+
+
+@dataclass
+class Step:
+    """An operation on a tape.
+
+    given: its arguments by name
+    ins: the shapes of its tensors in the order of its arguments; None for one that isn't given
+    outs: the shapes of its results
+    reached: for each of its tensors, whether it depends on samples
+    strides: of the first one
+    read: gives the values of the argument that its law reads; noting that they were read, unless with False
+    """
+
+    operation: Operation
+    given: Mapping[str, Any]
+    ins: Shapes
+    outs: Shapes
+    reached: Sequence[bool]
+    strides: Sequence[int]
+    read: Callable[..., Any]
+
+    @cached_property
+    def values(self) -> Any:
+        return self.read()
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    def links(self, o: int) -> Sequence[Links] | None:
+        """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
+        if (registered := REGISTERED.get(self.name)) is not None:
+            return registered(self)[o]
+        if self.name in ENTRYWISE or (self.name in OVERWRITING and self.name not in AXES):
+            return [broadcast(self.outs[o] or (), own) for own in self.ins]
+        if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
+            return self._of_loss(o)
+        entry = AXES.get(self.name)
+        if entry is None:
+            return None
+        if entry.rule is None:
+            return [broadcast(self.outs[o] or (), own) for own in self.ins]
+        if self.name == "_grouped_mm" and len(self.ins) > 2:
+            return None
+        return entry.rule(o, self.outs, self.ins, **self._numbers(entry.reads))
+
+    def _of_loss(self, o: int) -> list[Links]:
+        """Scores by class on axis 1; a target for each of the others."""
+        out, n = self.outs[o] or (), len(self.ins[0] or ())
+        if not out:
+            return [[ALONE] * len(s or ()) for s in self.ins]
+        return [[0, ALONE, *range(1, n - 1)], range(len(self.ins[1] or ())), [ALONE]]
+
+    def _numbers(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: self.given[name] for name in names if name in self.given}
+
+    def labels(self, label: Owned, o: int, samples: int) -> Sequence[Label]:
+        """The labels of its tensors, from that of result number o.  Raises Unshown."""
+        if (law := _BY_VALUES.get(self.name)) is not None:
+            return law(self, label, samples)
+        if (move := MOVES.get(self.name)) is not None:
+            found = move.law(label, o, self.outs, self.ins, samples, **self._numbers(move.reads))
+            if found is not None:
+                return found
+        links = self.links(o)
+        if links is None:
+            raise Unshown
+        return [None if own is None else linked(label, of, own) for of, own in zip(links, self.ins)]
+
+
+Law = Callable[[Step, Owned, int], Sequence[Label]]
+_BY_VALUES: dict[str, Law] = {}
+
+
+def _law(names: str) -> Callable[[Law], Law]:
+    def enter(law: Law) -> Law:
+        _BY_VALUES.update(dict.fromkeys(names.split(), law))
+        return law
+
+    return enter
+
+
+def _taken(step: Step, label: Owned, samples: int) -> Label:
+    """The label of a tensor of which an index takes entries.  If no samples are in it, the index isn't read."""
+    return _moved(step, label, samples, step.ins[:1])[0] if step.reached[0] else None
+
+
+def _moved(step: Step, label: Owned, samples: int, ins: Shapes) -> list[Label]:
+    """The labels of the tensors whose entries are moved, by the law of the operation's node."""
+    law = VALUES[step.name]
+    found = law.law(
+        label, 0, step.outs, ins, samples, read=lambda _: step.values,
+        **{name: step.given[name] for name in law.reads},
+    )  # fmt: skip
+    if found is None:
+        raise Unshown
+    return found
+
+
+@_law("index_select")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    own, index = step.ins
+    d = axis(step.given["dim"], len(own or ()))
+    return [_taken(step, label, samples), linked(label, [d] * len(index or ()), index or ())]
+
+
+@_law("gather")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    return [_taken(step, label, samples), label]
+
+
+@_law("embedding")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    index = step.ins[1] or ()
+    return [_taken(step, label, samples), linked(label, range(len(index)), index)]
+
+
+@_law("index _unsafe_index")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    indices = step.read(False)
+    if step.reached[0] or any(index is not None and index.dtype in MASKS for index in indices):
+        indices = step.values
+    return [_taken(step, label, samples), *_of_indices(indices, Indexed(indices, step.ins[0] or ()), label, samples)]
+
+
+def _of_indices(indices: Sequence[Tensor | None], by: Indexed, label: Owned, samples: int) -> list[Label]:
+    """The labels of indices, from that of the entries that they point to."""
+    found: list[Label] = []
+    for index in indices:
+        if index is None:
+            found.append(None)
+            continue
+        sizes = [1] * (by.axes - index.ndim) + list(index.shape)
+        if index.dtype in MASKS:
+            rows = linked(label, [by.start], by.shape)
+            found.append(_of_mask(index, rows, by.shape, samples))
+            continue
+        links = [by.start + d if size == by.shape[d] else ALONE for d, size in enumerate(sizes)]
+        own = linked(label, links[by.axes - index.ndim :], index.shape)
+        found.append(own)
+    return found
+
+
+def _of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
+    """The label of a mask, from that of the entries that it chooses."""
+    if not is_owned(rows):
+        return rows
+    found = torch.full(mask.shape, NOBODY, device=mask.device)
+    found[mask.bool()] = entries(rows, shape, samples, mask.device).expand(*shape)
+    return Entries(found)
+
+
+@_law("index_add index_copy index_reduce")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    own, index, source = step.ins
+    d = axis(step.given["dim"], len(own or ()))
+    moved = _moved(step, label, samples, [own, source])
+    return [moved[0], linked(moved[1], [d] * len(index or ()), index or ()) if is_owned(moved[1]) else moved[1], moved[1]]
+
+
+@_law("scatter scatter_add scatter_reduce")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    return _moved(step, label, samples, step.ins)
+
+
+@_law("index_put _unsafe_index_put _index_put_impl")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    by = Indexed(step.values, step.outs[0] or ())
+    moved = _moved(step, label, samples, [step.ins[0], step.ins[-1]])
+    at = by.read(entries(label, step.outs[0] or (), samples, by.indices[0].device))
+    return [moved[0], *_of_indices(step.values, by, Entries(at), samples), moved[1]]
+
+
+@_law("masked_select")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    moved = _moved(step, label, samples, step.ins[:1])
+    mask, own = step.values, step.ins[0] or ()
+    whole = torch.broadcast_shapes(mask.shape, torch.Size(own))
+    chosen = _of_mask(mask.expand(whole), label, step.outs[0] or (), samples)
+    return [*moved, linked(chosen, broadcast(whole, mask.shape), mask.shape) if is_owned(chosen) else chosen]
+
+
+@_law("masked_scatter")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """What a place gets depends on how many places before it are chosen."""
+    moved = _moved(step, label, samples, [step.ins[0], step.ins[2]])
+    return [moved[0], MIXED, moved[1]]
+
+
+@_law("as_strided")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """Entries of memory, which begins with the tensor's first one unless the operation says otherwise."""
+    own = step.ins[0] or ()
+    if step.given["storage_offset"] is not None:
+        raise Unshown
+    memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long)
+    memory.copy_(torch.arange(prod(own)).view(*own))
+    taken = memory.as_strided(step.given["size"], step.given["stride"]).flatten()
+    at = entries(label, step.outs[0] or (), samples, "cpu").expand(*(step.outs[0] or ())).flatten()
+    found = scattered(at, taken, prod(own))
+    return [MIXED if found is None else tidied(Entries(found.view(*own)), own, samples)]
+
+
+@_law("nonzero")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    count = (step.outs[0] or (0,))[0]
+    rows = linked(label, [0], (count,))
+    return [_of_mask(step.values != 0, rows, (count,), samples)]
+
+
+@_law("bincount")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    at = entries(label, step.outs[0] or (), samples, step.values.device).expand(*(step.outs[0] or ()))
+    return [Entries(at[step.values])] * len(step.ins)
+
+
+@_law("repeat_interleave")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """Entry i of the result is the number of the repeated entry."""
+    if len(step.ins) != 1:
+        raise Unshown
+    rows = torch.repeat_interleave(step.values)
+    at = entries(label, (len(rows),), samples, rows.device).expand(len(rows))
+    return [_by_segment(at, rows, len(step.values))]
+
+
+def _by_segment(at: Tensor, rows: Tensor, count: int) -> Label:
+    """The label of segments, from those of their entries; MIXED if one has entries of several samples."""
+    found = torch.full((count,), NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(0, rows, at, "amax")
+    return MIXED if bool(((found[rows] != at) & (at >= 0)).any()) else Entries(found)
+
+
+@_law("_embedding_bag _embedding_bag_forward_only")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """Bags of rows of a table: each entry is in the bag that its place says."""
+    offsets, out, count = step.values, step.outs[0] or (), (step.ins[1] or (0,))[0]
+    bags = linked(label, [0], out[:1])
+    if not is_owned(bags):
+        return [bags] * len(step.ins)
+    places = torch.arange(count, device=offsets.device)
+    bag = torch.searchsorted(offsets[: out[0]].contiguous(), places, right=True) - 1
+    at = entries(bags, out[:1], samples, offsets.device).expand(out[0])
+    own = Entries(at[bag])
+    whole = put(bags, 0, 0, out[0], 1, (len(offsets),), samples) if len(offsets) != out[0] else bags
+    return [linked(own, [ALONE, MIX], step.ins[0] or ()), own, whole, *[own] * (len(step.ins) - 3)]

@@ -1,0 +1,190 @@
+"""Runs of copies of a model, with other samples instead of some, or with some samples alone, and what they change."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autograd_hacks.capture.above import ABOVE
+from autograd_hacks.capture.hooks import hooked_copy
+from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
+from autograd_hacks.reading.gate import read
+from autograd_hacks.support.copies import Copy
+from autograd_hacks.support.layout import Layout, differs, likeliest, rounding_of
+from autograd_hacks.support.parts import is_part
+from autograd_hacks.support.philox import key_of, noise
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import tensors_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Seen(NamedTuple):
+    """The results of one run."""
+
+    outputs: list[Tensor]
+    buffers: dict[str, Tensor]
+    rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
+
+
+class _Undrawn(TorchDispatchMode):
+    """Random numbers are all 1, so that a sample alone gets those that it got among others.  Permutations stay drawn."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_dropout.default:
+            return func(args[0], args[1], False)
+        out = func(*args, **kwargs or {})
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor) and out.is_floating_point()
+        return out.fill_(1) if is_drawn else out
+
+
+def alone_among(parts: Callable[..., Any], kept: Tensor, arguments: Arguments) -> Arguments:
+    """The arguments for some samples alone, as a function of the user's gives them.  kept: N booleans"""
+    args, kwargs = arguments
+    found = parts(kept.nonzero()[:, 0], *args, **kwargs)
+    if isinstance(found, dict):
+        return (), found
+    return (found if isinstance(found, tuple) else (found,)), {}
+
+
+class Runs:
+    """Runs copies of a model, each once.
+
+    are_parts: whether runs have some samples alone, and not other samples instead of some
+    """
+
+    def __init__(
+        self, recorder: Recorder, told: Told, copy: Copy, samples: int, makes_loss: bool, are_parts: bool = False
+    ) -> None:
+        self.recorder, self.told, self.copy, self.samples = recorder, told, copy, samples
+        self.makes_loss, self.are_parts = makes_loss, are_parts
+        self.whole: list[torch.Size] = []  # the shapes of the outputs for all samples
+
+    def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
+        """kept: the samples that there are, if not all"""
+        own, rows = self.copy.again(arguments), dict[str, Tensor]()
+        model = own.model
+        with ABOVE.alone(model), own.running(), _Undrawn() if self.are_parts else nullcontext():
+            for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
+                # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
+                if p.numel() and not is_part(p) and not p.detach().any():
+                    p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
+            args, kwargs = own.given
+            try:
+                if with_rows:
+                    outputs, rows = self._with_rows(model, args, kwargs, kept)
+                else:
+                    with torch.enable_grad(), Switch.paused_here():  # the forward may take derivatives itself
+                        outputs = tensors_of(model(*args, **kwargs))
+            except PerSampleGradientError:
+                raise
+            except Exception as error:  # the model may raise anything for other samples
+                raise ProbeFailed(
+                    "independence of samples: the check runs a copy of the model with other samples replaced, and it "
+                    f"raised {type(error).__name__}: {error}. Training that is not "
+                    "private can leave the check out: independent=False."
+                ) from error
+            buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
+            return Seen([x.detach().clone() for x in outputs], buffers, rows)
+
+    def _with_rows(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor | None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        found, samples = dict[str, Tensor](), self.samples if kept is None else int(kept.sum())
+        # Its values may be read in another way.  It starts no further runs.
+        with hooked_copy(model, self.recorder, independent=False, told=self.told) as recorder:
+            outputs = tensors_of(model(*args, **kwargs))
+            self.whole = self.whole or [x.shape for x in outputs]
+            losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
+            if not self.makes_loss:
+                slots = [slot for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested]
+                losses = [along for slot in slots if (along := self._along(outputs[slot], slot, kept)) is not None]
+            if not losses:
+                return outputs, {}
+            torch.autograd.backward(losses)
+            for name, form in read(model, dict(model.named_parameters()), recorder, "sum").items():
+                if form is not None and form.samples == samples:
+                    like = form.like
+                    found[name] = form.dot(noise(form.shape, key_of(name), like.device, like.dtype)).detach()
+        return outputs, found
+
+    def _along(self, x: Tensor, slot: int, kept: Tensor | None) -> Tensor | None:
+        """An output along a random direction, the same for a sample in each run.
+
+        For some samples no entry depends on other samples' entries."""
+        if slot >= len(self.whole):
+            return None
+        direction = noise(self.whole[slot], key_of(slot), x.device, x.dtype)
+        if kept is not None:
+            at = self._layout(slot, self.whole[slot])
+            if at is None:
+                return None
+            direction = at.samples_first(direction, self.samples)[kept.to(x.device)]
+            x = at.samples_first(x, int(kept.sum()))
+        return (x * direction).sum().real if x.shape == direction.shape else None
+
+    def _layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
+        at = self.told.outputs[slot] if slot < len(self.told.outputs) else None
+        return at or self._by_size(shape)
+
+    def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
+        """The difference found for the kept samples, as text for messages, and the outputs that show it; "" if there is
+        none.
+
+        rounds: whether to ignore differences that rounding explains
+        """
+        every = tuple(range(len(first.outputs)))
+        if len(first.outputs) != len(other.outputs):
+            return "how many tensors the model returns", every
+        for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
+            at = self._layout(slot, x.shape)
+            if self.are_parts and at is not None:
+                count = int(kept.sum())
+                x, y = (
+                    at.samples_first(x, self.samples)[kept.to(x.device)],
+                    at.samples_first(y, count) if at.fits(y, count) else y,
+                )
+                at = None
+            if x.shape != y.shape:
+                return f"the shape of the model's output number {slot}", (slot,)
+            if (at is not None or self.are_parts) and _changes(x, y, at, kept, rounds):
+                return f"the model's output number {slot} (shape {tuple(first.outputs[slot].shape)})", (slot,)
+        for name, x in first.buffers.items():
+            left = other.buffers.get(name)
+            if left is None or x.shape != left.shape or _changes(x, left, self._by_size(x.shape), kept, rounds):
+                return f"what the forward leaves in the buffer {name}", every
+        return _differing_rows(first.rows, other.rows, kept), every
+
+    def _by_size(self, shape: Sequence[int]) -> Layout | None:
+        return likeliest(shape, self.samples, range(len(shape)))
+
+
+def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:
+    if torch.equal(x, y):
+        return False
+    difference = differs(x, y, rounding_of(x) if rounds else None)
+    if at is not None:
+        difference = at.samples_first(difference, len(kept))[kept.to(x.device)]
+    return bool(difference.any())
+
+
+def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor) -> str:
+    """The parameter whose rows changed by more than one factor that is common to all (the batch's denominator)."""
+    names = [name for name in first if name in other]
+    if not names:
+        return ""
+    kept = kept.to(first[names[0]].device)
+    pairs = [(first[name][kept], own[kept] if len(own := other[name]) == len(kept) else own) for name in names]
+    x, y = (torch.cat([pair[n].flatten().double() for pair in pairs]) for n in (0, 1))
+    factor = (x @ y) / (x @ x).clamp(min=torch.finfo(x.dtype).tiny)
+    eps = max(torch.finfo(pair[0].dtype).eps for pair in pairs)
+    for name, (own, again) in zip(names, pairs):
+        if (own * factor - again).norm() > 1e3 * eps * again.norm() + 1e-30:
+            return f"the rows of {name}"
+    return ""
