@@ -104,13 +104,18 @@ def test_tab_completion_shows_the_public_names_alone() -> None:
         ("grad_sample", "compute_grad1(model), which sets param.grad1"),
         ("per_sample_gradients", "compute_grad1(model), which sets param.grad1"),
         ("verifies", "verify"),
-        ("Store", "attribution.Store"),
+        ("Stores", "attribution.Store"),
     ],
 )
 def test_a_name_that_is_not_there(name: str, call: str) -> None:
     with pytest.raises(AttributeError) as raised:
         getattr(autograd_hacks, name)
     assert str(raised.value).endswith(f"has no attribute {name!r}. Did you mean autograd_hacks.{call}?")
+
+
+def test_names_of_rooms_are_found_without_their_room() -> None:
+    assert autograd_hacks.Store is autograd_hacks.attribution.Store
+    assert "Store" not in dir(autograd_hacks)
 
 
 def test_a_hint_at_an_integration_is_a_line_to_paste() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autograd_hacks
+from autograd_hacks import private
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
 from autograd_hacks.reading import independence
 
