@@ -143,7 +143,7 @@ def test_a_flat_buffer_of_gradients_is_written_in_place(build: Callable[[], nn.M
         verbs.compute_grad1(model, set_grad=True)
         assert_close(buffer, rows.sum(0))
         backward(x)
-        verbs.clip_and_noise_(model, 1.0, 0.0, 3.0)
+        verbs.private.clip_and_noise_(model, 1.0, 0.0, 3.0)
         assert_close(buffer, clipped @ rows / 3)
         if not param_grad:
             buffer.zero_()
