@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -164,13 +166,26 @@ class Pass:
     def reduction(self, loss_type: str | None) -> str:
         """How the loss combines the samples' losses: 'mean' or 'sum'.  loss_type: what the reader said, or None"""
         if self.losses is None:
-            return loss_type or "mean"
+            return loss_type or assumed()
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
                 f"loss_type={loss_type!r} was given, but {self.losses.what} used {self.losses.loss_type!r}. Leave "
                 "loss_type out: the scale is known." + ON_REDUCTION
             )
         return self.losses.loss_type
+
+
+@cache
+def assumed() -> str:
+    """'mean', which is assumed of a loss of which nobody said how it is reduced.  Says so on stderr, once a process."""
+    print(
+        "autograd_hacks: no loss_type was given, so the loss is assumed to be the mean of the samples' losses. Rows of "
+        "others are wrong: give loss_type='sum' for a sum, scale=1/K for loss / K, and N losses to "
+        "autograd_hacks.backward for class weights, ignored targets or samples that are compared. loss_type='mean' "
+        "hides this line" + ON_REDUCTION.replace("\nM", ". M"),
+        file=sys.stderr,
+    )
+    return "mean"
 
 
 def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:

@@ -1,6 +1,9 @@
 """`backward(losses)`, what the scale of a row is, and losses that begin to mix."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.testing import assert_close
 from twin import Bare, check_right
 
 import autograd_hacks
+from autograd_hacks.capture import records
 from autograd_hacks.errors import SamplesMixed
 
 
@@ -45,6 +49,47 @@ def test_the_reduction_of_two_kinds_of_passes() -> None:
             autograd_hacks.backward(model(x).square().sum(1), loss_type)
     with pytest.raises(ValueError, match="some accumulated losses are means and some are sums"):
         autograd_hacks.per_sample_grads(model)
+
+
+def _entropies(factor: float = 1.0, **options: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+    """A loss as a number, and as one for each sample."""
+    each = options | {"reduction": "none"}
+    return lambda x, y: F.cross_entropy(x, y, **options) * factor, lambda x, y: F.cross_entropy(x, y, **each) * factor
+
+
+def _compared(out: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)).roll(1), reduction="none")
+
+
+UNITS = {
+    "a sum": _entropies(reduction="sum"),
+    "loss / K": _entropies(1 / 4),
+    "class weights": _entropies(weight=torch.tensor([1.0, 5.0, 2.0, 1.0]).double()),
+    "ignored targets": _entropies(ignore_index=1),
+    "samples that are compared": (lambda out, y: _compared(out, y).mean(), _compared),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_what_is_assumed_of_a_loss_is_said_once_and_losses_need_no_assumption(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scalar, losses), model, y = UNITS[name], _net(), torch.tensor([0, 1, 1, 3, 2])
+    (x,), told = islice(_batches(), 1), list[int]()
+    monkeypatch.setattr(records, "assumed", cache(records.assumed.__wrapped__))
+    with autograd_hacks.add_hooks(model):
+        for loss_type in ("mean", None, None):
+            scalar(model(x), y).backward()
+            autograd_hacks.compute_grad1(model, loss_type)
+            told.append(capsys.readouterr().err.count("no loss_type was given, so the loss is assumed to be the mean"))
+        assert told == [0, 1, 0]
+        records.assumed.cache_clear()
+        if name == "samples that are compared":
+            with pytest.raises(SamplesMixed, match="samples mix in the losses"):
+                autograd_hacks.backward(losses(model(x), y))
+        else:
+            check_losses(model, lambda: losses(model(x), y))
+    assert not capsys.readouterr().err
 
 
 def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
