@@ -15,7 +15,7 @@ from torch import Tensor
 from autograd_hacks.capture.calls import LayerCall, Note, Within, gone
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
-from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.errors import A_BATCH, ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
@@ -193,7 +193,7 @@ def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:
     listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
     return BatchSizeError(
         f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for all. Axis 0 "
-        "must be the batch in every layer's input, and losses need one entry per sample."
+        f"must be the batch in every layer's input, and losses need one entry per sample. {A_BATCH}"
     )
 
 

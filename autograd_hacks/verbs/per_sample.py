@@ -120,8 +120,10 @@ def _read_tokens(
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
-            mend = "Before the forward, add_hooks(model, segments='tokens'), or leave it out by only=..."
-            raise UnsupportedLayer(f"tokens: {use.place}, was read for whole samples. {mend}" + ON_SEGMENTS)
+            raise UnsupportedLayer(
+                f"tokens: {use.place}, was read for whole samples, as tables of positions are. Call add_hooks(model, "
+                "segments='tokens') before the forward." + ON_SEGMENTS
+            )
     before = [use.documents for use in uses]
     try:
         for use in uses:
