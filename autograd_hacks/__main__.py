@@ -1,4 +1,4 @@
-"""``python -m autograd_hacks``: an overview, explanations of errors, and a check of your own model on this machine."""
+"""``python -m autograd_hacks``: an overview, the pages, explanations of errors, and a check of your own model."""
 
 import argparse
 import copy
@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import pkgutil
 import platform
+import subprocess
 import sys
+import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ import autograd_hacks
 from autograd_hacks.errors import EXPLAINED, ProbeFailed, SamplesMixed, VerificationFailed
 from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import percent, text_table
-from autograd_hacks.support.pages import explained
+from autograd_hacks.support.pages import explained, folder
 from autograd_hacks.support.ranges import check
 from autograd_hacks.support.trees import tensors_of
 
@@ -40,6 +42,8 @@ PAGES = {
     "limits.rst": "what can't be done, and why",
     "examples": "scripts to run, each with a picture",
 }
+BUILD = "-q", "-D", "nb_execution_mode=off", "-b", "html"
+"""Arguments of docs/build.py."""
 WHERE = "expected module:function, a function without arguments that returns a model and the arguments of its forward"
 ENGINE = "expected module:function, a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
 
@@ -75,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SHARE",
         help="with --engine: the smallest share of the parameters to accept, 1 for all; below it the exit status is 1",
     )
+    docs = commands.add_parser("docs", help="open the pages in a browser; build them first if they aren't built")
     explain = commands.add_parser("explain", help="print more about an error: the section that its last line names")
     explain.add_argument("name", nargs="?", metavar="NAME", help="a section or an error class; without it, all are listed")
     options = parser.parse_args(arguments)
@@ -83,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "explain":
         return _explain(options.name, explain)
+    if options.command == "docs":
+        return _docs(docs)
     try:
         check("doctor", "", coverage=options.coverage)
         engine = None if options.engine is None else _function(options.engine, ENGINE)
@@ -101,11 +108,25 @@ def _pages() -> list[str]:
     if not (docs / "want.rst").exists():
         return ["Pages and examples are in docs/ of the sources. pip does not install them."]
     return [
-        f"Pages, in {docs}; tox -e gallery builds the site:",
+        f"Pages, in {docs}:",
         *(f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items()),
         "Examples:",
         *(f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py"))),
     ]
+
+
+def _docs(parser: argparse.ArgumentParser) -> int:
+    """Opens the built pages.  Builds them first, without running notebooks, if they aren't there."""
+    build = folder() / "build.py"
+    site = build.parent / "_build" / "html" / "index.html"
+    if not site.exists() and not build.exists():
+        parser.error("pip does not install built pages. Run this in a clone, or in the unpacked sdist of a release")
+    if not site.exists() and (status := subprocess.run([sys.executable, build, *BUILD], check=False).returncode):
+        print('the pages were not built; in a clone, pip install ".[docs]" installs what builds them', file=sys.stderr)
+        return status
+    print(site)
+    webbrowser.open(site.as_uri())
+    return 0
 
 
 def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:

@@ -10,6 +10,7 @@ from rarely import crossed
 
 import autograd_hacks
 from autograd_hacks.__main__ import PAGES, main
+from autograd_hacks.support import pages
 
 MODELS = """
 import torch
@@ -116,6 +117,29 @@ def test_without_the_sources_it_says_where_they_are(
     monkeypatch.setattr(autograd_hacks, "__file__", str(tmp_path / "autograd_hacks" / "__init__.py"))
     assert main([]) == 0
     assert "docs/ of the sources" in capsys.readouterr().out
+
+
+MADE = "site.parent.mkdir(parents=True)\nsite.touch()"
+
+
+def test_docs_are_built_once_and_opened(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    docs, opened = tmp_path / "docs", list[str]()
+    docs.mkdir()
+    (docs / "errors.rst").touch()
+    monkeypatch.setattr(pages, "PACKAGE", tmp_path / "autograd_hacks")
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    with pytest.raises(SystemExit):
+        main(["docs"])
+    (docs / "build.py").write_text("raise SystemExit(3)")
+    assert main(["docs"]) == 3
+    assert 'pip install ".[docs]"' in capfd.readouterr().err
+    site = docs / "_build" / "html" / "index.html"
+    (docs / "build.py").write_text(f"import pathlib\nsite = pathlib.Path({str(site)!r})\n" + MADE)
+    assert [main(["docs"]) for _ in range(2)] == [0, 0]
+    assert capfd.readouterr().out.split() == [str(site)] * 2
+    assert opened == [site.as_uri()] * 2
 
 
 def test_as_a_command() -> None:
