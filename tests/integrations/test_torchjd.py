@@ -105,6 +105,11 @@ def test_losses_of_samples_in_several_tasks(param_grad: bool) -> None:
         assert_close(weights.flatten() @ rows, expected)
     autojac.backward(tasks_of(other))
     assert_close(weights.flatten(), autojac.jac_to_grad(other.parameters(), UPGrad()).flatten())
+    other.zero_grad()
+    autojac.backward(tasks_of(other).mean(0))
+    theirs = autojac.jac_to_grad(other.parameters(), UPGrad())
+    assert_close(jacobian_descent(model, UPGrad(), losses=tasks_of(model), task_means=True), theirs)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
 
 
 def test_losses_of_one_task_are_a_backward_pass() -> None:
@@ -150,6 +155,7 @@ def test_what_is_refused() -> None:
         ((up,), {"losses": list(losses.unbind(1))}, TypeError, parts),
         ((up,), {"losses": losses.unbind(1)}, TypeError, parts),
         ((up,), {"losses": losses[:, :, None]}, ValueError, r"shape \(6, 2, 1\).*losses.mean"),
+        ((up,), {"task_means": True}, ValueError, r"losses of shape None; expected \(N, K\)"),
     ]  # fmt: skip
     for given, options, error, words in refused:
         with pytest.raises(error, match=words):

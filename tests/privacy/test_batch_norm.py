@@ -51,14 +51,9 @@ def test_a_copy_has_the_parameters_and_rows() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: Activated(3), TypeError),
-        (nn.LazyBatchNorm2d, TypeError),
-        (lambda: torch.jit.script(nn.BatchNorm2d(3)), TypeError),
-        (lambda: nn.BatchNorm1d(1), ValueError),
-    ],
+    "make",
+    [lambda: Activated(3), nn.LazyBatchNorm2d, lambda: torch.jit.script(nn.BatchNorm2d(3)), lambda: nn.BatchNorm1d(1)],
 )
-def test_what_can_not_be_replaced_is_refused_by_its_path(make: Callable[[], nn.Module], error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"without_batch_norm: layer '0\.1'"):
+def test_what_can_not_be_replaced_is_refused_by_its_path(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TypeError, match=r"without_batch_norm: layer '0\.1'"):
         without_batch_norm(nn.Sequential(nn.Sequential(nn.ReLU(), make())))
