@@ -19,7 +19,8 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module
 def names_matching(
     only: str | Iterable[str], model: nn.Module, trained: Collection[str], what: str = "only", page: str = ON_VERBS
 ) -> list[str]:
-    """The names of the trainable parameters that patterns match.  '*' matches any text, '?' any character.
+    """The names of the trainable parameters that patterns match, or whose modules' names they match.  '*' matches any text,
+    '?' any character.
 
     what: the name of the argument that holds the patterns, for the message
     page: the end of the message, where that argument is explained
@@ -41,16 +42,21 @@ def names_matching(
         if pattern == NORMS:
             matching = [(name, p) for name, p in named if p.ndim < 2 or id(p) in of_norms]
         else:
-            matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
+            matching = [(name, p) for name, p in named if any(matches(n, pattern) for n in (name, unwrapped(name)))]
         meant = {first[id(p)] for _, p in matching if id(p) in first}
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             raise ValueError(
                 f"{what}: {pattern!r} matches {'only frozen parameters' if matching else 'no parameter'}; expected the name "
-                f"of a trainable parameter, or a pattern: {', '.join(map(repr, close))}." + page
+                f"of a trainable parameter or of a module, or a pattern: {', '.join(map(repr, close))}." + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a parameter's name, or the name of a module that has it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
 
 
 def unwrapped(name: str) -> str:

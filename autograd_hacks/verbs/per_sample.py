@@ -54,8 +54,8 @@ def per_sample_grads(
     loss_type, scale: as in `compute_grad1`
     process_group: the processes that share the batch, a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``. None, the
     default, means those of DistributedDataParallel or ``fully_shard``; False means this process only
-    only: names or patterns of the parameters to read: ``'8.*'``, ``['*.weight', 'head.bias']``. 'norms' means all biases
-    and the parameters of norm layers. Verbs then cover these parameters only
+    only: names of parameters to read, or of modules, or patterns: ``'head'``, ``['h.8.*', '*.bias']``. 'norms' means all
+    biases and the parameters of norm layers. Verbs then cover these parameters only
 
     Raises what `compute_grad1` raises, and ValueError for a process group together with ``fully_shard``, and for a pattern
     that matches no trainable parameter.
