@@ -21,7 +21,9 @@ settings.register_profile("local", deadline=None, max_examples=30, print_blob=Tr
 settings.register_profile("hunt", settings.get_profile("ci" if os.environ.get("CI") else "local"), max_examples=600)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-assumed()  # its line comes once a process: here, so that it stands in no test's output
+# Their lines come once a process: here, so that they stand in no test's output.
+assumed("mean")
+assumed("sum")
 
 # Tests run in parallel processes, and so do the programs that they start.
 torch.set_num_threads(1)

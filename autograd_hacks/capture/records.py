@@ -166,7 +166,7 @@ class Pass:
     def reduction(self, loss_type: str | None) -> str:
         """How the loss combines the samples' losses: 'mean' or 'sum'.  loss_type: what the reader said, or None"""
         if self.losses is None:
-            return loss_type or assumed()
+            return loss_type or assumed("mean")
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
                 f"loss_type={loss_type!r} was given, but {self.losses.what} used {self.losses.loss_type!r}. Leave "
@@ -176,16 +176,16 @@ class Pass:
 
 
 @cache
-def assumed() -> str:
-    """'mean', which is assumed of a loss of which nobody said how it is reduced.  Says so on stderr, once a process."""
+def assumed(what: str) -> str:
+    """'mean' or 'sum', which is assumed of a loss of which nobody said it.  Says so on stderr, once a process."""
     print(
-        "autograd_hacks: no loss_type was given, so the loss is assumed to be the mean of the samples' losses. Rows of "
-        "others are wrong: give loss_type='sum' for a sum, scale=1/K for loss / K, and N losses to "
-        "autograd_hacks.backward for class weights, ignored targets or samples that are compared. loss_type='mean' "
-        "hides this line" + ON_REDUCTION.replace("\nM", ". M"),
+        f"autograd_hacks: no loss_type was given, so the loss is assumed to be the {what} of the samples' losses. Rows of "
+        "others are wrong: give loss_type='sum' or 'mean', scale=1/K for loss / K, and N losses to "
+        "autograd_hacks.backward for class weights, ignored targets or samples that are compared. "
+        f"loss_type={what!r} hides this line" + ON_REDUCTION.replace("\nM", ". M"),
         file=sys.stderr,
     )
-    return "mean"
+    return what
 
 
 def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:

@@ -32,7 +32,7 @@ def compile(
     verb: str,
     batch: BatchDim = 0,
     *,
-    loss_type: str = "sum",
+    loss_type: str | None = None,
     param_grad: bool = True,
     max_norm: float | None = None,
     noise_multiplier: float | None = None,
@@ -65,7 +65,8 @@ def compile(
 
     batch: the axis of the samples in all arguments; or a tree of axes as in `add_hooks`, None for an argument without
     samples
-    loss_type: 'sum' or 'mean', how the losses are reduced
+    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'sum' is assumed, and a line on stderr says so, once a
+    process; `backward` says it for the losses that it is given
     param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
     dim, seed: as in `PerSampleGrads.project`
@@ -77,8 +78,8 @@ def compile(
 
     Calling it raises SamplesMixed; UnsupportedOperation if an operation has no rule, or if the model can't be captured as
     one graph (for example because of an ``if`` on values); and ValueError if an argument's samples are not on the given
-    axis.  Backward passes are checked in steps 1, 2, 16, 128, ... of each compilation and raise VerificationFailed if a
-    check fails.
+    axis, or if `backward` reduces losses otherwise.  Backward passes are checked in steps 1, 2, 16, 128, ... of each
+    compilation and raise VerificationFailed if a check fails.
     """
     check_module("compile", model, ON_COMPILING)
     check_loss_type(loss_type)
