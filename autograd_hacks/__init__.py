@@ -32,8 +32,7 @@ from autograd_hacks.verbs.metric import Metric
 from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
-from autograd_hacks.verbs.store import Store
-from autograd_hacks.verbs.trak import trak_scores
+from autograd_hacks.verbs.store import Store, trak_scores
 from autograd_hacks.verbs.verify import verify
 
 __version__ = "0.1.0"

@@ -31,19 +31,6 @@ TOOLS = [
     "laplace-torch",
 ]
 """Tools with an integration, by their names on PyPI."""
-PAGES = {
-    "first_steps.ipynb": "the first ten minutes, in a notebook",
-    "which_function.rst": "which function answers a question, and what it costs",
-    "want.rst": "I want to ...: code for common tasks",
-    "tutorial.ipynb": "an hour: per-sample gradients from the inside",
-    "usage.rst": "using it",
-    "integrations": "in other tools",
-    "errors.rst": "what errors mean",
-    "limits.rst": "what can't be done, and why",
-    "examples": "scripts to run, each with a picture",
-}
-BUILD = "-q", "-D", "nb_execution_mode=off", "-b", "html"
-"""Arguments of docs/build.py."""
 WHERE = "expected module:function, a function without arguments that returns a model and the arguments of its forward"
 ENGINE = "expected module:function, a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
 
@@ -53,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m autograd_hacks",
         description=f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one pass",
-        epilog="\n".join(_pages()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"autograd_hacks {autograd_hacks.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -102,28 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _check(given, options.model or "a small model")
 
 
-def _pages() -> list[str]:
-    """The pages and examples, one a line."""
-    docs = Path(autograd_hacks.__file__).parent.parent / "docs"
-    if not (docs / "want.rst").exists():
-        return ["Pages and examples are in docs/ of the sources. pip does not install them."]
-    return [
-        f"Pages, in {docs}:",
-        *(f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items()),
-        "Examples:",
-        *(f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py"))),
-    ]
-
-
 def _docs(parser: argparse.ArgumentParser) -> int:
     """Opens the built pages.  Builds them first, without running notebooks, if they aren't there."""
     build = folder() / "build.py"
     site = build.parent / "_build" / "html" / "index.html"
-    if not site.exists() and not build.exists():
-        parser.error("pip does not install built pages. Run this in a clone, or in the unpacked sdist of a release")
-    if not site.exists() and (status := subprocess.run([sys.executable, build, *BUILD], check=False).returncode):
-        print('the pages were not built; in a clone, pip install ".[docs]" installs what builds them', file=sys.stderr)
-        return status
+    if not site.exists() and build.exists():
+        subprocess.run([sys.executable, build, "-q", "-D", "nb_execution_mode=off", "-b", "html"], check=False)
+    if not site.exists():
+        parser.error("pip installs no built pages. In a clone, pip install '.[docs]' installs what builds them")
     print(site)
     webbrowser.open(site.as_uri())
     return 0

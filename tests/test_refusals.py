@@ -188,7 +188,7 @@ STEPS: list[Row] = [
         (r"layer '2' \(Linear\): its gradient at the output", an_overwritten_gradient),
     ]),
     *of(ValueError, REDUCTION, [
-        *[(f"{given!r}.*'mean' or 'sum'", lambda s, given=given: (s.grads, s.read(given))) for given in ("average", "", 1)],
+        *[(f"{given!r}.*'mean', 'sum'", lambda s, given=given: (s.grads, s.read(given))) for given in ("average", "", 1)],
         *[(repr(given), lambda s, given=given: backward(s.losses, given)) for given in ("average", "", 1)],
         ("'sum'.*'mean'", lambda s: (backward(s.losses), s.read("sum"))),
         (r"\(\).*reduction='none'", lambda s: backward(s.losses.sum())),

@@ -387,14 +387,12 @@ class Record:
         """How the losses of all passes were reduced.  Raises ValueError if they differ.  loss_type: what the reader said"""
         found = {recorded.reduction(loss_type) for recorded in self.passes}
         if len(found) > 1:
-            wrong = "some accumulated losses are means and some are sums. Reduce all losses in the same way."
-            if not all(recorded.losses for recorded in self.passes):
-                wrong = (
-                    "no loss_type was given, so 'mean' was assumed for the passes of loss.backward(), but backward(losses) "
-                    "has used 'sum'. If all losses are sums, pass loss_type='sum'. For derivatives of rows run the first "
-                    "pass by torch.autograd.grad(loss, parameters, create_graph=True): its rows are not added to the others."
-                )
-            raise ValueError(wrong + ON_REDUCTION)
+            raise ValueError(
+                "some accumulated losses are means and some are sums. Reduce all losses in the same way. Those of "
+                "loss.backward() are assumed to be means: if they are sums, pass loss_type='sum'. For derivatives of rows "
+                "run the first pass by torch.autograd.grad(loss, parameters, create_graph=True): its rows are not added to "
+                "the others." + ON_REDUCTION
+            )
         return found.pop()
 
     def is_parameter(self, x: Tensor) -> bool:

@@ -9,9 +9,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.wrappers import check_module
-from autograd_hacks.errors import ON_COMPILING
+from autograd_hacks.errors import ON_COMPILING, ON_REDUCTION
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.reading.scale import LOSS_TYPES
 from autograd_hacks.support.draws import Noise, check_noise
 from autograd_hacks.support.ranges import check_bound, check_word, checked
 
@@ -82,7 +82,7 @@ def compile(
     compilation and raise VerificationFailed if a check fails.
     """
     check_module("compile", model, ON_COMPILING)
-    check_loss_type(loss_type)
+    check_word("compile", ON_REDUCTION, (*LOSS_TYPES, None), loss_type=loss_type)
     check_word("compile", ON_COMPILING, NUMBERS, verb=verb)
     if backend not in (None, "inductor"):
         raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)

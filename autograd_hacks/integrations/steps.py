@@ -14,8 +14,8 @@ from autograd_hacks.capture.wrappers import check_module
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.scale import check_loss_type, is_unscaled
-from autograd_hacks.support.ranges import checked
+from autograd_hacks.reading.scale import LOSS_TYPES, is_unscaled
+from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.trees import stepped_outside
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.noise_scales import NoiseScales
@@ -51,7 +51,7 @@ class Steps:
         every: int = 1,
         only: str | Iterable[str] | None = None,
     ) -> None:
-        check_loss_type(loss_type)
+        check_word("Steps", ON_STEPS, LOSS_TYPES, loss_type=loss_type)
         if max_norm is not None and (every > 1 or only is not None):
             given = f"max_norm={max_norm} was given with every={every} and only={only!r}"
             raise ValueError(f"{given}, but what isn't measured can't be clipped. Leave these out to clip." + ON_STEPS)

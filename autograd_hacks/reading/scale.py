@@ -7,18 +7,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.records import Announcement, Record
-from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.support.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
-
-
-def check_loss_type(loss_type: str | None) -> None:
-    if loss_type is not None and loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
-            "autograd_hacks.backward(losses)." + ON_REDUCTION
-        )
 
 
 def is_unscaled(scaler: torch.amp.GradScaler) -> bool:

@@ -24,18 +24,15 @@ def names_matching(
 
     what: the name of the argument that holds the patterns, for the message
     page: the end of the message, where that argument is explained
-    Raises ValueError for a pattern that matches none.
+    Raises ValueError for a pattern that matches none, TypeError for what isn't a name or has none.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     of_norms = {id(p) for m in model.modules() if isinstance(m, NORM_LAYERS) for p in m._parameters.values()}
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else []
-    if not patterns:
-        raise ValueError(f"{what}={only!r} names no parameter; expected names, or patterns: '8.*'" + page)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{what}: {type(pattern).__name__} is not a name; expected names of parameters, or patterns: '8.*'." + page
-            )
+    wrong = [type(pattern).__name__ for pattern in patterns if not isinstance(pattern, str)]
+    if wrong or not patterns:
+        expected = "expected names of parameters or modules, or patterns: '8.*'"
+        raise TypeError(f"{what}={wrong or only!r} names no parameter; {expected}" + page)
     first = {id(p): name for name, p in reversed(named) if name in trained}  # a shared parameter has several names
     chosen = set[str]()
     for pattern in patterns:
