@@ -122,19 +122,13 @@ def test_losses_of_one_task_are_a_backward_pass() -> None:
     assert_close([p.grad for p in model.parameters()], kept)
 
 
-def test_a_parameter_that_was_not_reached() -> None:
+def test_a_parameter_that_was_not_reached_and_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = conv()
     model.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
     autograd_hacks.add_hooks(model)
     losses_of(model).mean().backward()
     jacobian_descent(model, UPGrad())
     assert model.unused.grad is None
-
-
-def test_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = conv()
-    autograd_hacks.add_hooks(model)
-    losses_of(model).mean().backward()
     monkeypatch.setattr("autograd_hacks.integrations.torchjd.per_sample_grads", of_many)
     with pytest.raises(NotImplementedError, match="gram_of_all"):
         jacobian_descent(model, UPGrad())
