@@ -193,7 +193,9 @@ def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:
     listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
     return BatchSizeError(
         f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for all. Axis 0 "
-        f"must be the batch in every layer's input, and losses need one entry per sample. {A_BATCH}"
+        f"must be the batch in every layer's input, and losses need one entry per sample. {A_BATCH} If arguments pack "
+        "samples of other sizes along an axis (graphs, bags, patches), no axis of theirs is the batch: add_hooks(model, "
+        "batch_dim=None)."
     )
 
 

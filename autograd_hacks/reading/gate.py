@@ -25,7 +25,7 @@ from autograd_hacks.reading.guards import (
     check_seen,
     readable_segments,
 )
-from autograd_hacks.reading.scale import LOSS_TYPES, telling_of_lists
+from autograd_hacks.reading.scale import LOSS_TYPES
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.ranges import check_word
 
@@ -59,7 +59,7 @@ def read(
     check_known(model, record)
     check_independent(recorder)
     check_documents(recorder)
-    with telling_of_lists(record), outside_inference(), without_autocast(parameters.values()):
+    with outside_inference(), without_autocast(parameters.values()):
         return _read(parameters, record, loss_type, scaling)
 
 
