@@ -1,7 +1,7 @@
 """Per-sample gradients in PyTorch, through hooks.
 
 autograd_hacks.add_hooks(model)
-loss_fn(model(x), y).backward()
+autograd_hacks.backward(losses)          # N losses, from reduction='none'
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
