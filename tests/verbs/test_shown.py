@@ -36,7 +36,6 @@ def test_gradients_are_a_table(model: nn.Module) -> None:
     with autograd_hacks.add_hooks(model) as handle:
         assert "4 parameters, 47 numbers" in str(handle)
         grads = stepped(model, torch.randn(5, 1, 4, 4))
-    assert "removed" in repr(handle)
     title, header, _, *lines, total = repr(grads).split("\n")
     assert title == "PerSampleGrads of 5 samples for 4 parameters, 47 numbers each"
     assert re.split("  +", header) == ["parameter", "form", "shape", "holds", "written out"]
@@ -49,9 +48,6 @@ def test_gradients_are_a_table(model: nn.Module) -> None:
     # Of the linear layer x and g, 5 × (8 + 3) numbers; its bias has g once more, which counts once.
     assert re.split("  +", lines[2])[3] == "220 B"
     assert re.split("  +", total) == ["all", "740 B", "940 B"]  # 320 and 160 of the convolution, 40 of its bias
-    html = grads._repr_html_()
-    assert html.count("<tr>") == 1 + 4 + 1
-    assert title in html
 
 
 def test_a_form_is_a_line_and_a_table(model: nn.Module) -> None:
@@ -61,7 +57,6 @@ def test_a_form_is_a_line_and_a_table(model: nn.Module) -> None:
     assert str(form).split("\n")[0] == repr(form)
     assert "  Outer" in str(form)
     assert "(5, 1, 3), (5, 1, 8)" in str(form)
-    assert "(5, 1, 3), (5, 1, 8)" in form._repr_html_()
 
 
 def test_rows_of_outputs(model: nn.Module) -> None:
@@ -84,7 +79,6 @@ def test_a_handle_says_what_is_recorded(model: nn.Module) -> None:
     output.square().sum().backward()
     assert re.search(r"recorded +5 samples, 1 backward pass\n", str(handle) + "\n")
     assert re.search(r"holds +220 B", str(handle))
-    assert handle._repr_html_().count("<tr>") == str(handle).count("\n") - 1
     autograd_hacks.clear_backprops(model)
     assert "cleared" in str(handle)
     autograd_hacks.remove_hooks(model)
@@ -191,7 +185,6 @@ def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
     ekfac = model[2].weight.ekfac
     assert repr(ekfac) == "EKFAC of 2.weight: 3 × 8, 388 B"
     assert "eigenvectors" in str(ekfac)
-    assert "(8, 8)" in ekfac._repr_html_()
     autograd_hacks.remove_hooks(model)
     assert "removed" in repr(accumulation)
 
@@ -237,15 +230,12 @@ def test_before_and_after_a_step() -> None:
     assert description.note == ""
 
 
-def test_it_prints_in_a_terminal_and_in_a_notebook() -> None:
+def test_it_prints_in_a_terminal() -> None:
     description = autograd_hacks.describe(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     text = str(description)
     assert text == repr(description)
     assert text.startswith("parameter  layer        how its rows are computed  form  samples  written out\n---")
     assert "No forms to show: this Sequential has no hooks" in text
-    html = description._repr_html_()
-    assert html.count("<tr>") == 5
-    assert ">BatchNorm1d</td>" in html
 
 
 def test_it_says_what_is_refused_and_why() -> None:
