@@ -1,7 +1,7 @@
 """Per-sample gradients in PyTorch, through hooks.
 
 autograd_hacks.add_hooks(model)
-loss_fn(model(x), y).backward()
+autograd_hacks.backward(losses)          # N losses, from reduction='none'
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 if not _TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """A room's name without the room, as before there were rooms.  For others AttributeError suggests a name or a call."""
+        """A name of a room, without the room.  Raises AttributeError for others and suggests a name or a call."""
         if name == "integrations":
             raise AttributeError(
                 "autograd_hacks.integrations is not imported as a whole. Import the module of one tool: "

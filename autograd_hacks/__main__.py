@@ -1,29 +1,17 @@
-"""``python -m autograd_hacks``: an overview, explanations of errors, and a check of your own model on this machine."""
+"""``python -m autograd_hacks``: an overview, the pages, explanations of errors, and a check of your own model."""
 
 import argparse
-import os
+import subprocess
 import sys
+import webbrowser
 from collections.abc import Sequence
-from pathlib import Path
 
 import autograd_hacks
 from autograd_hacks.check.doctor import examine, named
 from autograd_hacks.errors import EXPLAINED
 from autograd_hacks.support.display import text_table
-from autograd_hacks.support.pages import explained
+from autograd_hacks.support.pages import explained, folder
 from autograd_hacks.support.ranges import check
-
-PAGES = {
-    "first_steps.ipynb": "the first ten minutes, in a notebook",
-    "which_function.rst": "which function answers a question, and what it costs",
-    "want.rst": "I want to ...: code for common tasks",
-    "tutorial.ipynb": "an hour: per-sample gradients from the inside",
-    "usage.rst": "using it",
-    "integrations": "in other tools",
-    "errors.rst": "what errors mean",
-    "limits.rst": "what can't be done, and why",
-    "examples": "scripts to run, each with a picture",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m autograd_hacks",
         description=f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one pass",
-        epilog="\n".join(_pages()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"autograd_hacks {autograd_hacks.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -57,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SHARE",
         help="with --engine: the smallest share of the parameters to accept, 1 for all; below it the exit status is 1",
     )
+    docs = commands.add_parser("docs", help="open the pages in a browser; build them first if they aren't built")
     explain = commands.add_parser("explain", help="print more about an error: the section that its last line names")
     explain.add_argument("name", nargs="?", metavar="NAME", help="a section or an error class; without it, all are listed")
     options = parser.parse_args(arguments)
@@ -65,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "explain":
         return _explain(options.name, explain)
+    if options.command == "docs":
+        return _docs(docs)
     try:
         check("doctor", "", coverage=options.coverage)
         given, engine = named(options.model, options.engine)
@@ -73,17 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return examine(given, engine, options.model or "a small model", options.engine, options.coverage)
 
 
-def _pages() -> list[str]:
-    """The pages and examples, one a line."""
-    docs = Path(autograd_hacks.__file__).parent.parent / "docs"
-    if not (docs / "want.rst").exists():
-        return ["Pages and examples are in docs/ of the sources. pip does not install them."]
-    return [
-        f"Pages, in {docs}; tox -e gallery builds the site:",
-        *(f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items()),
-        "Examples:",
-        *(f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py"))),
-    ]
+def _docs(parser: argparse.ArgumentParser) -> int:
+    """Opens the built pages.  Builds them first, without running notebooks, if they aren't there."""
+    build = folder() / "build.py"
+    site = build.parent / "_build" / "html" / "index.html"
+    if not site.exists() and build.exists():
+        subprocess.run([sys.executable, build, "-q", "-D", "nb_execution_mode=off", "-b", "html"], check=False)
+    if not site.exists():
+        parser.error("pip installs no built pages. In a clone, pip install '.[docs]' installs what builds them")
+    print(site)
+    webbrowser.open(site.as_uri())
+    return 0
 
 
 def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:

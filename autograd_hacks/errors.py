@@ -68,11 +68,16 @@ A_LOSS_EACH = (
     "a vector of N losses, one for each sample. Compute them with reduction='none', and sum over any further axes: "
     "losses.flatten(1).sum(1)."
 )
+NO_BATCH = "was given an input without a batch axis"
+A_BATCH = (
+    "Give a single sample as a batch of one, x[None]; and samples in a list as one padded tensor with a mask "
+    "(torch.nn.utils.rnn.pad_sequence), or as a packed sequence."
+)
 REENTRANT = (
     "uses torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the model without checkpointing, or with "
     "use_reentrant=False."
 )
-"""Ends of messages that several functions raise."""
+"""Parts of messages that several functions raise."""
 
 
 class PerSampleGradientError(RuntimeError):

@@ -18,16 +18,16 @@ that are read twice, within `BUDGET`.
 *Arguments*: checks that raise in the library's words, and words for messages.
 """
 
-from autograd_hacks.capture.arrivals import announced
+from autograd_hacks.capture.arrivals import ANNOUNCED, announced
 from autograd_hacks.capture.hooks import Hooked, recorder_of
-from autograd_hacks.capture.records import Announcement
+from autograd_hacks.capture.records import Announcement, assumed
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.forms.numerics import accumulation_dtype, clip_weights, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions, Windows
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.processes import Spread, Where, spread_of
-from autograd_hacks.reading.scale import check_batch_size, check_loss_type, is_unscaled
+from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size, is_unscaled
 from autograd_hacks.verbs.arguments import LIMIT, check_kind, check_loader, check_size, check_state, differing, kind_of, some
 from autograd_hacks.verbs.clipping import BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
@@ -36,10 +36,10 @@ from autograd_hacks.verbs.statistics import NoiseScale
 from autograd_hacks.verbs.verify import ask_independent
 
 __all__ = [
-    "accumulation_dtype", "announced", "Announcement", "ask_independent", "BatchDim", "BUDGET", "check_alone",
-    "check_batch_size", "check_kind", "check_loader", "check_loss_type", "check_may_set", "check_module", "check_output",
+    "accumulation_dtype", "announced", "ANNOUNCED", "Announcement", "ask_independent", "assumed", "BatchDim", "BUDGET",
+    "check_alone", "check_batch_size", "check_kind", "check_loader", "check_may_set", "check_module", "check_output",
     "check_size", "check_state", "clip_weights", "differing", "drop_grads", "give_back", "grads_of", "has_processes",
-    "Hooked", "is_unscaled", "kind_of", "kinds_of", "leaves_of", "LIMIT", "mark_set", "NoiseScale", "OneHot", "Positions",
-    "recorder_of", "row_norms", "run_pass", "set_grads", "slices_of", "some", "Spread", "spread_of", "Where", "Windows",
-    "write_where_it_saves",
+    "Hooked", "is_unscaled", "kind_of", "kinds_of", "leaves_of", "LIMIT", "LOSS_TYPES", "mark_set", "NoiseScale",
+    "OneHot", "Positions", "recorder_of", "row_norms", "run_pass", "set_grads", "slices_of", "some", "Spread",
+    "spread_of", "Where", "Windows", "write_where_it_saves",
 ]  # fmt: skip

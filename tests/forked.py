@@ -44,6 +44,7 @@ def _run(script: Path, folder: Path, options: Sequence[str], without: Sequence[s
     warnings.simplefilter("ignore")
     sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # None, by which an import fails
     sys.argv = [script.name, *options]
+    os.environ.pop("MPLBACKEND", None)  # the scripts find out that there is no display
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")

@@ -167,7 +167,7 @@ STEPS: list[Row] = [
     *of(BatchSizeError, ..., [
         (r"layer '0' \(Linear\), input \(5, 3\): 5.*layer '2' \(Linear\), input \(3, 4\): 3",
          lambda s: ((s.model[0](s.x).sum() + s.model[2](torch.ones(3, 4).double()).sum()).backward(), s.read())),
-        (r"layer '0' \(Linear\).*\(3,\).*\(N, \.\.\., in_features\).*unsqueeze\(0\)", lambda s: unbatched(s, False)),
+        (r"layer '0' \(Linear\).*\(3,\).*\(N, \.\.\., in_features\).*x\[None\]", lambda s: unbatched(s, False)),
         *[(rf"the model itself \(Conv.*\(2{', 4' * dims}\)", lambda s, dims=dims: unbatched_images(dims))
           for dims in (1, 2, 3)],
         *[(rf"backward\(losses\): {length}.*layer '0' \(Linear\), input \(5, 3\): 5",
@@ -176,7 +176,8 @@ STEPS: list[Row] = [
         (r"backward\(losses\)", lambda s: (s.grads, backward(s.model(s.x).sum(1)[:3]))),
     ]),
     (SamplesMixed, ..., "", lambda s: stepped(s.other(nn.BatchNorm1d(4)), s.x)),
-    (SamplesMixed, ..., r"output number 0.*\(2,\).*unsqueeze\(0\)", lambda s: unbatched(s, True)),
+    (SamplesMixed, ..., r"^layer '0' \(Linear\), which ran first, .* without a batch axis.*x\[None\]",
+     lambda s: unbatched(s, True)),
     *of(StaleRecord, ..., [
         (r"layer '0' \(Linear\).*overwritten in place.*x\.clone\(\)", lambda s: (s.grads, s.x[0].zero_(), s.read())),
         (r"'0\.weight'.*overwritten", lambda s: (s.grads, s.x.zero_(), s.grads.norms())),
@@ -187,7 +188,7 @@ STEPS: list[Row] = [
         (r"layer '2' \(Linear\): its gradient at the output", an_overwritten_gradient),
     ]),
     *of(ValueError, REDUCTION, [
-        *[(f"{given!r}.*'mean' or 'sum'", lambda s, given=given: (s.grads, s.read(given))) for given in ("average", "", 1)],
+        *[(f"{given!r}.*'mean', 'sum'", lambda s, given=given: (s.grads, s.read(given))) for given in ("average", "", 1)],
         *[(repr(given), lambda s, given=given: backward(s.losses, given)) for given in ("average", "", 1)],
         ("'sum'.*'mean'", lambda s: (backward(s.losses), s.read("sum"))),
         (r"\(\).*reduction='none'", lambda s: backward(s.losses.sum())),

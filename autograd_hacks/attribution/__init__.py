@@ -2,6 +2,6 @@
 
 from autograd_hacks.attribution.metric import Metric
 from autograd_hacks.attribution.noise_scales import NoiseScales
-from autograd_hacks.attribution.store import Store
+from autograd_hacks.attribution.store import Store, trak_scores
 
-__all__ = ["Metric", "NoiseScales", "Store"]
+__all__ = ["Metric", "NoiseScales", "Store", "trak_scores"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from autograd_hacks.capture.calls import LayerCall, Note, Within, gone
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.uses import OutputGrads, Use
-from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.errors import A_BATCH, ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
@@ -164,7 +166,7 @@ class Pass:
     def reduction(self, loss_type: str | None) -> str:
         """How the loss combines the samples' losses: 'mean' or 'sum'.  loss_type: what the reader said, or None"""
         if self.losses is None:
-            return loss_type or "mean"
+            return loss_type or assumed("mean")
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
                 f"loss_type={loss_type!r} was given, but {self.losses.what} used {self.losses.loss_type!r}. Leave "
@@ -173,12 +175,27 @@ class Pass:
         return self.losses.loss_type
 
 
+@cache
+def assumed(what: str) -> str:
+    """'mean' or 'sum', which is assumed of a loss of which nobody said it.  Says so on stderr, once a process."""
+    print(
+        f"autograd_hacks: no loss_type was given, so the loss is assumed to be the {what} of the samples' losses. Rows of "
+        "others are wrong: give loss_type='sum' or 'mean', scale=1/K for loss / K, and N losses to "
+        "autograd_hacks.backward for class weights, ignored targets or samples that are compared. "
+        f"loss_type={what!r} hides this line" + ON_REDUCTION.replace("\nM", ". M"),
+        file=sys.stderr,
+    )
+    return what
+
+
 def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:
     """The error for different numbers of samples.  sizes: {a call or the losses, as text: its number}"""
     listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
     return BatchSizeError(
         f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for all. Axis 0 "
-        "must be the batch in every layer's input, and losses need one entry per sample."
+        f"must be the batch in every layer's input, and losses need one entry per sample. {A_BATCH} If arguments pack "
+        "samples of other sizes along an axis (graphs, bags, patches), no axis of theirs is the batch: add_hooks(model, "
+        "batch_dim=None)."
     )
 
 
@@ -372,14 +389,12 @@ class Record:
         """How the losses of all passes were reduced.  Raises ValueError if they differ.  loss_type: what the reader said"""
         found = {recorded.reduction(loss_type) for recorded in self.passes}
         if len(found) > 1:
-            wrong = "some accumulated losses are means and some are sums. Reduce all losses in the same way."
-            if not all(recorded.losses for recorded in self.passes):
-                wrong = (
-                    "no loss_type was given, so 'mean' was assumed for the passes of loss.backward(), but backward(losses) "
-                    "has used 'sum'. If all losses are sums, pass loss_type='sum'. For derivatives of rows run the first "
-                    "pass by torch.autograd.grad(loss, parameters, create_graph=True): its rows are not added to the others."
-                )
-            raise ValueError(wrong + ON_REDUCTION)
+            raise ValueError(
+                "some accumulated losses are means and some are sums. Reduce all losses in the same way. Those of "
+                "loss.backward() are assumed to be means: if they are sums, pass loss_type='sum'. For derivatives of rows "
+                "run the first pass by torch.autograd.grad(loss, parameters, create_graph=True): its rows are not added to "
+                "the others." + ON_REDUCTION
+            )
         return found.pop()
 
     def is_parameter(self, x: Tensor) -> bool:

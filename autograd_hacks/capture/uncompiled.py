@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.errors import ON_COMPILING
 from autograd_hacks.support.contexts import as_written
 from autograd_hacks.support.internals import COMPILER, disable_dynamo
 from autograd_hacks.support.switch import Switch
@@ -56,7 +57,8 @@ class Uncompiled:
             warnings.warn(
                 f"{type(getattr(layer, '_orig_mod', layer)).__name__} is compiled, but compiled code has no hooks. Forward "
                 "passes that autograd_hacks records run uncompiled. Compiled code still runs under torch.no_grad(), "
-                "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks.",
+                "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks. For norms, clipping "
+                "and rows in compiled code: step = autograd_hacks.compile(model, 'norms')." + ON_COMPILING,
                 stacklevel=2,
             )
         with as_written(has_own or self.recorder.kinds.independent):  # the tape has what runs as it is written

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from autograd_hacks.support.display import Shown, Table, in_millions, percent, progress
+from autograd_hacks.support.display import Shown, Table, percent, progress
 
 Gradients = Sequence[Tensor | None]
 """The gradients of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the
@@ -67,7 +67,7 @@ class CheckedRows(Shown):
     def _table(self) -> Table:
         is_whole = any(line.name == WHOLE for line in self.parameters)
         given = "over all" if is_whole else f"attributed: {percent(self.share)} of"
-        title = f"{counted(self.samples, 'sample')}, {given} {in_millions(self.numbers)} parameters"
+        title = f"{counted(self.samples, 'sample')}, {given} {self.numbers:,} parameters"
         title += f"; shown to be in it: {percent(self.share)}" if is_whole and self.share < 1 else ""
         return Table(title, [_HEADER, *(line.cells() for line in self.parameters)], self.hint, is_whole=True)
 

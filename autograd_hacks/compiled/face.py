@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import ON_COMPILING
-from autograd_hacks.extending import BatchDim, check_loss_type, check_module
+from autograd_hacks.errors import ON_COMPILING, ON_REDUCTION
+from autograd_hacks.extending import LOSS_TYPES, BatchDim, check_module
 from autograd_hacks.support.draws import Noise, check_noise
 from autograd_hacks.support.ranges import check_bound, check_word, checked
 
@@ -30,7 +30,7 @@ def compile(
     verb: str,
     batch: BatchDim = 0,
     *,
-    loss_type: str = "sum",
+    loss_type: str | None = None,
     param_grad: bool = True,
     max_norm: float | None = None,
     noise_multiplier: float | None = None,
@@ -63,7 +63,8 @@ def compile(
 
     batch: the axis of the samples in all arguments; or a tree of axes as in `add_hooks`, None for an argument without
     samples
-    loss_type: 'sum' or 'mean', how the losses are reduced
+    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'sum' is assumed, and a line on stderr says so, once a
+    process; `backward` says it for the losses that it is given
     param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
     dim, seed: as in `PerSampleGrads.project`
@@ -75,11 +76,11 @@ def compile(
 
     Calling it raises SamplesMixed; UnsupportedOperation if an operation has no rule, or if the model can't be captured as
     one graph (for example because of an ``if`` on values); and ValueError if an argument's samples are not on the given
-    axis.  Backward passes are checked in steps 1, 2, 16, 128, ... of each compilation and raise VerificationFailed if a
-    check fails.
+    axis, or if `backward` reduces losses otherwise.  Backward passes are checked in steps 1, 2, 16, 128, ... of each
+    compilation and raise VerificationFailed if a check fails.
     """
     check_module("compile", model, ON_COMPILING)
-    check_loss_type(loss_type)
+    check_word("compile", ON_REDUCTION, (*LOSS_TYPES, None), loss_type=loss_type)
     check_word("compile", ON_COMPILING, NUMBERS, verb=verb)
     if backend not in (None, "inductor"):
         raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)

@@ -23,13 +23,14 @@ from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
 from autograd_hacks.errors import (
     ON_COMPILING,
+    ON_REDUCTION,
     NothingRecorded,
     PerSampleGradientError,
     SamplesMixed,
     UnseenGradient,
     UnsupportedOperation,
 )
-from autograd_hacks.extending import BatchDim, clip_weights, has_processes
+from autograd_hacks.extending import ANNOUNCED, BatchDim, assumed, clip_weights, has_processes
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.opaque import projection
@@ -60,11 +61,12 @@ class CompiledStep(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str, param_grad: bool,
+        self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str | None, param_grad: bool,
         numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
+        self.model, self.verb, self._batch = model, verb, batch
+        self._loss_type, self._is_mean = loss_type, loss_type == "mean"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results = Given(), dict[str, Tensor]()
@@ -212,7 +214,15 @@ class CompiledStep(nn.Module):
         return made
 
     def _begin(self) -> None:
-        """Returns the old rows' memory to the pool."""
+        """Returns the old rows' memory to the pool.  Raises ValueError if losses are reduced otherwise than is known."""
+        announced = ANNOUNCED.get(current_task())
+        used = self._loss_type or ("sum" if announced else assumed("sum"))
+        if announced and announced.loss_type != used:
+            raise ValueError(
+                f"{announced.what} used {announced.loss_type!r}, but the step was compiled for {used!r}. Call "
+                f"autograd_hacks.backward(losses, {used!r}), or compile(..., loss_type={announced.loss_type!r})"
+                + ON_REDUCTION
+            )
         for name, p in self._named.items() if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 

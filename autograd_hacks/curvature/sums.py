@@ -17,7 +17,7 @@ from autograd_hacks.curvature import kronecker
 from autograd_hacks.curvature.kronecker import KFAC, Factors, Lay, is_empty, lay_of, parts_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.extending import accumulation_dtype, check_size, grads_of, recorder_of, spread_of
-from autograd_hacks.support.display import Shown, Table, in_millions, percent, with_unit
+from autograd_hacks.support.display import Shown, Table, percent, with_unit
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check_word
 
@@ -47,7 +47,7 @@ class Coverage(Shown):
         return sum(self.sizes[name] for name in self.kinds) / max(1, sum(self.sizes.values()))
 
     def _table(self) -> Table:
-        count, tensors = in_millions(sum(self.sizes.values())), f"{len(self.kinds)} of {len(self.sizes)} tensors"
+        count, tensors = f"{sum(self.sizes.values()):,}", f"{len(self.kinds)} of {len(self.sizes)} tensors"
         title = f"{self.kind}: {tensors}; attributed: {percent(self.share)} of {count} parameters"
         title += f" that train; {self.frozen:,} are frozen" if self.frozen else ""
         rows = [("parameter", "numbers", self.kind)]

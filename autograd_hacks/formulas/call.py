@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import BatchSizeError, StaleRecord, where
+from autograd_hacks.errors import A_BATCH, NO_BATCH, BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
 from autograd_hacks.support.contexts import MATMUL, RNN, unit_of_products, with_random_state
 from autograd_hacks.support.trees import version_of
@@ -155,10 +155,7 @@ def _agree(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:
     """Raises if an input has fewer axes than a batch.  layout: the expected shape, for messages"""
     if x.ndim < at_least:
-        raise BatchSizeError(
-            f"was given an input without a batch axis, of shape {tuple(x.shape)}; expected {layout}. "
-            "Give a single sample as a batch of one: x.unsqueeze(0)."
-        )
+        raise BatchSizeError(f"{NO_BATCH}, of shape {tuple(x.shape)}; expected {layout}. {A_BATCH}")
 
 
 LayerFormula = Callable[[Any, Call], Mapping[str, Form]]

@@ -104,8 +104,8 @@ def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str
         ("training mode", "Call .eval() on it") if training else ("no running statistics", "Give it running statistics")
     )
     return (
-        f"normalises with statistics of the batch ({why}), so its samples have no gradients of their own. {mend}, or use "
-        "GroupNorm."
+        f"normalises with statistics of the batch ({why}), so its samples have no gradients of their own. {mend}, or "
+        "replace it by GroupNorm: model = autograd_hacks.private.without_batch_norm(model)."
     )
 
 

@@ -12,17 +12,17 @@ from autograd_hacks import PerSampleGrads, accumulate, add_hooks, per_sample_gra
 from autograd_hacks.attribution.noise_scales import NoiseScales
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.extending import (
+    LOSS_TYPES,
     BatchDim,
     Hooked,
     check_alone,
-    check_loss_type,
     check_module,
     clip_weights,
     is_unscaled,
     recorder_of,
     set_grads,
 )
-from autograd_hacks.support.ranges import checked
+from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.trees import stepped_outside
 
 
@@ -55,7 +55,7 @@ class Steps:
         every: int = 1,
         only: str | Iterable[str] | None = None,
     ) -> None:
-        check_loss_type(loss_type)
+        check_word("Steps", ON_STEPS, LOSS_TYPES, loss_type=loss_type)
         if max_norm is not None and (every > 1 or only is not None):
             given = f"max_norm={max_norm} was given with every={every} and only={only!r}"
             raise ValueError(f"{given}, but what isn't measured can't be clipped. Leave these out to clip." + ON_STEPS)

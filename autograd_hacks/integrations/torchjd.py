@@ -27,6 +27,7 @@ def jacobian_descent(
     loss_type: str | None = None,
     *,
     losses: Tensor | None = None,
+    task_means: bool = False,
 ) -> Tensor:
     """Sets ``.grad`` to TorchJD's aggregation of the last backward pass's per-sample gradients.  Returns the weights, N.
 
@@ -41,6 +42,8 @@ def jacobian_descent(
     loss_type: as in `compute_grad1`
     losses: (N, K) or (N,), each sample's loss in each task, computed from the hooked model's outputs. Give them instead of
     running a backward pass; K passes run here, by `per_sample_jacobian`. TorchJD sees the rows sample by sample
+    task_means: aggregate the K gradients of the tasks' mean losses instead of N K rows, as for ``losses.mean(0)``. Returns K
+    weights
 
     Raises TypeError for an aggregator that needs the rows themselves, such as ``ConFIG``, and for a list of losses;
     ValueError if more than one of ``grads``, ``losses`` and ``loss_type`` is given, and for losses with other axes;
@@ -53,21 +56,25 @@ def jacobian_descent(
         raise ValueError(f"jacobian_descent was given {' and '.join(given)}; expected only one of them" + ON_TORCHJD)
     expected = "one tensor (N, K) for N samples and K tasks: torch.stack(losses, dim=1)"
     check_kind("jacobian_descent", ON_TORCHJD, Tensor | None, expected, losses=losses)
-    if losses is not None and losses.ndim not in (1, 2):
+    if task_means if losses is None else losses.ndim not in (1, 2):
         raise ValueError(
-            f"jacobian_descent was given losses of shape {tuple(losses.shape)}; expected (N, K) for N samples and K tasks, "
-            "or (N,). Reduce losses of tokens or pixels first: losses.mean(-1)." + ON_TORCHJD
+            f"jacobian_descent was given losses of shape {losses if losses is None else tuple(losses.shape)}; expected "
+            "(N, K) for N samples and K tasks, or (N,). Reduce losses of tokens or pixels first: losses.mean(-1)."
+            + ON_TORCHJD
         )
     weighting = _weighting_of(aggregator)
     if losses is not None:
         grads = per_sample_jacobian(model, losses)
+        if task_means:
+            share = torch.full_like(losses, 1 / len(losses))
+            grads = grads.scaled(share).group(torch.zeros(len(losses), dtype=torch.long))
         grads.spread = spread_of(model, recorder_of(model))  # rows of a Jacobian belong to this process only
     grads = per_sample_grads(model, loss_type) if grads is None else grads
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     products, each = grads.gram(), (grads.samples, *grads.entries)
     weights: Tensor = weighting(products.reshape(prod(each), prod(each))).view(each)
     set_grads(dict(model.named_parameters()), grads.weighted_sum(weights), grads.reached)
-    return weights
+    return weights[0] if task_means else weights
 
 
 def _weighting_of(aggregator: object) -> Weighting[Any]:

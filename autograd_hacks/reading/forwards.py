@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
@@ -14,10 +15,11 @@ from autograd_hacks.capture.arrivals import Passed
 from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known
-from autograd_hacks.capture.log import INSIDE_PASS
+from autograd_hacks.capture.log import INSIDE_PASS, Noted
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
+from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, varying
 from autograd_hacks.graph.memo import Memo
@@ -289,6 +291,8 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         rule = rule_for(noted.call.layer)
         if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
             return f"{noted.call.place} {why}"
+    if ran.noted and _is_unbatched(ran.noted[0]):
+        return f"{ran.noted[0].call.place}, which ran first, {NO_BATCH}. {A_BATCH}"
     if lost and not mixed:
         slot, value = next(iter(lost.items()))
         return (
@@ -296,7 +300,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
             "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
             f"of one such sum. {value.node.name()}{_line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
             "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
-            "autograd_hacks.backward(losses). Give a sample without a batch axis as a batch of one: x.unsqueeze(0)."
+            "autograd_hacks.backward(losses). " + A_BATCH
         )
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
     name, node = next(iter(mixed.items()), ("a parameter", "its node"))
@@ -304,9 +308,16 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         f"{MIXING}: the gradient at one sample's entries of output number {slots} of the model reaches other samples at "
         f"{node}, before {name}. This holds for every axis that was tried as the batch. If the batch is not axis 0 of the "
         "model's input, name its axis: add_hooks(model, batch_dim=...), with None for an argument that all samples share: "
-        "batch_dim=(0, None). Give a sample without a batch axis as a batch of one: x.unsqueeze(0). Compute a "
-        "loss of single samples outside the model: backward(losses)."
+        "batch_dim=(0, None). Compute a loss of single samples outside the model: backward(losses). " + A_BATCH
     )
+
+
+def _is_unbatched(noted: Noted) -> bool:
+    """Whether a layer's output has too few axes for a batch."""
+    layer, rule, ndim = noted.layer, rule_for(noted.layer), len(noted.hooks[0][1].shape)
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return ndim < 2 + len(layer.kernel_size)
+    return rule is not None and rule.features is not None and ndim <= rule.features(layer)
 
 
 def _line_of(node: Node) -> str:

@@ -14,7 +14,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_REDUCTION, NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Zero, add, scale
 from autograd_hacks.reading.certificate import Certificate, Told
 from autograd_hacks.reading.guards import (
@@ -25,8 +25,9 @@ from autograd_hacks.reading.guards import (
     check_seen,
     readable_segments,
 )
-from autograd_hacks.reading.scale import check_loss_type, telling_of_lists
+from autograd_hacks.reading.scale import LOSS_TYPES
 from autograd_hacks.support.contexts import outside_inference, without_autocast
+from autograd_hacks.support.ranges import check_word
 
 
 def read(
@@ -46,7 +47,7 @@ def read(
     """
     record = recorder.record
     parameters = record.asked(dict(parameters))
-    check_loss_type(loss_type)
+    check_word("reading", ON_REDUCTION, (*LOSS_TYPES, None), loss_type=loss_type)
     if record.on_arrival is not None:
         raise NothingRecorded(
             "inside during_backward, each layer's record is freed during the pass. Read after that context."
@@ -58,7 +59,7 @@ def read(
     check_known(model, record)
     check_independent(recorder)
     check_documents(recorder)
-    with telling_of_lists(record), outside_inference(), without_autocast(parameters.values()):
+    with outside_inference(), without_autocast(parameters.values()):
         return _read(parameters, record, loss_type, scaling)
 
 

@@ -1,24 +1,13 @@
 """How losses were scaled: the reduction over the batch, the number of samples, and the factor on the loss."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.records import Announcement, Record
-from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError, NothingRecorded
 from autograd_hacks.support.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
-
-
-def check_loss_type(loss_type: str | None) -> None:
-    if loss_type is not None and loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
-            "autograd_hacks.backward(losses)." + ON_REDUCTION
-        )
 
 
 def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
@@ -47,22 +36,6 @@ def check_no_tokens(is_of_tokens: bool, what: str) -> None:
         )
 
 
-@contextmanager
-def telling_of_lists(record: Record) -> Iterator[None]:
-    """A context that explains errors about samples if the model was given a list."""
-    try:
-        yield
-    except (BatchSizeError, SamplesMixed) as error:
-        args, kwargs = record.arguments or ((), {})
-        if not any(isinstance(x, list) and x for x in (*args, *kwargs.values())):
-            raise
-        raise type(error)(
-            f"{error} The model was given a list of tensors. If each tensor is a sample, give the model one padded tensor "
-            "and a mask (torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence), because samples need an "
-            "axis."
-        ) from None
-
-
 def check_batch_size(losses: Announcement, why: str) -> None:
     """Clears passes whose number of samples differs from the number of losses, and raises.
 
@@ -78,14 +51,7 @@ def check_batch_size(losses: Announcement, why: str) -> None:
                     )
             for segment in record.segments:
                 if any(recorded.losses is losses for recorded in segment.passes):
-                    with telling_of_lists(record):
-                        segment.batch_size()
-        except RuntimeError as error:
+                    segment.batch_size()
+        except RuntimeError:
             record.clear(why)
-            counts = {shape[0] for shape, _ in record.returned if len(shape)}
-            if not isinstance(error, BatchSizeError) or losses.hess_type or counts != {losses.shape[0]}:
-                raise
-            raise BatchSizeError(
-                f"{error} The model returned an entry for each of the losses. If its arguments pack samples of other sizes "
-                "along an axis (graphs, bags, patches), no axis of theirs is the batch: add_hooks(model, batch_dim=None)."
-            ) from None
+            raise

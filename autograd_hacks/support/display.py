@@ -30,10 +30,8 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
     """
     if importlib.util.find_spec("tqdm") is None or (length_hint(items) if total is None else total) == 1:
         return items
-    from tqdm import TqdmWarning
-
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TqdmWarning)  # a notebook without widgets gets a text bar
+        warnings.simplefilter("ignore")  # a notebook without widgets gets a text bar
         from tqdm.auto import tqdm
 
     bar: Iterable[Item] = tqdm(items, desc=what, unit=unit, total=total, delay=_DELAY)
@@ -213,14 +211,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def percent(share: float) -> str:
     """A share as text, rounded down: less than all is never shown as 100 %."""
     return f"{floor(share * 1000 + 1e-9) / 10:g} %"
-
-
-def in_millions(number: int) -> str:
-    """A number as text: 1.2 M from a million on, 1.2 G from a billion on."""
-    for unit, size in {"G": 10**9, "M": 10**6}.items():
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,}"
 
 
 def with_unit(size: int | None) -> str:

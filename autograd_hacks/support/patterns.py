@@ -19,38 +19,41 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module
 def names_matching(
     only: str | Iterable[str], model: nn.Module, trained: Collection[str], what: str = "only", page: str = ON_VERBS
 ) -> list[str]:
-    """The names of the trainable parameters that patterns match.  '*' matches any text, '?' any character.
+    """The names of the trainable parameters that patterns match, or whose modules' names they match.  '*' matches any text,
+    '?' any character.
 
     what: the name of the argument that holds the patterns, for the message
     page: the end of the message, where that argument is explained
-    Raises ValueError for a pattern that matches none.
+    Raises ValueError for a pattern that matches none, TypeError for what isn't a name or has none.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     of_norms = {id(p) for m in model.modules() if isinstance(m, NORM_LAYERS) for p in m._parameters.values()}
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else []
-    if not patterns:
-        raise ValueError(f"{what}={only!r} names no parameter; expected names, or patterns: '8.*'" + page)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{what}: {type(pattern).__name__} is not a name; expected names of parameters, or patterns: '8.*'." + page
-            )
+    wrong = [type(pattern).__name__ for pattern in patterns if not isinstance(pattern, str)]
+    if wrong or not patterns:
+        expected = "expected names of parameters or modules, or patterns: '8.*'"
+        raise TypeError(f"{what}={wrong or only!r} names no parameter; {expected}" + page)
     first = {id(p): name for name, p in reversed(named) if name in trained}  # a shared parameter has several names
     chosen = set[str]()
     for pattern in patterns:
         if pattern == NORMS:
             matching = [(name, p) for name, p in named if p.ndim < 2 or id(p) in of_norms]
         else:
-            matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
+            matching = [(name, p) for name, p in named if any(matches(n, pattern) for n in (name, unwrapped(name)))]
         meant = {first[id(p)] for _, p in matching if id(p) in first}
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             raise ValueError(
                 f"{what}: {pattern!r} matches {'only frozen parameters' if matching else 'no parameter'}; expected the name "
-                f"of a trainable parameter, or a pattern: {', '.join(map(repr, close))}." + page
+                f"of a trainable parameter or of a module, or a pattern: {', '.join(map(repr, close))}." + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a parameter's name, or the name of a module that has it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
 
 
 def unwrapped(name: str) -> str:

@@ -110,7 +110,7 @@ def check(who: str, page: str, *optional: str, **numbers: Any) -> None:
             raise error(f"{who} was given {name}={value!r}; expected {expected}" + page)
 
 
-def check_word(who: str, page: str, allowed: Collection[str], **given: object) -> None:
+def check_word(who: str, page: str, allowed: Collection[object], **given: object) -> None:
     """Raises ValueError for an argument that is none of the allowed words.  The others are as in `check`."""
     for name, word in given.items():
         if word not in allowed:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
+from autograd_hacks.support.patterns import matches
 
 LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
@@ -147,7 +147,7 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
 
 def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
     """Each pattern with the names that it matches.  Raises ValueError if it matches none, or some that others match."""
-    parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
+    parts = [(pattern, [name for name in names if matches(name, pattern)]) for pattern in patterns]
     given = [name for _, own in parts for name in own]
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
     if none:

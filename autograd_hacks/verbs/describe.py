@@ -101,7 +101,8 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
         recorder = recorder_of(model)
         if needed := ABOVE.gathered(model, frozenset(recorder.record.told.nodes)):
             return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
-        return read(model, recorder.record.as_seen(recorder.tree.parameters()), recorder, None), ""
+        loss_type = None if any(recorded.losses for recorded in recorder.record.passes) else "mean"
+        return read(model, recorder.record.as_seen(recorder.tree.parameters()), recorder, loss_type), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's errors, and those of a user's rule
         return {}, f"No forms to show: {error}"
 

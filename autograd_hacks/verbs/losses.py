@@ -9,11 +9,17 @@ from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
 from autograd_hacks.reading.loss_graphs import read_outside
-from autograd_hacks.reading.scale import check_batch_size, check_loss_type
+from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size
+from autograd_hacks.support.ranges import check_word
 from autograd_hacks.verbs.arguments import check_kind
 
 
-def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
+def backward(
+    losses: Tensor,
+    loss_type: str = "mean",
+    retain_graph: bool | None = None,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
     """Runs the backward pass of ``losses.mean()`` or ``losses.sum()``, and records which one.
 
     Row n is then the gradient of ``losses[n]``, whatever masks, weights or ignored targets the loss has, and `compute_grad1`
@@ -21,23 +27,16 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
 
     losses: N losses, one for each sample
     loss_type: 'mean' or 'sum', the reduction whose gradient ``param.grad`` gets
-    retain_graph: as in ``torch.Tensor.backward``
+    retain_graph, inputs: as in ``torch.Tensor.backward``
 
     Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector; NothingRecorded if it has no graph;
     SamplesMixed if a sample's loss depends on another sample's outputs; BatchSizeError if there are more or fewer losses
     than the hooked layers had samples. After a BatchSizeError the record is empty and ``param.grad`` is filled.
     """
-    backward_to(losses, None, loss_type, retain_graph)
-
-
-def backward_to(
-    losses: Tensor, inputs: Sequence[Tensor] | None, loss_type: str = "mean", retain_graph: bool | None = None
-) -> None:
-    """`backward` for some parameters.  inputs: those that need gradients; None for all"""
     check_kind("backward", ON_REDUCTION, Tensor, "a tensor of N losses, one for each sample", losses=losses)
     if losses.ndim != 1:
         raise ValueError(f"backward was given losses of shape {tuple(losses.shape)}; expected {A_LOSS_EACH}" + ON_REDUCTION)
-    check_loss_type(loss_type)
+    check_word("backward", ON_REDUCTION, LOSS_TYPES, loss_type=loss_type)
     if not losses.requires_grad:
         raise NothingRecorded(
             "backward was given losses without a graph: they are detached, or computed under torch.no_grad, or from rows of "

@@ -31,7 +31,7 @@ from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.losses import backward_to
+from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 Found = TypeVar("Found")
@@ -245,7 +245,7 @@ class _Step:
                 trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
                 chosen = [trained[name] for name in names_matching(self.only, self.model, list(trained))]
             with torch.enable_grad():
-                backward_to(self.loss(self.model, batch), chosen, "sum")
+                backward(self.loss(self.model, batch), "sum", inputs=chosen)
             return per_sample_grads(self.model, only=self.only)
         finally:
             for p, grad in zip(parameters, grads):

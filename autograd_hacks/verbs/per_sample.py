@@ -54,8 +54,8 @@ def per_sample_grads(
     loss_type, scale: as in `compute_grad1`
     process_group: the processes that share the batch, a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``. None, the
     default, means those of DistributedDataParallel or ``fully_shard``; False means this process only
-    only: names or patterns of the parameters to read: ``'8.*'``, ``['*.weight', 'head.bias']``. 'norms' means all biases
-    and the parameters of norm layers. Verbs then cover these parameters only
+    only: names of parameters to read, or of modules, or patterns: ``'head'``, ``['h.8.*', '*.bias']``. 'norms' means all
+    biases and the parameters of norm layers. Verbs then cover these parameters only
 
     Raises what `compute_grad1` raises, and ValueError for a process group together with ``fully_shard``, and for a pattern
     that matches no trainable parameter.
@@ -120,8 +120,10 @@ def _read_tokens(
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
-            mend = "Before the forward, add_hooks(model, segments='tokens'), or leave it out by only=..."
-            raise UnsupportedLayer(f"tokens: {use.place}, was read for whole samples. {mend}" + ON_SEGMENTS)
+            raise UnsupportedLayer(
+                f"tokens: {use.place}, was read for whole samples, as tables of positions are. Call add_hooks(model, "
+                "segments='tokens') before the forward." + ON_SEGMENTS
+            )
     before = [use.documents for use in uses]
     try:
         for use in uses:

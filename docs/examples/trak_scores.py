@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from autograd_hacks import PerSampleGrads, add_hooks, over, pause_hooks
+from autograd_hacks.attribution import trak_scores
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 
@@ -54,15 +55,15 @@ def trak(
 
     states: of trained models    project: ``project(grads, seed=)``, to far fewer coordinates than there are samples
     """
-    before, scores, doubts = copy.deepcopy(model.state_dict()), [], []
+    before, phi, about, odds = copy.deepcopy(model.state_dict()), list[Tensor](), list[Tensor](), list[Tensor]()
     for seed, state in enumerate(states):
         model.load_state_dict(state)
-        phi, about = (over(model, data, margins, partial(project, seed=seed)) for data in (train, queries))
-        scores.append(phi @ torch.linalg.solve(phi.mT @ phi, about.mT))
+        for rows, data in ((phi, train), (about, queries)):
+            rows.append(over(model, data, margins, partial(project, seed=seed)))
         with torch.no_grad(), pause_hooks():
-            doubts.append(torch.cat([torch.sigmoid(-margins(model, batch)) for batch in train]))
+            odds.append(torch.cat([margins(model, batch) for batch in train]))
     model.load_state_dict(before)
-    return torch.stack(doubts).mean(0)[:, None] * torch.stack(scores).mean(0)
+    return trak_scores(phi, about, odds)
 
 
 # %%

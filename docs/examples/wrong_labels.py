@@ -13,6 +13,7 @@ gradients; by chance there would be 4.5. ::
 # sphinx_gallery_thumbnail_path = 'pictures/wrong_labels.png'
 
 import argparse
+import os
 
 import matplotlib.pyplot as plt
 import torch
@@ -98,4 +99,7 @@ for place, index in zip(places.flat, ranking.tolist()):
     title = f"label {given[index]}\ntruth {true[index]}"
     place.set_title(title, color="crimson" if wrong[index] else "black", fontsize=11)
     place.set(xticks=[], yticks=[])
+if plt.get_backend() == "agg" and "MPLBACKEND" not in os.environ:
+    figure.savefig("wrong_labels.png")
+    print(f"no display: the picture is in {os.path.abspath('wrong_labels.png')}")
 plt.show()

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads, over
-from autograd_hacks.attribution import Store
+from autograd_hacks.attribution import Store, trak_scores
 from autograd_hacks.support.row_files import RowFiles
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -146,6 +146,8 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (ValueError, "k=0", lambda: store.search(rows, 0)),
         (ValueError, "expected one of 'dot', 'cosine'", lambda: store.search(rows, 1, "l2")),
         (ValueError, r"threshold=1\.5", lambda: store.duplicates(1.5)),
+        (ValueError, r"trak_scores was given shapes .*\(4, 3\).*K ≤ D", lambda: trak_scores([rows], [rows], [rows])),
+        (ValueError, "trak_scores", lambda: trak_scores([rows.mT], [rows.mT], [rows[:3, 0]])),
     )  # fmt: skip
 
 

@@ -354,6 +354,8 @@ def test_what_it_is_told() -> None:
     step = autograd_hacks.compile(model, "norms", backend=None)
     with pytest.raises(NothingRecorded, match="there is no 'norms'"):
         _ = step.norms
+    with pytest.raises(ValueError, match="used 'mean', but the step was compiled for 'sum'"):
+        autograd_hacks.backward(step(torch.randn(4, 3)).sum(1))
     with pytest.raises(TypeError, match="can't be copied"):
         copy.deepcopy(step)
     with pytest.raises(ValueError, match=r"no entry, or one of another shape, for \['bias'\]"):

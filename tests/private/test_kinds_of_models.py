@@ -21,13 +21,16 @@ from private_steps import (
     training,
 )
 from rarely import crossed
+from steps import check
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from twin import Bare
 
+import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.private import without_batch_norm
 
 Sets = tuple[Tensor, Tensor]
 
@@ -86,3 +89,40 @@ def test_a_reentrant_checkpoint_is_refused_in_the_first_step() -> None:
         with pytest.raises(UnseenGradient, match="use_reentrant=False"):
             private.step()
     assert private.steps == 0
+
+
+def normalised(twice: nn.Module, second: nn.Module, flat: nn.Module) -> nn.Sequential:
+    images = nn.Conv2d(1, 6, 3), twice, nn.ReLU(), nn.Conv2d(6, 6, 3), twice, second
+    return nn.Sequential(*images, nn.Flatten(), nn.Linear(24, 4), flat, nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def test_group_norms_have_the_parameters_of_the_batch_norms_that_they_replace() -> None:
+    model = normalised(nn.BatchNorm2d(6, eps=0.1).eval(), nn.BatchNorm2d(6, affine=False), nn.BatchNorm1d(4))
+    expected = normalised(nn.GroupNorm(2, 6, eps=0.1).eval(), nn.GroupNorm(2, 6, affine=False), nn.GroupNorm(1, 4))
+    nn.init.normal_(model[8].weight.requires_grad_(False))
+    model[8].register_forward_hook(lambda *given: 2 * given[-1])
+    made, x = without_batch_norm(model), torch.randn(5, 1, 6, 6).double()
+    assert repr(made) == repr(expected)
+    assert [m.training for m in made.modules()] == [m.training for m in model.modules()]
+    assert [p.requires_grad for p in made.parameters()] == [p.requires_grad for p in model.parameters()]
+    expected.load_state_dict(model.state_dict(), strict=False)
+    assert_close(made[:9](x), 2 * expected[:9](x))
+    assert made[1] is made[4]
+    assert made[1].weight is not model[1].weight
+    with autograd_hacks.add_hooks(made, independent=True):
+        check(made, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: type("Activated", (nn.BatchNorm2d,), {})(3),
+        nn.LazyBatchNorm2d,
+        lambda: torch.jit.script(nn.BatchNorm2d(3)),
+        lambda: nn.BatchNorm1d(1),
+    ],
+)
+def test_what_no_group_norm_replaces_is_refused_by_its_path(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TypeError, match=r"without_batch_norm: layer '0\.1'"):
+        without_batch_norm(nn.Sequential(nn.Sequential(nn.ReLU(), make())))

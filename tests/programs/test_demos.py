@@ -62,6 +62,7 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
     found = [int(n) for n in re.findall(r"(\d+) wrong labels", out)]
     assert len(found) == 2
     assert 45 < found[0] <= found[1] <= 90  # by chance 4.5 and 9
+    assert f"no display: the picture is in {tmp_path / 'wrong_labels.png'}" in out
     assert number(r"off from autograd's by at most (\S+) of", out) < 1e-5
 
 

@@ -1,6 +1,7 @@
 """`backward(losses)`, what the scale of a row is, and losses that begin to mix."""
 
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 from twin import Bare, check_right
 
 import autograd_hacks
+from autograd_hacks.capture import records
 from autograd_hacks.errors import SamplesMixed
 
 
@@ -36,7 +38,7 @@ def test_the_reduction_of_two_kinds_of_passes() -> None:
     with autograd_hacks.accumulate(model):
         model(x).square().sum().backward()
         autograd_hacks.backward(model(x).square().sum(1), "sum")
-    with pytest.raises(ValueError, match=r"no loss_type was given, so 'mean' was assumed.*pass loss_type='sum'"):
+    with pytest.raises(ValueError, match=r"some accumulated losses are means and some are sums.*pass loss_type='sum'"):
         autograd_hacks.per_sample_grads(model)
     assert autograd_hacks.per_sample_grads(model, "sum").samples == 10
     model.zero_grad()
@@ -45,6 +47,34 @@ def test_the_reduction_of_two_kinds_of_passes() -> None:
             autograd_hacks.backward(model(x).square().sum(1), loss_type)
     with pytest.raises(ValueError, match="some accumulated losses are means and some are sums"):
         autograd_hacks.per_sample_grads(model)
+
+
+EACH = partial(F.cross_entropy, reduction="none")
+WEIGHT = torch.tensor([1.0, 5.0, 2.0, 1.0]).double()
+UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor] | None]] = {
+    "a sum": (partial(F.cross_entropy, reduction="sum"), EACH),
+    "loss / K": (lambda out, y: F.cross_entropy(out, y) / 4, lambda out, y: EACH(out, y) / 4),
+    "class weights": (partial(F.cross_entropy, weight=WEIGHT), partial(EACH, weight=WEIGHT)),
+    "ignored targets": (partial(F.cross_entropy, ignore_index=1), partial(EACH, ignore_index=1)),
+    "samples that are compared": (lambda out, y: F.cross_entropy(out @ out.T, y), None),  # the vector is in MIXING
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_what_is_assumed_of_a_loss_is_said_once_and_losses_need_no_assumption(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scalar, losses), model, x, y = UNITS[name], _net(), next(_batches()), torch.tensor([0, 1, 1, 3, 2])
+    told = list[str]()
+    monkeypatch.setattr(records, "assumed", cache(records.assumed.__wrapped__))
+    with autograd_hacks.add_hooks(model):
+        if losses is not None:
+            check_losses(model, lambda: losses(model(x), y))
+        for loss_type in ("mean", None, None):
+            scalar(model(x), y).backward()
+            autograd_hacks.compute_grad1(model, loss_type)
+            told.append(capsys.readouterr().err.partition(" losses.")[0])
+    assert told == ["", "autograd_hacks: no loss_type was given, so the loss is assumed to be the mean of the samples'", ""]
 
 
 def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:

@@ -36,7 +36,6 @@ def test_gradients_are_a_table(model: nn.Module) -> None:
     with autograd_hacks.add_hooks(model) as handle:
         assert "4 parameters, 47 numbers" in str(handle)
         grads = stepped(model, torch.randn(5, 1, 4, 4))
-    assert "removed" in repr(handle)
     title, header, _, *lines, total = repr(grads).split("\n")
     assert title == "PerSampleGrads of 5 samples for 4 parameters, 47 numbers each"
     assert re.split("  +", header) == ["parameter", "form", "shape", "holds", "written out"]
@@ -49,9 +48,6 @@ def test_gradients_are_a_table(model: nn.Module) -> None:
     # Of the linear layer x and g, 5 × (8 + 3) numbers; its bias has g once more, which counts once.
     assert re.split("  +", lines[2])[3] == "220 B"
     assert re.split("  +", total) == ["all", "740 B", "940 B"]  # 320 and 160 of the convolution, 40 of its bias
-    html = grads._repr_html_()
-    assert html.count("<tr>") == 1 + 4 + 1
-    assert title in html
 
 
 def test_a_form_is_a_line_and_a_table(model: nn.Module) -> None:
@@ -61,7 +57,6 @@ def test_a_form_is_a_line_and_a_table(model: nn.Module) -> None:
     assert str(form).split("\n")[0] == repr(form)
     assert "  Outer" in str(form)
     assert "(5, 1, 3), (5, 1, 8)" in str(form)
-    assert "(5, 1, 3), (5, 1, 8)" in form._repr_html_()
 
 
 def test_rows_of_outputs(model: nn.Module) -> None:
@@ -70,15 +65,6 @@ def test_rows_of_outputs(model: nn.Module) -> None:
     assert "5 samples, 3 entries of an output each" in repr(rows)
     assert str(tuple(rows.dense()["2.weight"].shape)) == "(5, 3, 3, 8)"
     assert "(5, 3, 3, 8)" in repr(rows)
-
-
-def test_many_parameters_are_shortened() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
-    with autograd_hacks.add_hooks(model, probe=False):
-        grads = stepped(model, torch.randn(3, 2))
-    assert len(repr(grads).split("\n")) < 35
-    assert "... 177 more" in repr(grads)
-    assert repr(grads).split("\n")[-1].startswith("all")
 
 
 def test_a_handle_says_what_is_recorded(model: nn.Module) -> None:
@@ -93,7 +79,6 @@ def test_a_handle_says_what_is_recorded(model: nn.Module) -> None:
     output.square().sum().backward()
     assert re.search(r"recorded +5 samples, 1 backward pass\n", str(handle) + "\n")
     assert re.search(r"holds +220 B", str(handle))
-    assert handle._repr_html_().count("<tr>") == str(handle).count("\n") - 1
     autograd_hacks.clear_backprops(model)
     assert "cleared" in str(handle)
     autograd_hacks.remove_hooks(model)
@@ -171,11 +156,6 @@ def test_inside_of_transforms() -> None:
     assert said == ["Dense: 3 rows of shape (2,), holds 24 B, 24 B written out"] * 2
 
 
-def test_a_form_that_is_half_made() -> None:
-    form = object.__new__(Dense)
-    assert all("Dense" in says for says in (repr(form), str(form), form._repr_html_()))
-
-
 def test_gradients_whose_model_is_gone_and_whose_input_was_overwritten(model: nn.Module) -> None:
     x, own = torch.randn(5, 1, 4, 4), copy.deepcopy(model)
     with autograd_hacks.add_hooks(own):
@@ -205,7 +185,6 @@ def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
     ekfac = model[2].weight.ekfac
     assert repr(ekfac) == "EKFAC of 2.weight: 3 × 8, 388 B"
     assert "eigenvectors" in str(ekfac)
-    assert "(8, 8)" in ekfac._repr_html_()
     autograd_hacks.remove_hooks(model)
     assert "removed" in repr(accumulation)
 
@@ -228,6 +207,8 @@ def everything() -> nn.Module:
 def test_before_and_after_a_step() -> None:
     model = everything()
     before = {row.parameter: row for row in autograd_hacks.describe(model).rows}
+    trained = [row for name, row in before.items() if name != "norm.bias"]
+    assert autograd_hacks.describe(model, trained=True).rows == trained
     assert list(before) == [name for name, _ in model.named_parameters()]
     assert before["embed.weight"].how == "rule embedding, shared with decode.weight"
     assert before["attend.out_proj.weight"].layer == "NonDynamicallyQuantizableLinear"
@@ -249,15 +230,12 @@ def test_before_and_after_a_step() -> None:
     assert description.note == ""
 
 
-def test_it_prints_in_a_terminal_and_in_a_notebook() -> None:
+def test_it_prints_in_a_terminal() -> None:
     description = autograd_hacks.describe(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     text = str(description)
     assert text == repr(description)
     assert text.startswith("parameter  layer        how its rows are computed  form  samples  written out\n---")
     assert "No forms to show: this Sequential has no hooks" in text
-    html = description._repr_html_()
-    assert html.count("<tr>") == 5
-    assert ">BatchNorm1d</td>" in html
 
 
 def test_it_says_what_is_refused_and_why() -> None:
@@ -311,26 +289,9 @@ def test_every_listed_layer_says_rule() -> None:
         assert all(row.how.startswith("rule ") for row in rows), kind
 
 
-def test_sizes_have_units() -> None:
-    for features, expected in ((10, "120 B"), (1000, "12 kB"), (10**6, "12 MB")):
-        model = nn.Linear(features, 1, bias=False)
-        with autograd_hacks.add_hooks(model):
-            model(torch.ones(3, features)).sum().backward()
-            assert autograd_hacks.describe(model).rows[0].cells()[-1] == expected
-
-
 def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Scale(2))
     monkeypatch.setitem(RULES, Scale, Rule(lambda layer, call: None))
     with autograd_hacks.add_hooks(model):
         model(torch.ones(3, 2)).sum().backward()
         assert "returned None" in str(autograd_hacks.describe(model))
-
-
-def test_trained_parameters_alone() -> None:
-    model = everything()
-    model.embed.requires_grad_(False)
-    rows = autograd_hacks.describe(model).rows
-    trained = autograd_hacks.describe(model, trained=True).rows
-    assert trained == [row for row in rows if not row.how.startswith("frozen")]
-    assert len(trained) == len(rows) - 2

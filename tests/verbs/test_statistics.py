@@ -159,6 +159,7 @@ def tower() -> Iterator[nn.Module]:
     [
         ("*", ["1.weight", "1.bias", "2.bias"]),
         ("2.*", ["1.weight", "2.bias"]),
+        ("2", ["1.weight", "2.bias"]),
         (["*.bias"], ["1.bias", "2.bias"]),
         (("2.bias", "?.weight"), ["1.weight", "2.bias"]),
     ],
