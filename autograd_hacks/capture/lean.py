@@ -39,7 +39,7 @@ class Behind:
         self.outputs = [x for x in ran.outputs[: ran.count] if x.grad_fn is not None]
         self.has_graphs = False  # whether passes made graphs, which lead into this one
         # The hooks at uses, with their nodes.  A call whose rule gives no rows is none.
-        noted = ran.noted if ran.within is None or ran.within.calls is None else compress(ran.noted, ran.within.calls)
+        noted = ran.noted if ran.within.calls is None else compress(ran.noted, ran.within.calls)
         self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for one in noted for own in one.hooks)]
         if off.ends is None:
             off.ends = self._ends(ran)
@@ -108,7 +108,7 @@ def may_stand_behind(kind: Kind, ran: Ran) -> bool:
 
     They may after a first pass that made no graph, if nothing else needs gradients of
     parameters, and no samples mix: what shows that a loss reads where they do are gradients behind that."""
-    mixes = ran.within and (ran.within.refused or ran.within.told.mixing or ran.within.told.mixed_outputs)
+    mixes = ran.within.refused or ran.within.told.mixing or ran.within.told.mixed_outputs
     if mixes or kind.derives is not False or not all(may_skip(ran.parameters[name]) for name in ran.leaves.values()):
         return False
     return not ran.checkpoints  # torch.autograd.grad can't pass through these

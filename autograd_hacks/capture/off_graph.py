@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
-from autograd_hacks.capture.calls import Within
-from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
-from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, Planned, ValueUse, Whose
+from autograd_hacks.capture.uses import Edge, NodeUse, Planned, ValueUse, Whose, Within
 from autograd_hacks.capture.ways import way_of
 from autograd_hacks.graph.trace import Trace
-from autograd_hacks.probe.documents import Documents
 from autograd_hacks.support.graph import (
     CHECKPOINT,
     Graph,
@@ -49,13 +46,12 @@ class Ran:
     trained: Callable[[], Mapping[str, Tensor]]
     arguments: Any
     outputs: Sequence[Tensor]  # and those that the model keeps, behind what it returns
+    within: Within  # what its uses share
     noted: Sequence[Noted] = ()
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
-    documents: Documents | None = None  # the documents packed into its samples, if rows are per document
-    within: Within | None = None  # what its calls share
     trace: Trace | None = None  # the graph behind the outputs, once it was read
 
     @cached_property
@@ -125,7 +121,7 @@ class Ran:
     @property
     def is_covered(self) -> bool:
         """Whether layers with rules cover all parameters."""
-        return {name for noted in self.noted for name in noted.noted.known.names} >= self.parameters.keys()
+        return {name for noted in self.noted for name in noted.call.known.names} >= self.parameters.keys()
 
     def value(self, slot: int) -> Value:
         """An output, as a value of the graph."""
@@ -169,12 +165,10 @@ class Ends(NamedTuple):
 class OffGraph:
     """The uses of parameters at nodes of a finished forward's graph."""
 
-    def __init__(self, ran: Ran, told: Told, samples: int) -> None:
-        self.ran, self.told, self.samples = ran, told, samples
-        self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
+    def __init__(self, ran: Ran) -> None:
+        self.ran = ran
         self.found: dict[Node, Planned] = {}  # by the node that takes values of parameters
         self.hooks: list[tuple[Node, AtNode]] = []
-        self.refused: Mapping[str, str] = {}  # why parameters have no rows in this forward
         self.ends: Ends | None = None  # if known
         self.note_ends: Callable[[Ends], None] = lambda _: None
 
@@ -197,29 +191,18 @@ class OffGraph:
         names = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         return Planned(node.name(), len(made(node)), tuple(uses), names, whose)
 
-    def attach(
-        self, edge_of: Callable[[str], Edge], forward: int, receiver: Receiver, recomputed_in: Pass | None = None
-    ) -> None:
+    def attach(self, edge_of: Callable[[str], Edge], receiver: Receiver, recomputed_in: Pass | None = None) -> None:
         """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
-        refused = self.refused
         for node, plan in self.found.items():
-            graph = GraphAlive()
             use = NodeUse(
                 node=plan.node,
                 values=plan.values,
                 edges={name: edge_of(name) for name in plan.names},
                 slots=plan.slots,
-                forward=forward,
-                samples=self.samples,
-                layouts=plan.whose.layouts,
-                labels=plan.whose.labels,
-                graph=weakref.ref(graph),
-                told=self.told,
-                documents=self.documents,
-                why_refused=next((refused[name] for name in plan.names if name in refused), "") if refused else "",
-                recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
                 within=self.ran.within,
+                whose=plan.whose,
+                recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
             )
-            hook = AtNode(use, graph, receiver)
+            hook = AtNode(use, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))

@@ -205,8 +205,8 @@ class Recorder:
         if not path and not self.is_aside and self.kinds.probes:
             outputs += _kept_by(self.tree, outputs, self._began)
         trained = partial(self._trained, parameters, path)
-        ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        ran.within = self.forward.within
+        given, within = (args, kwargs), self.forward.within
+        ran = Ran(modules, trained, given, outputs, within, noted, self._ends, returned=output, count=returned_count)
         own_hooks = self.backward.hooks - self._own_hooks + self.forward.hooks
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)
@@ -246,15 +246,13 @@ class Recorder:
         if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
         samples, off = self._read(path, model, known, ran)
-        self.record.documents = ran.documents
-        if ran.documents is not None:
-            for noted in ran.noted:
-                noted.call.documents = ran.documents
+        self.record.documents = ran.within.documents
         if off is None:
             place_by_sizes(ran.noted, samples)
-        off = self._off_graph(told, ran, samples, off)
+        ran.within.told, ran.within.samples = told, samples
+        off = self._off_graph(told, ran, off)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        off.attach(partial(self._edge, ran), self.record.forwards, self.backward, again)
+        off.attach(partial(self._edge, ran), self.backward, again)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
         is_hooked = bool(self._users_hooks)
@@ -270,15 +268,14 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
         return returned
 
-    def _off_graph(self, told: Told, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
+    def _off_graph(self, told: Told, ran: Ran, found: OffGraph | None) -> OffGraph:
         """The reader of the forward's graph.  found: what was read already"""
-        is_assumed = told is self.kinds.static and not ran.is_covered
-        if is_assumed and samples is None:
-            samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        off = found or OffGraph(ran, told, samples or 0)
-        off.documents = ran.documents
-        if is_assumed and samples is not None:
-            ABOVE.assume(ran, off)
+        off, within = found or OffGraph(ran), ran.within
+        if told is self.kinds.static and not ran.is_covered:
+            if within.samples is None:
+                within.samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
+            if within.samples is not None:
+                ABOVE.assume(ran, off)
         return off
 
     def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
@@ -290,7 +287,7 @@ class Recorder:
         def read() -> bool:
             nonlocal samples, off
             if self.segments is not None and not path:
-                ran.documents = documents_of(self.segments, *ran.arguments)
+                ran.within.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
             run = partial(ABOVE.read_forward, self, known, ran)

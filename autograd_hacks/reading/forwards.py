@@ -134,8 +134,9 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
         return known.samples, None
-    off, found = OffGraph(ran, told, best.hypothesis.samples), best.found
-    if found is None or ran.documents is not None:
+    off, found = OffGraph(ran), best.found
+    ran.within.told = told
+    if found is None or ran.within.documents is not None:
         best, found = _in_full(recorder, known, ran, best, off)
     else:
         best.reader.follow(found, off)
@@ -171,8 +172,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     of_parameters = [slot for slot in outside if reader.is_own(ran.value(slot).node)]
     of_batch = [slot for slot in outside if samples > 1 and slot not in {*of_parameters, *hypothesis.losses}]
     mixed_outputs += [slot for slot in (*lost, *of_batch) if slot not in mixed_outputs]
-    if ran.documents is not None:
-        mixed_outputs += _note_leaks(ran, ran.documents, best)
+    if ran.within.documents is not None:
+        mixed_outputs += _note_leaks(ran, ran.within.documents, best)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     returned = [n for n in mixed_outputs if n < ran.count]
@@ -181,7 +182,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
     reader.follow(found, off)
-    calls = (noted.noted for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
     found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
         _note_nodes(ran, reader, found, off)
@@ -197,7 +198,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     is_plain = not (told.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    if reader.key is not None and is_plain and not of_parameters and ran.documents is None:
+    if reader.key is not None and is_plain and not of_parameters and ran.within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
@@ -271,7 +272,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
 
 def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
     """Notes which nodes read parameters, for messages."""
-    nodes, paths = reader.trace.nodes, {x: one.noted.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
+    nodes, paths = reader.trace.nodes, {x: one.call.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
     for k, (values, _) in found.uses.items():
         at = k  # it is followed to the next call of a layer with a rule, or to the outputs
         while at >= 0 and nodes[at] not in paths:
@@ -323,15 +324,16 @@ def assume(ran: Ran, off: OffGraph) -> None:
     at = {
         Value(x.grad_fn, x.output_nr): Layout()
         for x in ran.outputs
-        if x.grad_fn is not None and (not off.samples or Layout().fits(x, off.samples))
+        if x.grad_fn is not None and (not ran.within.samples or Layout().fits(x, ran.within.samples))
     }
-    reader = Reader(ran, off.samples or 1, at)
-    found, reader.samples = reader.read(), off.samples
+    samples = ran.within.samples or 0
+    reader = Reader(ran, samples or 1, at)
+    found, reader.samples = reader.read(), samples
     if ran.checkpoints:  # no graph shows what is behind them
         found.mixed = {}
         for n, noted in enumerate(ran.noted):
             if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
-                found.calls[n] = Whose(noted.usual_layouts(off.samples))
+                found.calls[n] = Whose(noted.usual_layouts(samples))
     reader.follow(found, off)
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import Note, are_plain, packed_into
+from autograd_hacks.capture.calls import are_plain, packed_into
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Planned, Whose
+from autograd_hacks.capture.uses import Planned, Whose, Within
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -131,15 +132,15 @@ class Reader:
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
         key, number = list[Hashable](), self.number
-        for noted, hooks, inputs in self.ran.noted:
+        for call, hooks, inputs in self.ran.noted:
             if len(hooks) != 1:
                 return None
-            ((node, hook),), known = hooks, noted.known
+            ((node, hook),), known = hooks, call.known
             if not known.is_plain:
                 return None
             at = None
             if not inputs:
-                given = noted.x if isinstance(noted, Note) else noted.args[0] if noted.args else None
+                given = call.args[0] if call.args else None
                 if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
                     at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
             key.append((known.ref, number.get(node), hook.number, hook.shape, at))
@@ -206,7 +207,7 @@ class Reader:
         below = cache(lambda k: trace.behind([k]) & by_leaf.keys())  # the parameters on which a value depends
         for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
             if whose is not None:
-                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.noted.known.names) if x in self.number}
+                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.call.known.names) if x in self.number}
                 for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
@@ -229,7 +230,7 @@ class Reader:
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
         for noted, nodes in zip(self.ran.noted, self.ran.inside):
-            if is_given(noted.layer):  # the user's rule may be wrong, so its rows are compared
+            if is_given(noted.call.known.layer):  # the user's rule may be wrong, so its rows are compared
                 for node in nodes:
                     covered.pop(self.number.get(node, -1), None)
         found.inside = covered
@@ -314,17 +315,18 @@ class Reader:
         """Writes what was found into the calls of this forward and into the reader of its graph."""
         nodes, ran, samples = self.trace.nodes, self.ran, self.samples
         names = ran.leaves
-        refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
-        if (within := ran.within) is not None:
-            within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+        within = ran.within
+        within.samples = samples
+        within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
+        if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
+            within.calls = found.calls
             if found.plain is None:
                 found.plain = are_plain(found.calls)
-            within.plain = () if refused else found.plain
+            within.plain = () if within.refused else found.plain
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
-            call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
-            if call is not None:
-                call.follow(whose)
+            if whose is None:  # its rows come from where its output meets the batch
+                noted.call.edges = {}
         if found.ends is not None:
             lowest, parameters, others = found.ends
             own = {name: nodes[k] for name, k in parameters.items()}
@@ -337,7 +339,6 @@ class Reader:
                 for k, (values, whose) in found.uses.items()
             }
         off.found |= {nodes[k]: use for k, use in found.planned.items()}
-        off.refused = refused
 
 
 def _has_order(x: Tensor, axis: int) -> bool:
@@ -346,10 +347,12 @@ def _has_order(x: Tensor, axis: int) -> bool:
 
 
 def ran_behind(
-    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None
-) -> Ran:
-    """A computation outside of a model's forward.  ends: nodes at which it begins"""
-    ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
+    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], forward: int, samples: int,
+    roots: Sequence[Node] | None = None,
+) -> Ran:  # fmt: skip
+    """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
+    within, record = Within(forward, Told(), samples), recorder.record
+    ran = Ran(list(recorder.layers), dict, (), outputs, within, ends=frozenset(ends), roots=roots)
     leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
     ran.parameters = record.asked({record.name_of(p): p for p in leaves})
     return ran
