@@ -156,10 +156,10 @@ class Backward:
             return False
         if call in current.received:  # a graph that a pass made led here, too
             return False
-        if not current.named:
-            current.told_by.append(call)
         grad = grad.detach() if grad.requires_grad else grad
-        current.received[call] = OutputGrads([grad], [version_of(grad)], known.locals)
+        current.received[call] = found = OutputGrads([grad], [version_of(grad)], known.locals)
+        if not current.named:
+            current.told_by[call] = found
         current.named.update(known.names)
         return True
 

@@ -39,7 +39,7 @@ class Layer:
         self._buffers = [*map(id, layer._buffers.values())]
         # What the rule covers, and the buffers: the rule may read them.
         self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
-        self.tensors, self.held = [x for _, x in self.read], dict(self.read)
+        self.tensors = [x for _, x in self.read]
         self.ids = frozenset([id(p) for _, p, _ in wanted])
         self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
         self.is_given = is_given(layer)
@@ -65,21 +65,6 @@ def are_plain(calls: Iterable[Whose | None]) -> list[bool]:
 
 
 _FIRST = (Layout(),)
-_NONE: dict[str, Any] = {}
-
-
-class _Plain(Call):
-    """What the formula of a usual call gets."""
-
-    of: LayerCall
-    grad: Any = None
-    held: Mapping[str, Tensor] = _NONE
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "state":
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        self.state = self.of.state
-        return self.state
 
 
 class LayerCall(Use, Call):
@@ -124,17 +109,15 @@ class LayerCall(Use, Call):
             return None
         if not samples or grad.shape[:1] != (samples,):
             return None
-        call = _Plain.__new__(_Plain)
+        call = Call.__new__(Call)  # its own __init__ sets all that is as by default
         call.__dict__ = {
-            "of": self,
             "path": known.path,
             "layer": known.settings.put_back(known.layer),
             "args": self.args,
-            "kwargs": _NONE,
+            "kwargs": {},
             "training": self.training,
             "grads": (grad,),
-            "grad": grad,
-            "held": known.held,
+            "state": self.state,
             "precision": self.precision,
             "saved": self.saved,
         }

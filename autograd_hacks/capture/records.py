@@ -55,7 +55,7 @@ class Pass:
     received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
     named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead, whose passes do nothing else
     calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the other uses that lead to it
-    told_by: list[Use] = field(default_factory=list)  # those, and one of the usual calls
+    told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to those, and to one of the usual calls
     hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # how many forwards ran since the previous pass
@@ -86,9 +86,12 @@ class Pass:
         """What came to a use so far, to be added to."""
         found = self.received.get(use)
         if found is None:
-            found = self.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
-            self.told_by.append(use)
+            found = self.received[use] = self.told_by[use] = OutputGrads([None] * use.slots, [0] * use.slots)
         return found
+
+    def free(self, use: Use) -> None:
+        """Frees what came to a use, once it was read."""
+        del self.received[use], self.told_by[use]
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that the pass reaches at the model's own uses, with their names."""
@@ -97,7 +100,7 @@ class Pass:
 
     def witnesses(self) -> list[tuple[Use, OutputGrads]]:
         """The uses, but of the usual calls only one, since what a forward tells is the same for all."""
-        return [(use, self.received[use]) for use in self.told_by if use in self.received]
+        return [*self.told_by.items()]
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
