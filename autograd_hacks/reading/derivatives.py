@@ -16,7 +16,6 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import AtOutput
 from autograd_hacks.capture.calls import LayerCall, packed_into
-from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
@@ -108,9 +107,8 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
 
 
 def _attach(own: Recorder, reader: Reader) -> None:
-    off = OffGraph(reader.ran)
-    reader.follow(reader.read(), off)
-    off.attach(reader.ran.edge_of, own.backward)
+    reader.follow(reader.read())
+    reader.ran.attach(reader.ran.edge_of, own.backward)
 
 
 def _computed(

@@ -15,7 +15,7 @@ from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.formulas.table import rule_for
@@ -113,16 +113,16 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     return False
 
 
-def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-    """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
+def read_forward(recorder: Recorder, known: Known, ran: Ran) -> None:
+    """Reads a finished forward."""
+    ran.within.told, ran.within.samples = known.told, known.samples
     try:
-        return _read(recorder, known, ran)
+        _read(recorder, known, ran)
     except Nested:
-        known.told.refused = dict.fromkeys(ran.parameters, NESTED)
-        return None, None
+        known.told.refused, ran.within.samples = dict.fromkeys(ran.parameters, NESTED), None
 
 
-def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
+def _read(recorder: Recorder, known: Known, ran: Ran) -> None:
     told, memo = known.told, recorder.kinds.memo
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
@@ -133,13 +133,12 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
             break
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
-        return known.samples, None
-    off, found = OffGraph(ran), best.found
-    ran.within.told = told
+        return
+    found = best.found
     if found is None or ran.within.documents is not None:
-        best, found = _in_full(recorder, known, ran, best, off)
+        best, found = _in_full(recorder, known, ran, best)
     else:
-        best.reader.follow(found, off)
+        best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
     if walk.was_read and recorder.backward.wants_grad:
@@ -155,10 +154,9 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     if not told.mixing and told.kind.dependent is not None:
         told.mixing, told.mixed_outputs = told.kind.dependent
     recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
-    return best.hypothesis.samples, off
 
 
-def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
+def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
     told, mixed_outputs, lost = known.told, list[int](), best.lost()
     told.is_scaled = best.hypothesis.is_scaled
@@ -181,15 +179,15 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
-    reader.follow(found, off)
+    reader.follow(found)
     calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
     found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
-        _note_nodes(ran, reader, found, off)
+        _note_nodes(ran, reader, found)
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
     for slot in of_parameters:
         node = ran.value(slot).node
-        watch_penalty(recorder.backward, node, off.below(node))
+        watch_penalty(recorder.backward, node, reader.below(reader.number[node]))
     of_model = {id(p) for p in ran.parameters.values()}
     found.returns_parameters = bool(of_parameters) or any(id(x) in of_model for x in ran.outputs)
     layouts: dict[int | Value, Where] = {
@@ -270,7 +268,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     return untold
 
 
-def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+def _note_nodes(ran: Ran, reader: Reader, found: Read) -> None:
     """Notes which nodes read parameters, for messages."""
     nodes, paths = reader.trace.nodes, {x: one.call.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
     for k, (values, _) in found.uses.items():
@@ -279,7 +277,7 @@ def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
             at = reader.takers[at][0][0]
         place = "the outputs" if at < 0 else f"the input of {paths[nodes[at]]!r}"
         text = f"{nodes[k].name()} at {place}"
-        for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
+        for name in {name for j, _, _ in values for name in reader.below(j)}:
             known = found.nodes.setdefault(name, [])
             known += [text] if text not in known else []
 
@@ -317,7 +315,7 @@ def _line_of(node: Node) -> str:
     return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
 
 
-def assume(ran: Ran, off: OffGraph) -> None:
+def assume(ran: Ran) -> None:
     """Reads a forward whose outputs are assumed to have the samples on axis 0.
 
     Without samples, the graph is read as if it had one."""
@@ -334,7 +332,7 @@ def assume(ran: Ran, off: OffGraph) -> None:
         for n, noted in enumerate(ran.noted):
             if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
                 found.calls[n] = Whose(noted.usual_layouts(samples))
-    reader.follow(found, off)
+    reader.follow(found)
 
 
 ABOVE.read_forward, ABOVE.assume = read_forward, assume

@@ -17,7 +17,7 @@ from torch import Tensor
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import hooked_copy
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
@@ -79,7 +79,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
 
 def _functions(ran: Ran) -> set[Hashable]:
     """The functions in a forward's graph whose backward isn't on the tape."""
-    return {("a backward of its own", type(node)) for node in ran.graph.nodes if is_users(node)}
+    return {("a backward of its own", type(node)) for node in ran.trace.nodes if is_users(node)}
 
 
 def _losses(ran: Ran, told: Told) -> bool:
@@ -130,7 +130,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
     draws, with_rows = torch.Generator().manual_seed(samples), 2  # rows take a backward pass: compared in two runs
     reference = runs.run(arguments, with_rows=True)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
-    has_changed, rounds = False, any(type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes)
+    has_changed, rounds = False, any(type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
     for turn, kept in enumerate(kept_samples(samples, draws), 1):
         replaced = batch.replaced(told.axis, kept, turn, told.counted_at is not None)
         if replaced is None:

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import AtNode, Returned, on_node, returned_in
-from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import Owned, entries
 from autograd_hacks.reading.reader import Reader, label_of, ran_behind
@@ -34,9 +33,8 @@ def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returne
     found = reader.read()
     hooked = _hooked(recorder, reader)
     found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
-    off = OffGraph(ran)
-    reader.follow(found, off)
-    off.attach(ran.edge_of, recorder.backward)
+    reader.follow(found)
+    ran.attach(ran.edge_of, recorder.backward)
     if recorder.record.documents is not None:
         return ""
     at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]

@@ -20,9 +20,10 @@ from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import are_plain, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Planned, Whose, Within
+from autograd_hacks.capture.uses import Planned, ValueUse, Whose, Within
+from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -30,7 +31,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Leaf, Value, is_users, operands_of, shape_of
+from autograd_hacks.support.graph import Graph, Leaf, Value, is_users, made, operands_of, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -53,7 +54,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     links: see `Reader.links`; None as long as nobody has looked for them
-    ends: see `OffGraph`; None as long as nobody has looked for them
+    ends_of_passes: see `Ran`
     plain: see `Within`; None as long as nobody has looked
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
@@ -68,14 +69,9 @@ class Read:
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] | None = None
-    ends: tuple[list[int], dict[str, int], list[int]] | None = None
+    ends_of_passes: list[Any] = field(default_factory=list)
     plain: list[bool] | None = None
     planned: dict[int, Planned] | None = None
-
-    def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
-        if all(node in number for node in ends.lowest):
-            parameters = {name: number[leaf] for name, leaf in ends.parameters.items()}
-            self.ends = [number[node] for node in ends.lowest], parameters, [number[leaf] for leaf in ends.others]
 
 
 class Reader:
@@ -311,12 +307,26 @@ class Reader:
         rows = rows_of(label, shapes[n], samples)
         return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
-    def follow(self, found: Read, off: OffGraph) -> None:
-        """Writes what was found into the calls of this forward and into the reader of its graph."""
-        nodes, ran, samples = self.trace.nodes, self.ran, self.samples
-        names = ran.leaves
-        within = ran.within
-        within.samples = samples
+    def below(self, k: int) -> set[str]:
+        """The parameters on which a node's outputs depend."""
+        nodes, leaves = self.trace.nodes, self.ran.leaves
+        return {leaves[nodes[j]] for j in self.trace.behind([k]) if nodes[j] in leaves}
+
+    def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
+        """What follows from the graph about the use at a node.  values, whose: see `Read`"""
+        uses, nodes, names = list[ValueUse](), self.trace.nodes, self.ran.leaves
+        for j, number, place in values:
+            by_rule = {names[nodes[n]] for n in found.by_rule.get((k, place), ())}
+            own, value = tuple(sorted(self.below(j) - by_rule)), Value(nodes[j], number)
+            way = None if type(nodes[j]) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in own})
+            uses.append(ValueUse(place, shape_of(value), own, way))
+        every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
+        return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
+
+    def follow(self, found: Read) -> None:
+        """Writes what was found into this forward."""
+        nodes, ran, within, names = self.trace.nodes, self.ran, self.ran.within, self.ran.leaves
+        within.samples, ran.trace, ran.ends_of_passes = self.samples, self.trace, found.ends_of_passes
         within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.calls = found.calls
@@ -327,18 +337,9 @@ class Reader:
         for noted, whose in zip(ran.noted, found.calls):
             if whose is None:  # its rows come from where its output meets the batch
                 noted.call.edges = {}
-        if found.ends is not None:
-            lowest, parameters, others = found.ends
-            own = {name: nodes[k] for name, k in parameters.items()}
-            off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
-        off.note_ends = partial(found.note_ends, self.number)
         if found.planned is None:
-            by_rule = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
-            found.planned = {
-                k: off.planned(nodes[k], [(Value(nodes[j], n), at, by_rule.get((k, at), ())) for j, n, at in values], whose)
-                for k, (values, whose) in found.uses.items()
-            }
-        off.found |= {nodes[k]: use for k, use in found.planned.items()}
+            found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
+        ran.uses |= {nodes[k]: use for k, use in found.planned.items()}
 
 
 def _has_order(x: Tensor, axis: int) -> bool:
@@ -351,11 +352,14 @@ def ran_behind(
     roots: Sequence[Node] | None = None,
 ) -> Ran:  # fmt: skip
     """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
-    within, record = Within(forward, Told(), samples), recorder.record
-    ran = Ran(list(recorder.layers), dict, (), outputs, within, ends=frozenset(ends), roots=roots)
-    leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
-    ran.parameters = record.asked({record.name_of(p): p for p in leaves})
-    return ran
+    roots, stops, record = (
+        [*(roots or ()), *(x.grad_fn for x in outputs if x.grad_fn is not None)],
+        frozenset(ends),
+        recorder.record,
+    )
+    leaves = [leaf.variable for leaf in Graph(roots, stops).leaves if record.is_parameter(leaf.variable)]
+    parameters = record.asked({record.name_of(p): p for p in leaves})
+    return Ran(list(recorder.layers), lambda: parameters, (), outputs, Within(forward, Told(), samples), ends=stops)
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

@@ -1,13 +1,13 @@
-"""Uses of parameters without a layer rule, read from autograd's graph when a forward has ended."""
+"""A forward that has run, with its graph and the uses of parameters that were found there."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from sys import maxsize
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
@@ -16,16 +16,12 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
-from autograd_hacks.capture.uses import Edge, NodeUse, Planned, ValueUse, Whose, Within
-from autograd_hacks.capture.ways import way_of
+from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.support.graph import (
     CHECKPOINT,
-    Graph,
     Leaf,
     Value,
-    made,
-    shape_of,
 )
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import samples_of_rows
@@ -49,10 +45,11 @@ class Ran:
     within: Within  # what its uses share
     noted: Sequence[Noted] = ()
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
-    roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
-    trace: Trace | None = None  # the graph behind the outputs, once it was read
+    uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
+    hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
+    ends_of_passes: list[Any] = field(default_factory=list)  # see `capture/lean.py`; shared by forwards with equal graphs
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -71,27 +68,21 @@ class Ran:
         return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
 
     @cached_property
-    def graph(self) -> Graph:
-        roots = [x.grad_fn for x in self.outputs if x.grad_fn is not None] if self.roots is None else self.roots
-        return Graph(roots, self.ends)
+    def trace(self) -> Trace:
+        """The graph behind the outputs; a reader puts its own here.  Raises Nested."""
+        roots = [(x.grad_fn, x.output_nr) for x in self.outputs if x.grad_fn is not None]
+        return Trace(roots, {id(p) for p in self.parameters.values()}, self.ends)
 
     @cached_property
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
         names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
-        if trace is None:
-            return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
         return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:
         """The same the other way round."""
         return {name: leaf for leaf, name in self.leaves.items()}
-
-    @cached_property
-    def ends_of_graph(self) -> list[Any]:
-        """All leaves: parameters and others."""
-        return self.graph.leaves if self.trace is None else [self.trace.nodes[k] for k in self.trace.leaves]
 
     def is_fixed(self, address: int) -> bool:
         """Whether a memory address is a parameter's or a buffer's."""
@@ -106,15 +97,8 @@ class Ran:
         return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
 
     @cached_property
-    def nodes(self) -> Collection[Node]:
-        """All nodes."""
-        return self.graph.nodes if self.trace is None else self.trace.number
-
-    @cached_property
     def checkpoints(self) -> list[Any]:
         """The nodes of reentrant checkpoints."""
-        if self.trace is None:
-            return [node for node in self.nodes if node.name() == CHECKPOINT]
         is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
         return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
 
@@ -148,58 +132,15 @@ class Ran:
             found.append(list(seen))
         return found
 
-
-class Ends(NamedTuple):
-    """Where passes through a forward end.
-
-    lowest: nodes with hooks, from which gradient reaches all others
-    parameters: the leaves of the model's own, by name
-    others: other leaves
-    """
-
-    lowest: Sequence[Node]
-    parameters: Mapping[str, Node]
-    others: Sequence[Any]
-
-
-class OffGraph:
-    """The uses of parameters at nodes of a finished forward's graph."""
-
-    def __init__(self, ran: Ran) -> None:
-        self.ran = ran
-        self.found: dict[Node, Planned] = {}  # by the node that takes values of parameters
-        self.hooks: list[tuple[Node, AtNode]] = []
-        self.ends: Ends | None = None  # if known
-        self.note_ends: Callable[[Ends], None] = lambda _: None
-
-    def below(self, node: Node) -> frozenset[str]:
-        """The parameters on which a node's outputs depend."""
-        trace, leaves = self.ran.trace, self.ran.leaves
-        assert trace is not None  # a forward is read by it
-        return frozenset(leaves[trace.nodes[k]] for k in trace.behind([trace.number[node]]) if trace.nodes[k] in leaves)
-
-    def planned(self, node: Node, values: Sequence[tuple[Value, int, Collection[str]]], whose: Whose) -> Planned:
-        """What follows from the graph about the use at a node.
-
-        values: each with the number of the node's input, and the parameters of which a rule gives the rows
-        whose: the samples at the node's outputs"""
-        uses = list[ValueUse]()
-        for value, place, by_rule in values:
-            names = tuple(sorted(self.below(value.node).difference(by_rule)))
-            way = None if type(value.node) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in names})
-            uses.append(ValueUse(place, shape_of(value), names, way))
-        names = tuple(dict.fromkeys([name for use in uses for name in use.names]))
-        return Planned(node.name(), len(made(node)), tuple(uses), names, whose)
-
     def attach(self, edge_of: Callable[[str], Edge], receiver: Receiver, recomputed_in: Pass | None = None) -> None:
-        """Sends the gradients at these nodes to a receiver.  recomputed_in: the pass that made the nodes"""
-        for node, plan in self.found.items():
+        """Sends the gradients at the uses' nodes to a receiver.  recomputed_in: the pass that made the nodes"""
+        for node, plan in self.uses.items():
             use = NodeUse(
                 node=plan.node,
                 values=plan.values,
                 edges={name: edge_of(name) for name in plan.names},
                 slots=plan.slots,
-                within=self.ran.within,
+                within=self.within,
                 whose=plan.whose,
                 recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
             )
