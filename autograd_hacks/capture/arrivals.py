@@ -1,10 +1,12 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,28 +14,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import NodeUse, Use
+from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
+if TYPE_CHECKING:
+    from autograd_hacks.capture.backward import Backward
+
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
-
-
-class Receiver(Protocol):
-    """What gets the gradients at uses: see `Backward`."""
-
-    def take(self, call: LayerCall, grad: Tensor) -> bool: ...
-
-    def receive(
-        self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: "AtOutput | AtNode"
-    ) -> None:
-        """Gets the gradients at some of a use's tensors, starting at number ``slot``.
-
-        node: the node that has the hook; None for a layer call in a pass that makes no graph
-        """
 
 
 ANNOUNCED: dict[int, Announcement] = {}
@@ -64,7 +55,7 @@ class AtOutput:
     def __init__(
         self,
         call: LayerCall,
-        receiver: Receiver,
+        receiver: Backward,
         slot: int,
         output: Tensor,
         live: Any,
@@ -121,7 +112,7 @@ class Passed:
 
     __slots__ = ("backward", "link")
 
-    def __init__(self, backward: Any, link: Link) -> None:
+    def __init__(self, backward: Backward, link: Link) -> None:
         self.backward, self.link = backward, link
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
@@ -137,7 +128,7 @@ class AtNode:
     __slots__ = ("__weakref__", "receiver", "use")
     is_over = False
 
-    def __init__(self, use: NodeUse, receiver: Receiver) -> None:
+    def __init__(self, use: NodeUse, receiver: Backward) -> None:
         self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
@@ -149,7 +140,7 @@ class AtParameter:
 
     __slots__ = ("backward", "id", "parameter")
 
-    def __init__(self, backward: Any, parameter: Tensor) -> None:
+    def __init__(self, backward: Backward, parameter: Tensor) -> None:
         self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -180,7 +171,7 @@ def attach(
     call: LayerCall,
     output: Any,
     outputs: Sequence[Tensor],
-    receiver: Receiver,
+    receiver: Backward,
     is_compared: bool,
     live: Any,
     inputs: frozenset[Node],

@@ -13,7 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtNode, Receiver, put_on
+from autograd_hacks.capture.arrivals import AtNode, put_on
+from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
@@ -132,7 +133,7 @@ class Ran:
             found.append(list(seen))
         return found
 
-    def attach(self, edge_of: Callable[[str], Edge], receiver: Receiver, recomputed_in: Pass | None = None) -> None:
+    def attach(self, edge_of: Callable[[str], Edge], receiver: Backward, recomputed_in: Pass | None = None) -> None:
         """Sends the gradients at the uses' nodes to a receiver.  recomputed_in: the pass that made the nodes"""
         for node, plan in self.uses.items():
             use = NodeUse(

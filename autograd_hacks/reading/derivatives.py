@@ -54,7 +54,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
     reader = Reader(ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk
     places: dict[int, set[int]] = {}
-    for k, place, _ in walk.uses:
+    for k, place, *_ in walk.uses:
         if k >= 0:
             places.setdefault(k, set()).add(place)
     if isinstance(use, LayerCall) and _leads_inside(reader, places):

@@ -256,7 +256,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     if not labels or documents.most < 2:
         return untold
     walk = reader.walked_again(labels, documents.count)
-    at_node = next((reader.trace.kinds[mix.node].name for mix in walk.mixes if mix.node >= 0), "an output")
+    at_node = reader.mixing(walk)[0] or "an output"
     for k in walk.mixed:
         name = ran.leaves.get(reader.trace.nodes[k])
         if name is not None:

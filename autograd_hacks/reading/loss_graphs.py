@@ -41,8 +41,7 @@ def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returne
     is_apart = all(is_in_order(reader, value, layout) for value, layout in at)
     if is_apart and not found.mixed:
         return ""
-    mix = next((own for own in reader.walk.mixes if own.node >= 0), None)
-    return "the order of the samples" if mix is None else reader.trace.kinds[mix.node].name
+    return reader.mixing(reader.walk)[0] or "the order of the samples"
 
 
 def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:

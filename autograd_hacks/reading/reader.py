@@ -157,11 +157,13 @@ class Reader:
             if noted.is_empty and (whose := found.calls[n]) is not None:
                 found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
         self._find_uses(found)
-        if self.walk.mixed:
-            mix = next((own for own in self.walk.mixes if own.node >= 0), None)
-            at = self.trace.kinds[mix.node].name if mix is not None else "an output"
-            found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({mix.why})" if mix is not None and mix.why else at)
+        at, why = self.mixing(self.walk)
+        found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
         return found
+
+    def mixing(self, walk: Walk) -> tuple[str, str]:
+        """The name of a node at which samples mix, "" if none is known; and what was found there, if it isn't plain."""
+        return next(((self.trace.kinds[mix.node].name, mix.why) for mix in walk.mixes if mix.node >= 0), ("", ""))
 
     @cached_property
     def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
@@ -207,7 +209,7 @@ class Reader:
                 for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
-        waiting = [(k, place) for k, place, _ in self.walk.uses if k >= 0]
+        waiting = [(k, place) for k, place, *_ in self.walk.uses if k >= 0]
         for k, place in waiting:  # the list grows
             edge = trace.edges[k][place]
             if edge is None or not (names_below := below(edge[0])):
