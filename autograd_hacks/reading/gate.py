@@ -165,17 +165,13 @@ class Gate:
         zero = Zero(self.samples, like.shape, like.like)
         return Concatenation.of([add(list(table.values()) or [zero]) for table in tables])
 
-    def form_so_far(self, name: str) -> Form | None:
-        """The rows that the only, running pass has given a parameter since the last call of this method."""
+    def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
+        """The rows that the only, running pass has given a parameter since the last call; and the uses needed no more."""
         for call in reversed(self.segment.passes[0].calls_of.get(name, ())):  # in the order of the forward
             if call not in self._asked:
                 self._asked.add(call)
                 self._ask(0, call, self.segment.passes[0].received[call])
-        return self.form(name)
-
-    def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
-        """The same, computed by asking the calls.  Also returns the uses that are no longer needed."""
-        form, needed = self.form_so_far(name), {call for found in self._terms[0].values() for call in found}
+        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done
