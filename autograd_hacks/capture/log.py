@@ -87,13 +87,12 @@ class Forward:
         self.record, self.backward = record, backward
         self.static = Told()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
-        self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
         self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
-        self._within: Within | None = None  # what the calls so far share
+        self.within = Within(0, self.static, None)  # what its uses share
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -106,29 +105,22 @@ class Forward:
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
-        self.restart()
-        if current_task() != NO_TASK:  # checkpointing computes something again: not a forward
-            return
         record, backward = self.record, self.backward
-        backward.running = None  # left over from a pass that failed
-        record.comparing &= not backward.answered
-        record.transformed &= not backward.answered
-        record.forwards += 1
-        if with_gradients and not record.accumulating and record.segments:
-            record.free_what_was_read()
-        backward.unanswered += with_gradients
-        backward.answered = False
+        self.noted, self._random_states, self.hooks = [], {}, 0  # also what an interrupted forward has left
+        if current_task() == NO_TASK:  # else checkpointing computes something again: not a forward
+            backward.running = None  # left over from a pass that failed
+            record.comparing &= not backward.answered
+            record.transformed &= not backward.answered
+            record.forwards += 1
+            if with_gradients and not record.accumulating and record.segments:
+                record.free_what_was_read()
+            backward.unanswered += with_gradients
+            backward.answered = False
+        self.look(record.told, self.within.samples)
 
-    def restart(self) -> None:
-        """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._random_states, self._within, self.hooks = [], {}, None, 0
-
-    @property
-    def within(self) -> Within:
-        """What the calls of the running forward share."""
-        if self._within is None:
-            self._within = Within(self.record.forwards, self.record.told, self.samples)
-        return self._within
+    def look(self, told: Told, samples: int | None) -> None:
+        """Takes what is known as a forward begins.  samples: N, if its arguments show it"""
+        self.record.told, self.within = told, Within(self.record.forwards, told, samples)
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -157,7 +149,7 @@ class Forward:
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live, running, within = (args, kwargs), self.backward.running, self.within
         if self.running is None:
-            within = Within(self.record.forwards, self.record.told, self.samples)
+            within = Within(self.record.forwards, self.record.told, within.samples)
             if task != NO_TASK and self.record.told is not self.static:
                 within.refused = dict.fromkeys(known.names, INSIDE_PASS)
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
@@ -257,7 +249,7 @@ class Forward:
             return task
         backward.running = None  # left over from a pass that failed
         if self.running is None:  # the layer is called by itself: a forward of its own
-            self.record.told, self.samples = self.static, None
+            self.look(self.static, None)
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)
         backward.called.add(id(layer))

@@ -137,8 +137,7 @@ class Ran:
         """Sends the gradients at the uses' nodes to a receiver.  recomputed_in: the pass that made the nodes"""
         for node, plan in self.uses.items():
             use = NodeUse(
-                node=plan.node,
-                values=plan.values,
+                plan=plan,
                 edges={name: edge_of(name) for name in plan.names},
                 slots=plan.slots,
                 within=self.within,

@@ -183,7 +183,7 @@ class Recorder:
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
-        self.record.told, self.forward.samples = known.told, known.samples
+        self.forward.look(known.told, known.samples)
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
@@ -195,7 +195,7 @@ class Recorder:
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
-            place_by_sizes(noted, self.forward.samples)
+            place_by_sizes(noted, self.forward.within.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
             return None
@@ -245,9 +245,8 @@ class Recorder:
         told = self.record.told
         if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        ran.within.told, ran.within.samples = told, self.forward.samples
+        ran.within.told = told
         self._read(path, model, known, ran)
-        self.forward.samples = ran.within.samples
         self.record.documents = ran.within.documents
         if told is self.kinds.static and not ran.is_covered:
             self._assume(ran)

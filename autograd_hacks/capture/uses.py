@@ -247,8 +247,7 @@ class NodeUse(Use):
     Its forms are made when the gradient arrives, because afterwards the pass frees what the node saved.
     """
 
-    node: str  # its name
-    values: Sequence[ValueUse]
+    plan: Planned
     ways: dict[int, Stepwise | Transposed] = field(default_factory=dict)  # by input number, since a pass
 
     @property
@@ -257,7 +256,7 @@ class NodeUse(Use):
 
     @property
     def place(self) -> str:
-        return f"{self.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
+        return f"{self.plan.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
 
     def batch_size(self, grads: OutputGrads) -> int:
         return self.documents.losses if self.documents is not None else self.samples or 0
@@ -271,7 +270,7 @@ class NodeUse(Use):
         """
         found: dict[int, Form | Mapping[str, Form]] = {}
         dtypes = {x.dtype for x in made(node)}
-        for value in self.values:
+        for value in self.plan.values:
             if not set(value.names).isdisjoint(reached):
                 form = self._by_formula(node, value, grads)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
@@ -315,7 +314,7 @@ class NodeUse(Use):
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
         """None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, by_owners, samples = NODES.get(self.node), BY_OWNERS.get(self.node), self.samples or 0
+        formula, by_owners, samples = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node), self.samples or 0
         if not (formula or by_owners) or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
             return None
         ((slot, g),) = arrived
@@ -364,7 +363,7 @@ class NodeUse(Use):
         if isinstance(grads.kept, Exception):
             raise grads.kept
         found: dict[str, Form] = {}
-        for value in self.values:
+        for value in self.plan.values:
             if names := [name for name in value.names if name in grads.reached]:
                 kept = grads.kept[value.place]
                 if value.way is not None and isinstance(kept, Form):

@@ -49,7 +49,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         return
     ends: Collection[Node] = () if hook is None else hook.inputs
     if isinstance(use, NodeUse):
-        taken = {value.place for value in use.values}
+        taken = {value.place for value in use.plan.values}
         ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
     reader = Reader(ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk

@@ -230,7 +230,7 @@ def _with_autograd(
                 "verify(model) found no output with a batch axis; the model's outputs have shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
             )
-        slot, count = next(iter(places)), own.forward.samples
+        slot, count = next(iter(places)), own.forward.within.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         over: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
         if (documents := record.documents) is not None:
