@@ -9,14 +9,14 @@ from typing import Any
 import torch.nn as nn
 
 from autograd_hacks.capture.kinds import Known, Told
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 
 
 class Above:
     """The functions of floors above.
 
-    read_forward(recorder, known, ran): reads a finished forward by laws. Returns N, and what was read from the graph
-    assume(ran, off): reads a graph whose outputs are assumed to have the samples on axis 0
+    read_forward(recorder, known, ran): reads a finished forward by laws
+    assume(ran): reads a graph whose outputs are assumed to have the samples on axis 0
     created(recorder, use, node, hook): called when a pass that makes a graph arrives at a node
     is_shown(recorder, ran, told, samples): whether the tape shows that samples are independent, if that is asked
     show(recorder, model, copy, batch, ran, told, samples): records whether they are
@@ -31,8 +31,8 @@ class Above:
     describe(model, trained): a table of the model's parameters
     """
 
-    read_forward: Callable[[Any, Known, Ran], tuple[int | None, OffGraph | None]]
-    assume: Callable[[Ran, OffGraph], None]
+    read_forward: Callable[[Any, Known, Ran], None]
+    assume: Callable[[Ran], None]
     created: Callable[..., None]
     is_shown: Callable[[Any, Ran, Told, int | None], bool]
     show: Callable[..., None]

@@ -1,40 +1,30 @@
 """Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.calls import LayerCall, Note
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import GraphAlive, NodeUse, Use
+from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
+if TYPE_CHECKING:
+    from autograd_hacks.capture.backward import Backward
+
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
-
-
-class Receiver(Protocol):
-    """What gets the gradients at uses: see `Backward`."""
-
-    def take(self, note: Note, grad: Tensor) -> bool: ...
-
-    def receive(
-        self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: "AtOutput | None"
-    ) -> None:
-        """Gets the gradients at some of a use's tensors, starting at number ``slot``.
-
-        node: the node that has the hook; None for a layer call in a pass that makes no graph
-        hook: the `AtOutput` of a layer call; None for a `NodeUse`
-        """
 
 
 ANNOUNCED: dict[int, Announcement] = {}
@@ -52,7 +42,7 @@ def reach_of(node: Node) -> str:
         raise
 
 
-class AtOutput(GraphAlive):
+class AtOutput:
     """A hook on the node of a layer's output.  If the output is a view, the hook is on its base's node.
 
     The hook is on the node and not on the tensor for two reasons.  It sees the gradient that the layer's own backward will
@@ -60,13 +50,12 @@ class AtOutput(GraphAlive):
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("graph", "inputs", "live", "noted", "number", "receiver", "shape", "slot")
+    __slots__ = ("__weakref__", "call", "inputs", "live", "number", "receiver", "shape", "slot")
 
     def __init__(
         self,
-        noted: LayerCall | Note,
-        graph: GraphAlive | None,
-        receiver: Receiver,
+        call: LayerCall,
+        receiver: Backward,
         slot: int,
         output: Tensor,
         live: Any,
@@ -77,31 +66,26 @@ class AtOutput(GraphAlive):
         self.number = (output if base is None else base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
-        self.noted: LayerCall | Note | None = noted
-        self.graph = graph
+        self.call: LayerCall | None = call  # None when no pass can arrive any more
 
     @property
     def is_over(self) -> bool:
-        return self.noted is None
-
-    @property
-    def call(self) -> LayerCall | None:
-        return None if self.noted is None else self.noted.made(weakref.ref(self))
+        return self.call is None
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        noted, grad = self.noted, grads[self.number]
-        if noted is None:
+        call, grad = self.call, grads[self.number]
+        if call is None:
             return
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if grad is None or type(noted) is not Note or not self.receiver.take(noted, grad):
+        if grad is None or not self.receiver.take(call, grad):
             if node is None and torch.is_grad_enabled():
                 node = current_node()
-            self.receiver.receive(noted.made(weakref.ref(self)), self.slot, (grad,), node, self)
+            self.receiver.receive(call, self.slot, (grad,), node, self)
             if keeps_graph() if keeps is None else keeps:
                 return
         # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
-        self.noted = self.graph = self.live = None
+        self.call = self.live = None
         self.inputs = _NO_NODES
 
 
@@ -128,7 +112,7 @@ class Passed:
 
     __slots__ = ("backward", "link")
 
-    def __init__(self, backward: Any, link: Link) -> None:
+    def __init__(self, backward: Backward, link: Link) -> None:
         self.backward, self.link = backward, link
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
@@ -141,13 +125,14 @@ class Passed:
 class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
-    __slots__ = ("__weakref__", "graph", "receiver", "use")
+    __slots__ = ("__weakref__", "receiver", "use")
+    is_over = False
 
-    def __init__(self, use: NodeUse, graph: GraphAlive, receiver: Receiver) -> None:
-        self.receiver, self.use, self.graph = receiver, use, graph
+    def __init__(self, use: NodeUse, receiver: Backward) -> None:
+        self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, None)
+        self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, self)
 
 
 class AtParameter:
@@ -155,7 +140,7 @@ class AtParameter:
 
     __slots__ = ("backward", "id", "parameter")
 
-    def __init__(self, backward: Any, parameter: Tensor) -> None:
+    def __init__(self, backward: Backward, parameter: Tensor) -> None:
         self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -184,17 +169,15 @@ def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
 
 def attach(
     call: LayerCall,
-    graph: GraphAlive,
     output: Any,
     outputs: Sequence[Tensor],
-    receiver: Receiver,
+    receiver: Backward,
     is_compared: bool,
     live: Any,
     inputs: frozenset[Node],
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
     """Sends the gradients at a call's outputs to a receiver.  Returns the output, and the hooks with their nodes.
 
-    graph: the object that the call refers to
     outputs: the tensors of the output
     is_compared: whether the call keeps its output, to compare a later one with it
     live: the arguments with their graph
@@ -210,7 +193,7 @@ def attach(
     for slot, x in enumerate(outputs):
         source = x if x._base is None or x.grad_fn is None else x._base
         if source.grad_fn is not None:
-            hook = AtOutput(call, graph, receiver, slot, x, live, inputs)
+            hook = AtOutput(call, receiver, slot, x, live, inputs)
             put_on(source.grad_fn, hook)
             hooked.append((source.grad_fn, hook))
     return output, hooked

@@ -12,10 +12,10 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtOutput, AtParameter, may_skip, reach_of
-from autograd_hacks.capture.calls import Note, Within
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtNode, AtOutput, AtParameter, may_skip, reach_of
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
-from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use, Within
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.contexts import without_autocast
@@ -146,13 +146,20 @@ class Backward:
         inner = self.inner
         return inner if inner is not None and current_task() in (inner.task, inner.own) else None
 
-    def take(self, note: Note, grad: Tensor) -> bool:
+    def take(self, call: LayerCall, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        known, within = note.known, note.within
-        current, calls = self._usual_in(within), within.calls
-        if current is None or calls is None or calls[note.number] is None or not within.leaves.keys() >= known.ids:
+        if not call.is_plain:
             return False
-        current.arrived.append((note, grad.detach() if grad.requires_grad else grad, version_of(grad)))
+        known, within = call.known, call.within
+        current, calls = self._usual_in(within), within.calls
+        if current is None or calls is None or calls[call.number] is None or not within.leaves.keys() >= known.ids:
+            return False
+        if call in current.received:  # a graph that a pass made led here, too
+            return False
+        grad = grad.detach() if grad.requires_grad else grad
+        current.received[call] = found = OutputGrads([grad], [version_of(grad)], known.locals)
+        if not current.named:
+            current.told_by[call] = found
         current.named.update(known.names)
         return True
 
@@ -168,7 +175,7 @@ class Backward:
     def _begun(self, within: Within) -> Usual | None:
         """Begins a usual pass with its first gradient.  None if that came before, or if the pass may do more."""
         running = self.running
-        if running is not None and (running._received or running.arrived):
+        if running is not None and running.received:
             return None
         if torch.is_grad_enabled() or within.told.kind.derives is not False or is_transformed():
             return None
@@ -181,10 +188,10 @@ class Backward:
             self._usual, self.answered = self._usual_of(current, within), True
         return self._usual
 
-    def _is_usual(self, within: Within | None) -> bool:
+    def _is_usual(self, within: Within) -> bool:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
         inner = self.inner_now()
-        if within is None or within.calls is None or self.record.on_arrival is not None:
+        if within.calls is None or self.record.on_arrival is not None:
             return False
         if keeps_graph() if inner is None else inner.keeps:
             return False
@@ -208,7 +215,9 @@ class Backward:
             self.running = None
         return self.enter(task)
 
-    def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
+    def receive(
+        self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | AtNode
+    ) -> None:
         """Records the gradients that the running pass brings to a use; see `Receive`."""
         if not self.hears() or is_transformed():
             return
@@ -224,11 +233,12 @@ class Backward:
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)
-        if use.told is not None and (makes_graph or use.told.kind.derives is None):
-            use.told.kind.derives = makes_graph
+        kind = use.within.told.kind
+        if makes_graph or kind.derives is None:
+            kind.derives = makes_graph
         if makes_graph and node is not None:
-            self.created(use, node, hook)
-        received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
+            self.created(use, node, hook if isinstance(hook, AtOutput) else None)
+        received = self._note(use, slot, grads, hook, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
             received.keep(self._taken(use, node, grads, received.reached))
         if inner is not None and self.record.on_arrival is not None:
@@ -261,9 +271,9 @@ class Backward:
 
     def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
         """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
-        within = None if makes_graph or use.recomputed_in is not None or not use.edges else use.within
-        if within is not None and all(id(edge.parameter) in within.leaves for edge in use.edges.values()):
-            current = self._usual_in(within)
+        may_be_usual, leaves = not makes_graph and use.recomputed_in is None and bool(use.edges), use.within.leaves
+        if may_be_usual and all(id(edge.parameter) in leaves for edge in use.edges.values()):
+            current = self._usual_in(use.within)
             if current is not None:
                 return current, use.edges
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
@@ -285,17 +295,21 @@ class Backward:
         current.captures |= captures
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
-        self._file(current, use.forward)
+        self._file(current, use.within.forward)
         if inner is None and self.wants_grad is False:
             current.brought.update(edges[local].name for local in ways)
         return current, ways
 
-    def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
+    def _note(
+        self, use: Use, slot: int, grads: Sequence[Tensor | None], hook: AtOutput | AtNode, makes_graph: bool
+    ) -> OutputGrads | None:
         found = None if all(grad is None for grad in grads) else self._reached(use, makes_graph)
         if found is None:
             return None
         current, reached = found
-        is_first, received = not (current._received or current.arrived), current.received_at(use)
+        is_first, received = not current.received, current.received_at(use)
+        current.hooks.append(weakref.ref(hook))
+        live = hook.live if makes_graph and isinstance(hook, AtOutput) else None
         for number, grad in enumerate(grads, slot):
             if grad is not None:
                 grad = grad.detach() if live is None and not makes_graph and grad.requires_grad else grad
@@ -306,7 +320,7 @@ class Backward:
         for local in reached:
             if local not in received.reached:
                 received.reached += (local,)
-                current._calls_of.setdefault(use.edges[local].name, []).append(use)
+                current.calls_of.setdefault(use.edges[local].name, []).append(use)
         if is_first:
             is_more = current.captures or makes_graph or current.is_hess or not self._is_usual(use.within)
             self._usual = None if is_more else self._usual_of(current, use.within)
@@ -381,7 +395,7 @@ class Backward:
         is_left, own = left is not None and left[0] == name, False
         if grad is None and not is_left and record.on_arrival is None:
             return
-        uses = () if running is None else running._calls_of.get(name, ())
+        uses = () if running is None else running.calls_of.get(name, ())
         is_usual = running is not None and name in running.named
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
         if running is not None and grad is not None and (uses or is_usual) and not (is_known or name in running.beside):

@@ -1,6 +1,6 @@
 """Notes gradient that the loss brings around the uses: through outputs that mix samples, or of parameters alone."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -8,17 +8,19 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.support.graph import Taker, Value
+from autograd_hacks.capture.ran import Ran
+from autograd_hacks.support.graph import Graph, Value
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.switch import current_task
 
 
-def watch_outputs(backward: Backward, outputs: Iterable[Tensor], why: str, takers: Mapping[Value, Sequence[Taker]]) -> None:
+def watch_outputs(backward: Backward, outputs: Iterable[Tensor], why: str, ran: Ran) -> None:
     """Notes gradients that come through tensors from outside of the forward, as from a loss that reads them.
 
     why: the reason to refuse these gradients
-    takers: the nodes of the forward that take a value; what they bring is the forward's own
+    ran: the forward; what its own nodes bring is no gradient from outside
     """
+    takers = Graph([x.grad_fn for x in ran.outputs if x.grad_fn is not None], ran.ends).takers
     for x in outputs:
         if x.grad_fn is not None:
             own, at = list[Tensor](), Value(x.grad_fn, x.output_nr)

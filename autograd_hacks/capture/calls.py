@@ -1,20 +1,18 @@
-"""A call of a layer with a rule: the few words that the log notes of it, and the call itself, made when somebody asks."""
+"""A call of a layer with a rule: the few words that the log notes of it, and what follows from them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.uses import Edge, GraphAlive, OutputGrads, Use, Whose, ready
+from autograd_hacks.capture.uses import Edge, OutputGrads, Use, Whose, ready
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Form, Grouping, gathered
 from autograd_hacks.forms.numerics import looks_free
@@ -41,7 +39,7 @@ class Layer:
         self._buffers = [*map(id, layer._buffers.values())]
         # What the rule covers, and the buffers: the rule may read them.
         self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
-        self.tensors, self.held = [x for _, x in self.read], dict(self.read)
+        self.tensors = [x for _, x in self.read]
         self.ids = frozenset([id(p) for _, p, _ in wanted])
         self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
         self.is_given = is_given(layer)
@@ -61,93 +59,65 @@ class Layer:
         return rule_for(layer) is self.rule
 
 
-class Within:
-    """What all calls in one forward share.
+def are_plain(calls: Iterable[Whose | None]) -> list[bool]:
+    """For each call, whether its only output has the samples first."""
+    return [whose is not None and whose.layouts == _FIRST and not whose.is_unseen for whose in calls]
 
-    forward: its number    told: what was read of it    samples: N, if its arguments show it
+
+_FIRST = (Layout(),)
+
+
+class LayerCall(Use, Call):
+    """A call of a layer with a rule: everything that the rule reads.
+
+    Most of what may be asked about a call is asked about none, so the log notes it in few words: `_FOLLOWS` has the rest.
     """
 
-    __slots__ = ("calls", "forward", "leaves", "plain", "refused", "samples", "told")
+    known: Layer  # the layer as it was
+    number: int  # its place in the log, if it belongs to a forward
+    overwritten: Sequence[int]  # how often its only tensor, and what the rule may read, had been overwritten
+    slots: int = 1
+    is_plain: bool = False  # whether one tensor gave one, in the usual course of a forward
 
-    def __init__(self, forward: int, told: Told, samples: int | None) -> None:
-        self.forward, self.told, self.samples = forward, told, samples
-        self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
-        self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
-        self.refused: Mapping[str, str] = {}  # and why some have no rows
-        self.plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
+    def __init__(self, **own: Any) -> None:
+        self.__dict__ = own
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "whose":
+            calls = self.within.calls
+            return _NOBODYS if calls is None else calls[self.number] or _NOBODYS
+        if name not in _FOLLOWS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        value = vars(self)[name] = _FOLLOWS[name](self)
+        return value
 
-class Note:
-    """A usual call, of one tensor that gives one, in few words: most of what may be asked about a call is asked about none.
-
-    number: its place in the log
-    versions: how often its input, and what its rule may read, had been overwritten
-    saved: what the layer's node saved
-    """
-
-    __slots__ = ("call", "is_first", "known", "number", "precision", "saved", "training", "versions", "within", "x")
-
-    def __init__(
-        self, known: Layer, within: Within, number: int, x: Tensor, versions: Sequence[int], training: bool,
-        precision: torch.dtype | None, saved: Mapping[str, Tensor] | None, is_first: bool,
-    ) -> None:  # fmt: skip
-        self.known, self.within, self.number, self.x, self.versions = known, within, number, x, versions
-        self.training, self.precision, self.saved, self.is_first = training, precision, saved, is_first
-        self.call: LayerCall | None = None
-
-    def made(self, graph: Callable[[], GraphAlive | None]) -> LayerCall:
-        """The call.  graph: gives its hook, if that is still in the graph"""
-        if self.call is None:
-            self.call = call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default
-            known, within = self.known, self.within
-            call.__dict__ = {
-                "path": known.path,
-                "layer": known.layer,
-                "known": known,
-                "args": (self.x,),
-                "kwargs": {},
-                "training": self.training,
-                "overwritten": self.versions,
-                "precision": self.precision,
-                "forward": within.forward,
-                "samples": within.samples,
-                "told": within.told,
-                "graph": graph,
-                "saved": self.saved,
-                "is_first": self.is_first,
-                "within": within,
-            }
-            if within.calls is not None:
-                call.follow(within.calls[self.number])
-        return self.call
-
-    def forms(self, grad: Tensor, version: int) -> Mapping[str, Form] | None:
-        """The forms of the layer's parameters by their names in it, or None if the call itself has to be asked for them.
-
-        grad: that arrived at the output    version: how often it had been overwritten"""
-        known, within, x = self.known, self.within, self.x
-        samples, dtype = within.samples, known.wanted[0][1].dtype
-        if not (self.is_first and samples and within.plain and within.plain[self.number]):
+    def forms_at_once(self, grads: OutputGrads) -> Mapping[str, Form] | None:
+        """The forms of its parameters by their names in the layer, or None if there is more to decide or to check."""
+        known, within = self.known, self.within
+        if grads.reached is not known.locals or grads.live is not None:  # it came in another way than the usual
             return None
-        if rule_for(known.layer) is not known.rule:
+        if not (self.is_plain and self.is_first and within.plain and within.plain[self.number] and within.documents is None):
             return None
-        if versions_among(x, grad) != [self.versions[0], version] or (x.dtype is not dtype and x.is_floating_point()):
+        ((x,), (grad,)), samples, dtype = (self.args, grads.at), within.samples, known.wanted[0][1].dtype
+        if grad is None or rule_for(known.layer) is not known.rule:
+            return None
+        if versions_among(x, grad) != [self.overwritten[0], *grads.versions]:
+            return None
+        if x.dtype is not dtype and x.is_floating_point():
             return None
         if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not torch.strided:
             return None
-        if grad.shape[:1] != (samples,):
+        if not samples or grad.shape[:1] != (samples,):
             return None
-        call = _Plain.__new__(_Plain)
+        call = Call.__new__(Call)  # its own __init__ sets all that is as by default
         call.__dict__ = {
-            "note": self,
             "path": known.path,
             "layer": known.settings.put_back(known.layer),
-            "args": (x,),
-            "kwargs": _NONE,
+            "args": self.args,
+            "kwargs": {},
             "training": self.training,
             "grads": (grad,),
-            "grad": grad,
-            "held": known.held,
+            "state": self.state,
             "precision": self.precision,
             "saved": self.saved,
         }
@@ -164,78 +134,6 @@ class Note:
             if form.samples != samples or form.shape != p.shape:
                 return None
         return forms
-
-
-def are_plain(calls: Iterable[Whose | None]) -> list[bool]:
-    """For each call, whether its only output has the samples first."""
-    return [whose is not None and whose.layouts == _FIRST and not whose.is_unseen for whose in calls]
-
-
-_FIRST = (Layout(),)
-_NONE: dict[str, Any] = {}
-
-
-def gone() -> None:
-    """No hook: no pass can arrive at a call again."""
-
-
-class _Plain(Call):
-    """What the formula of a usual call gets."""
-
-    grad: Any = None
-    held: Mapping[str, Tensor] = _NONE
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "state":
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        note = vars(self)["note"]
-        self.state = {local: (p, n) for (local, p), n in zip(note.known.read, note.versions[1:])}
-        return self.state
-
-
-@dataclass(eq=False, kw_only=True)
-class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads."""
-
-    slots: int = 1
-    settings: Settings = field(repr=False)  # of the layer at the call
-
-    def __getattr__(self, name: str) -> Any:
-        """What its note leaves out.
-
-        known: the layer as it was    overwritten: how often its input and what it reads had been"""
-        own = vars(self)
-        if name == "edges":
-            leaves = self.within.leaves if self.within is not None else {}
-            value: Any = {
-                local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in own["known"].wanted
-            }
-        elif name == "state":
-            value = {local: (p, n) for (local, p), n in zip(own["known"].read, own["overwritten"][1:])}
-        elif name == "versions":
-            value = [(self.args[0], own["overwritten"][0])]
-        elif name == "settings":
-            value = own["known"].settings
-        else:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        own[name] = value
-        return value
-
-    def made(self, graph: object) -> LayerCall:
-        return self
-
-    def follow(self, whose: Whose | None) -> None:
-        """Takes over what was read of its forward.  whose: its outputs are; None if its rule gives no rows"""
-        within = self.within
-        if within is None:
-            return
-        self.told, self.samples = within.told, within.samples
-        if within.refused:
-            self.why_refused = next((within.refused[e.name] for e in self.edges.values() if e.name in within.refused), "")
-        if whose is None:
-            self.edges = {}  # its rows come from where its output meets the batch
-        else:
-            self.layouts, self.labels, self.is_unseen = whose
 
     @property
     def what(self) -> str:
@@ -263,7 +161,10 @@ class LayerCall(Use, Call):
         return grads.first.shape[0] if grads.first.ndim else 1
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
-        call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
+        call = self
+        if grads.live is not None:
+            call = copy(self)
+            call.args, call.kwargs = grads.live
         rule: Rule = self.known.rule
         layout = self.layouts[0] if self.samples is not None and self.layouts else None
         if rule_for(self.layer) is not rule:  # nobody has compared what the other one gives
@@ -303,7 +204,8 @@ class LayerCall(Use, Call):
         args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs)
         at = tuple([g if g is None else as_expected(g) for g in grads.at])
         saved = {name: as_expected(x) for name, x in (self.saved or {}).items()}
-        more, layer = (self.outputs, self.precision, self._is_compared(grads), saved), self.settings.put_back(self.layer)
+        layer = self.known.settings.put_back(self.layer)
+        more = self.outputs, self.precision, self._is_compared(grads), saved
         call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
         try:
             forms = rule.formula(layer, call)
@@ -318,7 +220,7 @@ class LayerCall(Use, Call):
 
     def _is_compared(self, grads: OutputGrads) -> bool:
         """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
-        return self.told is None or self.random_state is not None or looks_free(grads.first)
+        return self.random_state is not None or looks_free(grads.first)
 
     def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
         if name not in forms:
@@ -344,6 +246,26 @@ class LayerCall(Use, Call):
                 f"{self.place}: the numbers of samples disagree. The model got {self.samples}, "
                 f"but this layer returned shape {tuple(shape)}; expected the samples as {layout}."
             )
+
+
+def _edges(call: LayerCall) -> Mapping[str, Edge]:
+    leaves, calls = call.within.leaves, call.within.calls
+    if calls is not None and calls[call.number] is None:  # its rows come from where its output meets the batch
+        return {}
+    wanted = call.known.wanted
+    return {local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in wanted}
+
+
+_FOLLOWS: Mapping[str, Callable[[LayerCall], Any]] = {
+    "path": lambda call: call.known.path,
+    "layer": lambda call: call.known.layer,
+    "kwargs": lambda call: {},
+    "edges": _edges,
+    "state": lambda call: {local: (p, n) for (local, p), n in zip(call.known.read, call.overwritten[1:])},
+    "versions": lambda call: [(call.args[0], call.overwritten[0])],
+}
+"""What follows about a call from what was noted."""
+_NOBODYS = Whose()
 
 
 def packed_into(call: Call) -> PackedSequence | None:

@@ -21,9 +21,10 @@ from torch.autograd.graph import GradientEdge, Node
 from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, may_skip, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Kind
-from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Inner
-from autograd_hacks.support.graph import Graph, inputs_of, made
+from autograd_hacks.graph.trace import Nested
+from autograd_hacks.support.graph import Graph, made
 from autograd_hacks.support.internals import keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
@@ -33,32 +34,39 @@ from autograd_hacks.support.trees import map_tensors
 class Behind:
     """The graph of a forward, behind the function that replaces it."""
 
-    def __init__(self, backward: Backward, kind: Kind, ran: Ran, off: OffGraph, is_hooked: bool) -> None:
+    def __init__(self, backward: Backward, kind: Kind, ran: Ran, is_hooked: bool) -> None:
         self.is_hooked = is_hooked  # whether the user has put hooks on its nodes, which must run
         self.backward, self.kind = backward, kind
         self.outputs = [x for x in ran.outputs[: ran.count] if x.grad_fn is not None]
         self.has_graphs = False  # whether passes made graphs, which lead into this one
         # The hooks at uses, with their nodes.  A call whose rule gives no rows is none.
-        noted = ran.noted if ran.within is None or ran.within.calls is None else compress(ran.noted, ran.within.calls)
-        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks, *(own for one in noted for own in one.hooks)]
-        if off.ends is None:
-            off.ends = self._ends(ran)
-            off.note_ends(off.ends)
-        self.lowest, self.parameters, others = off.ends
+        noted = ran.noted if ran.within.calls is None else compress(ran.noted, ran.within.calls)
+        self.hooks: list[tuple[Node, AtNode | AtOutput]] = [*ran.hooks, *(own for one in noted for own in one.hooks)]
+        trace, nodes = ran.trace, ran.trace.nodes
+        if not ran.ends_of_passes:
+            ran.ends_of_passes.append(self._ends(ran))
+        lowest, parameters, others = ran.ends_of_passes[0]
+        self.lowest = [nodes[k] for k in lowest]
+        self.parameters = {name: nodes[k] for name, k in parameters.items()}
         self.trained = [ran.parameters[name] for name in self.parameters]
         # Gradients continue from here: leaves that aren't the model's, and the nodes that made its arguments.
-        given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.nodes}
-        self.inputs: list[Tensor] = [*(leaf.variable for leaf in others), *given.values()]
-        self.edges = [GradientEdge(leaf, 0) for leaf in others]
+        given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in trace.number}
+        self.inputs: list[Tensor] = [*(trace.leaf(k) for k in others), *given.values()]
+        self.edges = [GradientEdge(nodes[k], 0) for k in others]
         self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
 
-    def _ends(self, ran: Ran) -> Ends:
-        is_own = self.backward.record.is_parameter
-        parameters = {name: leaf for leaf, name in ran.leaves.items() if is_own(ran.parameters[name])}
-        own, hooked = set(parameters.values()), dict.fromkeys([node for node, _ in self.hooks])
-        others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
-        stops = hooked.keys() | set(others)
-        return Ends([node for node in hooked if not self._leads_on(node, stops)], parameters, others)
+    def _ends(self, ran: Ran) -> tuple[list[int], dict[str, int], list[int]]:
+        """Where passes through the forward end, as numbers in its trace: the nodes with hooks from which gradient reaches
+        all others, the leaves of the model's own parameters, by name, and other leaves."""
+        is_own, trace = self.backward.record.is_parameter, ran.trace
+        parameters = {name: trace.number[leaf] for leaf, name in ran.leaves.items() if is_own(ran.parameters[name])}
+        hooked, own = [trace.number[node] for node, _ in self.hooks if node in trace.number], set(parameters.values())
+        others = [k for k in trace.leaves if k not in own]
+        leads_on, stops = set[int](), {*hooked, *others}
+        for k in reversed(trace.order()):  # where each pass goes to a lower one, too, that one's own hook notices
+            if any(edge is not None and (edge[0] in stops or edge[0] in leads_on) for edge in trace.edges[k]):
+                leads_on.add(k)
+        return [k for k in dict.fromkeys(hooked) if k not in leads_on], parameters, others
 
     def at(self, nodes: Collection[Node]) -> dict[Node, list[AtNode | AtOutput]]:
         """The hooks on some nodes."""
@@ -83,19 +91,6 @@ class Behind:
         hooks = self.at(Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes)
         return Counter(name for own in hooks.values() for name in names_at(own))
 
-    @staticmethod
-    def _leads_on(node: Node, stops: Collection[Node]) -> bool:
-        """Whether every pass to lower uses goes through this node too, so that its own hook notices."""
-        waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
-        while waiting:
-            at = waiting.pop()
-            if at in stops:
-                return True
-            if at not in seen:
-                seen.add(at)
-                waiting += [value.node for value in inputs_of(at)]
-        return False
-
 
 def names_at(hooks: Iterable[AtNode | AtOutput]) -> list[str]:
     """The parameters of the uses that have hooks."""
@@ -108,19 +103,21 @@ def may_stand_behind(kind: Kind, ran: Ran) -> bool:
 
     They may after a first pass that made no graph, if nothing else needs gradients of
     parameters, and no samples mix: what shows that a loss reads where they do are gradients behind that."""
-    mixes = ran.within and (ran.within.refused or ran.within.told.mixing or ran.within.told.mixed_outputs)
-    if mixes or kind.derives is not False or not all(may_skip(ran.parameters[name]) for name in ran.leaves.values()):
+    mixes = ran.within.refused or ran.within.told.mixing or ran.within.told.mixed_outputs
+    if mixes or kind.derives is not False:
         return False
-    return not ran.checkpoints  # torch.autograd.grad can't pass through these
+    try:
+        may_all = all(may_skip(ran.parameters[name]) for name in ran.leaves.values())
+    except Nested:
+        return False
+    return may_all and not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
-def without_grad(
-    backward: Backward, kind: Kind, ran: Ran, off: OffGraph, output: Any, is_hooked: bool
-) -> tuple[Any, list[Tensor]]:
+def without_grad(backward: Backward, kind: Kind, ran: Ran, output: Any, is_hooked: bool) -> tuple[Any, list[Tensor]]:
     """A forward's output, behind a function whose backward computes no parameter gradients, and its tensors.
 
     is_hooked: whether the user has registered hooks on gradients in the forward"""
-    behind = Behind(backward, kind, ran, off, is_hooked)
+    behind = Behind(backward, kind, ran, is_hooked)
     views = iter(_Behind.apply(behind, *behind.inputs, *behind.trained))
     taken = {id(x): next(views) for x in behind.outputs}
     return map_tensors(lambda x: taken.get(id(x), x), output), [taken.get(id(x), x) for x in ran.outputs[: ran.count]]

@@ -11,10 +11,10 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.calls import Layer, LayerCall, Note, Within, packed_into
+from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import GraphAlive
+from autograd_hacks.capture.uses import Whose, Within
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
@@ -48,17 +48,9 @@ class Noted(NamedTuple):
 
     Where its samples are is found when the forward has ended."""
 
-    noted: LayerCall | Note
+    call: LayerCall
     hooks: Sequence[tuple[Node, AtOutput]]  # on its outputs' nodes
     inputs: frozenset[Node]  # the nodes that made its arguments
-
-    @property
-    def call(self) -> LayerCall:
-        return self.noted.made(weakref.ref(self.hooks[0][1])) if isinstance(self.noted, Note) else self.noted
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.noted.known.layer
 
     @property
     def is_empty(self) -> bool:
@@ -85,7 +77,7 @@ _WITH_STATISTICS = {getattr(torch._C._functions, name, None) for name in STATIST
 def place_by_sizes(calls: Iterable[Noted], samples: int | None) -> None:
     """Tells calls where their samples are, if nothing but sizes shows it."""
     for noted in calls if samples else ():
-        noted.call.layouts = noted.usual_layouts(samples or 0)
+        noted.call.whose = Whose(noted.usual_layouts(samples or 0))
 
 
 class Forward:
@@ -95,13 +87,12 @@ class Forward:
         self.record, self.backward = record, backward
         self.static = Told()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
-        self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
         self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
-        self._within: Within | None = None  # what the calls so far share
+        self.within = Within(0, self.static, None)  # what its uses share
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -114,29 +105,22 @@ class Forward:
 
     def begin(self, with_gradients: bool) -> None:
         """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
-        self.restart()
-        if current_task() != NO_TASK:  # checkpointing computes something again: not a forward
-            return
         record, backward = self.record, self.backward
-        backward.running = None  # left over from a pass that failed
-        record.comparing &= not backward.answered
-        record.transformed &= not backward.answered
-        record.forwards += 1
-        if with_gradients and not record.accumulating and record.segments:
-            record.free_what_was_read()
-        backward.unanswered += with_gradients
-        backward.answered = False
+        self.noted, self._random_states, self.hooks = [], {}, 0  # also what an interrupted forward has left
+        if current_task() == NO_TASK:  # else checkpointing computes something again: not a forward
+            backward.running = None  # left over from a pass that failed
+            record.comparing &= not backward.answered
+            record.transformed &= not backward.answered
+            record.forwards += 1
+            if with_gradients and not record.accumulating and record.segments:
+                record.free_what_was_read()
+            backward.unanswered += with_gradients
+            backward.answered = False
+        self.look(record.told, self.within.samples)
 
-    def restart(self) -> None:
-        """Forgets the calls so far, and what an interrupted forward has left."""
-        self.noted, self._random_states, self._within, self.hooks = [], {}, None, 0
-
-    @property
-    def within(self) -> Within:
-        """What the calls of the running forward share."""
-        if self._within is None:
-            self._within = Within(self.record.forwards, self.record.told, self.samples)
-        return self._within
+    def look(self, told: Told, samples: int | None) -> None:
+        """Takes what is known as a forward begins.  samples: N, if its arguments show it"""
+        self.record.told, self.within = told, Within(self.record.forwards, told, samples)
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -163,14 +147,17 @@ class Forward:
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        live, graph, running = (args, kwargs), GraphAlive(), self.backward.running
+        live, running, within = (args, kwargs), self.backward.running, self.within
+        if self.running is None:
+            within = Within(self.record.forwards, self.record.told, within.samples)
+            if task != NO_TASK and self.record.told is not self.static:
+                within.refused = dict.fromkeys(known.names, INSIDE_PASS)
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
-        call = LayerCall.__new__(LayerCall)  # its own __init__ sets all that is as by default, which takes twice as long
-        vars(call).update(
-            path=path,
-            layer=layer,
+        call = LayerCall(
             known=known,
+            number=len(self.noted),
+            within=within,
             overwritten=(0, *versions_among(*known.tensors)),
             args=args,
             kwargs=kwargs,
@@ -179,19 +166,12 @@ class Forward:
             outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
             precision=autocast_dtype(outputs[0].device),
             slots=len(outputs),
-            forward=self.record.forwards,
             is_own=self.running is not None or task != NO_TASK,
-            samples=self.samples,
             recomputed_in=None if running is None else weakref.ref(running),
             versions=versions_of(tensors_in(args, kwargs)),
-            graph=weakref.ref(graph),
             is_first=is_first,
-            told=self.record.told,
-            within=self.within if self.running is not None else None,
         )
-        if self.running is None and task != NO_TASK and self.record.told is not self.static:
-            call.why_refused = INSIDE_PASS
-        output, hooks = attach(call, graph, output, outputs, self.backward, known.rule.recomputes, live, made_of)
+        output, hooks = attach(call, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
             self.hooks += len(hooks)
@@ -204,7 +184,7 @@ class Forward:
         return not (is_transformed() or is_traced() or self.backward.is_silent) and Switch.on()
 
     def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
-        """Notes the usual call, of one tensor that gives one, in few words.  Returns whether it is that."""
+        """Notes the usual call, of one tensor that gives one.  Returns whether it is that."""
         x = args[0]
         if (
             not known.wanted
@@ -224,13 +204,24 @@ class Forward:
             saved = saved_by(node, STATISTICS)
         precision = autocast_dtype(output.device) if is_any_autocast_on() else None
         versions = versions_among(x, *known.tensors)
-        number, inputs = len(self.noted), _NO_NODES if made_by is None else frozenset((made_by,))
-        note = Note(known, self.within, number, x.detach(), versions, training, precision, saved, is_first)
-        hook = AtOutput(note, None, self.backward, 0, output, (args, _NONE), inputs)
+        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
+        call = LayerCall(
+            known=known,
+            number=len(self.noted),
+            within=self.within,
+            overwritten=versions,
+            args=(x.detach(),),
+            training=training,
+            precision=precision,
+            saved=saved,
+            is_first=is_first,
+            is_plain=True,
+        )
+        hook = AtOutput(call, self.backward, 0, output, (args, _NONE), inputs)
         if self.is_taped:
-            _ = note.made(weakref.ref(hook)).edges  # to find them later would be a step of the tape
+            _ = call.edges  # to find them later would be a step of the tape
         put_on(node, hook)
-        self.noted.append(Noted(note, ((node, hook),), inputs))
+        self.noted.append(Noted(call, ((node, hook),), inputs))
         self.hooks += 1
         self.backward.called.add(id(known.layer))
         return True
@@ -258,7 +249,7 @@ class Forward:
             return task
         backward.running = None  # left over from a pass that failed
         if self.running is None:  # the layer is called by itself: a forward of its own
-            self.record.told, self.samples = self.static, None
+            self.look(self.static, None)
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)
         backward.called.add(id(layer))

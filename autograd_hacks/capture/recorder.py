@@ -22,7 +22,7 @@ from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Known, Told
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.log import Forward, place_by_sizes
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
@@ -183,7 +183,7 @@ class Recorder:
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
-        self.record.told, self.forward.samples = known.told, known.samples
+        self.forward.look(known.told, known.samples)
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
@@ -195,7 +195,7 @@ class Recorder:
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
-            place_by_sizes(noted, self.forward.samples)
+            place_by_sizes(noted, self.forward.within.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
             return None
@@ -205,8 +205,8 @@ class Recorder:
         if not path and not self.is_aside and self.kinds.probes:
             outputs += _kept_by(self.tree, outputs, self._began)
         trained = partial(self._trained, parameters, path)
-        ran = Ran(modules, trained, (args, kwargs), outputs, noted, self._ends, returned=output, count=returned_count)
-        ran.within = self.forward.within
+        given, within = (args, kwargs), self.forward.within
+        ran = Ran(modules, trained, given, outputs, within, noted, self._ends, returned=output, count=returned_count)
         own_hooks = self.backward.hooks - self._own_hooks + self.forward.hooks
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)
@@ -245,22 +245,22 @@ class Recorder:
         told = self.record.told
         if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples, off = self._read(path, model, known, ran)
-        self.record.documents = ran.documents
-        if ran.documents is not None:
-            for noted in ran.noted:
-                noted.call.documents = ran.documents
-        if off is None:
-            place_by_sizes(ran.noted, samples)
-        off = self._off_graph(told, ran, samples, off)
+        ran.within.told = told
+        self._read(path, model, known, ran)
+        self.record.documents = ran.within.documents
+        if told is self.kinds.static and not ran.is_covered:
+            self._assume(ran)
+        if ran.within.calls is None:
+            place_by_sizes(ran.noted, ran.within.samples)
+        samples = ran.within.samples
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        off.attach(partial(self._edge, ran), self.record.forwards, self.backward, again)
+        ran.attach(partial(self._edge, ran), self.backward, again)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
         is_hooked = bool(self._users_hooks)
         returned, outputs = None, ran.outputs
         if is_lean:
-            returned, outputs = without_grad(self.backward, told.kind, ran, off, output, is_hooked)
+            returned, outputs = without_grad(self.backward, told.kind, ran, output, is_hooked)
         layouts = _layouts(model, told, ran)
         for x, layout in zip(outputs, layouts[: ran.count]):
             self.record.outputs[x] = layout, samples, version_of(x)
@@ -270,54 +270,45 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
         return returned
 
-    def _off_graph(self, told: Told, ran: Ran, samples: int | None, found: OffGraph | None) -> OffGraph:
-        """The reader of the forward's graph.  found: what was read already"""
-        is_assumed = told is self.kinds.static and not ran.is_covered
-        if is_assumed and samples is None:
-            samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        off = found or OffGraph(ran, told, samples or 0)
-        off.documents = ran.documents
-        if is_assumed and samples is not None:
-            ABOVE.assume(ran, off)
-        return off
-
-    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, OffGraph | None]:
-        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read
-
-        Returns N, and what was read from the graph."""
-        told, samples, off = self.record.told, self.forward.samples, None
+    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> None:
+        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read"""
+        told, within = self.record.told, ran.within
 
         def read() -> bool:
-            nonlocal samples, off
             if self.segments is not None and not path:
-                ran.documents = documents_of(self.segments, *ran.arguments)
+                within.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
             run = partial(ABOVE.read_forward, self, known, ran)
-            samples, off = run() if current_task() == NO_TASK else outside_passes(run)
-            return self.kinds.independent and (told.kind.pending or not ABOVE.is_shown(self, ran, told, samples))
+            run() if current_task() == NO_TASK else outside_passes(run)
+            return self.kinds.independent and (told.kind.pending or not ABOVE.is_shown(self, ran, told, within.samples))
 
         def show() -> None:
-            if self.kinds.independent and known is not None and known.batch is not None and samples is not None:
+            if self.kinds.independent and known is not None and known.batch is not None and within.samples is not None:
                 with without_collection():
-                    ABOVE.show(self, model, known.copy, known.batch, ran, told, samples)
+                    ABOVE.show(self, model, known.copy, known.batch, ran, told, within.samples)
 
         if not self.is_aside:
             ABOVE.together(model, self, read, show)
         elif read():
             show()
-        self.forward.samples = samples
         if known is None:
-            return samples, off
+            return
         told.kind.pending = not (told.kind.is_independent or told.mixing)
         returned = [ran.outputs[n] for n in told.mixed_outputs if n < ran.count]
         # Nothing shows that what modules keep is independent of other samples' values.
         unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
         if returned:
-            watch_outputs(self.backward, returned, told.mixing or told.untold, ran.graph.takers)
+            watch_outputs(self.backward, returned, told.mixing or told.untold, ran)
         if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
-            watch_outputs(self.backward, kept, KEPT, ran.graph.takers)
-        return samples, off
+            watch_outputs(self.backward, kept, KEPT, ran)
+
+    def _assume(self, ran: Ran) -> None:
+        """Reads a forward whose samples are assumed to be on axis 0."""
+        if ran.within.samples is None:
+            ran.within.samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
+        if ran.within.samples is not None:
+            ABOVE.assume(ran)
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.calls import LayerCall, Note, Within, gone
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.uses import OutputGrads, Use
+from autograd_hacks.capture.uses import OutputGrads, Use, Within
 from autograd_hacks.errors import A_BATCH, ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
@@ -54,13 +54,11 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
-    # What came to usual calls, in few words, and in between what came to others: a note, the gradient and its version; or a
-    # use.  `received` and `calls_of` have all of it.
-    arrived: list[tuple[Note, Tensor, int] | tuple[Use]] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead
-    _received: dict[Use, OutputGrads] = field(default_factory=dict)
-    _calls_of: dict[str, list[Use]] = field(default_factory=dict)
-    _witness: tuple[object, Sequence[tuple[Use, OutputGrads]]] = None, ()  # with how much had come when it was found
+    received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
+    named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead, whose passes do nothing else
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the other uses that lead to it
+    told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to those, and to one of the usual calls
+    hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
@@ -82,69 +80,29 @@ class Pass:
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
 
-    @property
-    def received(self) -> dict[Use, OutputGrads]:
-        """The gradients at all uses, in the order in which they came."""
-        arrived, self.arrived = self.arrived, []
-        for own in arrived:
-            if len(own) == 1:
-                self._received[own[0]] = self._received.pop(own[0])  # it came after those before it
-                continue
-            note, grad, version = own
-            call = note.made(gone)
-            if (before := self._received.get(call)) is not None:  # a graph that a pass made led here, too
-                grad = before.first + grad
-                version = version_of(grad)
-            self._received[call] = OutputGrads([grad], [version], note.known.locals)
-            for name in note.known.names:
-                if before is None or call not in self._calls_of.get(name, ()):
-                    self._calls_of.setdefault(name, []).append(call)
-        return self._received
-
-    @property
-    def calls_of(self) -> dict[str, list[Use]]:
-        """By parameter, the calls that lead to it."""
-        _ = self.received
-        return self._calls_of
-
     def names(self) -> set[str]:
         """The parameters to which uses lead."""
-        return self.named | self._calls_of.keys()
+        return self.named | self.calls_of.keys()
 
     def received_at(self, use: Use) -> OutputGrads:
         """What came to a use so far, to be added to."""
-        found = (self.received if isinstance(use, LayerCall) else self._received).get(use)
+        found = self.received.get(use)
         if found is None:
-            found = self._received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
-            if self.arrived:
-                self.arrived.append((use,))
+            found = self.received[use] = self.told_by[use] = OutputGrads([None] * use.slots, [0] * use.slots)
         return found
 
-    def in_order(self) -> list[tuple[Note, Tensor, int] | tuple[Use, OutputGrads]]:
-        """What came to all uses, to usual calls in few words."""
-        later = {own[0] for own in self.arrived if len(own) == 1}
-        first = [(use, grads) for use, grads in self._received.items() if use not in later]
-        return [*first, *((own[0], self._received[own[0]]) if len(own) == 1 else own for own in self.arrived)]
+    def free(self, use: Use) -> None:
+        """Frees what came to a use, once it was read."""
+        del self.received[use], self.told_by[use]
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that the pass reaches at the model's own uses, with their names."""
-        for own in self.arrived:
-            if len(own) == 3:
-                yield from ((name, p) for _, p, name in own[0].known.wanted)
-        edges = (use.edges[local] for use, grads in self._received.items() if use.is_own for local in grads.reached)
+        edges = (use.edges[local] for use, grads in self.received.items() if use.is_own for local in grads.reached)
         yield from ((edge.name, edge.parameter) for edge in edges)
 
     def witnesses(self) -> list[tuple[Use, OutputGrads]]:
-        """The uses, but of the usual calls in a forward only one, since what a forward tells is the same for all."""
-        like: dict[tuple[Within, bool], tuple[Note, Tensor, int]] = {}
-        of, found = self._witness
-        if of != (len(self.arrived), len(self._received)):
-            for own in self.arrived:
-                if len(own) == 3:
-                    like.setdefault((own[0].within, not own[0].known.path), own)  # the model itself is none
-            found = [(note.made(gone), OutputGrads([g], [n], note.known.locals)) for note, g, n in like.values()]
-            self._witness = (len(self.arrived), len(self._received)), found
-        return [*self._received.items(), *found]
+        """The uses, but of the usual calls only one, since what a forward tells is the same for all."""
+        return [*self.told_by.items()]
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
@@ -268,8 +226,8 @@ class Segment:
         return told[0][1]
 
     def can_be_run_again(self) -> bool:
-        graphs = (call.graph() for recorded in self.passes for call in recorded._received)
-        return any(graph is not None and not graph.is_over for graph in graphs)
+        hooks = (hook() for recorded in self.passes for hook in recorded.hooks)
+        return any(hook is not None and not hook.is_over for hook in hooks)
 
 
 @dataclass

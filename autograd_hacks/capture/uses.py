@@ -35,14 +35,21 @@ class Whose(NamedTuple):
     is_unseen: bool = False  # whether no gradient from the outputs leads to it
 
 
-class GraphAlive:
-    """Held only by a use's hooks in the graph, or such a hook: when it is gone or over, no pass can arrive there."""
+class Within:
+    """What all uses in one forward share, or in another graph.
 
-    __slots__ = ("__weakref__",)
+    forward: the forward's number    told: what was read of it    samples: N, if its own arguments or outputs show it
+    """
 
-    @property
-    def is_over(self) -> bool:
-        return False
+    __slots__ = ("calls", "documents", "forward", "leaves", "plain", "refused", "samples", "told")
+
+    def __init__(self, forward: int, told: Told, samples: int | None) -> None:
+        self.forward, self.told, self.samples = forward, told, samples
+        self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
+        self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
+        self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
+        self.refused: Mapping[str, str] = {}  # and why some have no rows
+        self.plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
 
 
 class Edge(NamedTuple):
@@ -90,21 +97,38 @@ class Use:
 
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
-    forward: int  # the number of the model's forward
+    within: Within = field(repr=False)
+    whose: Whose
     is_own: bool = True  # False if the layer was called by itself or by another model
-    samples: int | None = None  # N, if the model's own arguments or outputs show it
-    layouts: Layouts = ()  # where the samples are in each tensor; set with N
-    is_unseen: bool = False  # whether no gradient from the outputs leads to it
-    labels: Tensor | None = None  # the sample of each row, if axis 0 has samples in no fixed order
     recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
     versions: Versions = field(default_factory=list)  # of its arguments
-    graph: weakref.ref[GraphAlive]
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
-    told: Told | None = field(default=None, repr=False)  # what was read of the forward
-    documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
-    why_refused: str = ""  # why its parameters have no rows in this forward
-    within: Any = field(default=None, repr=False)  # what the calls in its forward share: see `capture/calls.py`
+
+    @property
+    def samples(self) -> int | None:
+        """N, if it is known."""
+        return self.within.samples
+
+    @property
+    def layouts(self) -> Layouts:
+        """Where the samples are in each tensor."""
+        return self.whose.layouts
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The sample of each row, or of each entry, where values decide."""
+        return self.whose.labels
+
+    @property
+    def documents(self) -> Documents | None:
+        return self.within.documents
+
+    @property
+    def why_refused(self) -> str:
+        """Why its parameters have no rows in this forward."""
+        refused = self.within.refused
+        return next((refused[e.name] for e in self.edges.values() if e.name in refused), "") if refused else ""
 
     @property
     @abstractmethod
@@ -128,7 +152,8 @@ class Use:
 
         received: the gradients of the pass, at all uses
         """
-        if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
+        is_unseen = self.whose.is_unseen
+        if self.samples is not None and (self.samples == 0 or (is_unseen and self._is_silent(grads, received or {}))):
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
@@ -157,7 +182,7 @@ class Use:
             lengths = [
                 use._forms(at)[own].norms()
                 for use, at in received.items()
-                if use is not self and not use.is_unseen
+                if use is not self and not use.whose.is_unseen
                 for own in at.reached
                 if use.edges[own].name == name
             ]
@@ -222,8 +247,7 @@ class NodeUse(Use):
     Its forms are made when the gradient arrives, because afterwards the pass frees what the node saved.
     """
 
-    node: str  # its name
-    values: Sequence[ValueUse]
+    plan: Planned
     ways: dict[int, Stepwise | Transposed] = field(default_factory=dict)  # by input number, since a pass
 
     @property
@@ -232,7 +256,7 @@ class NodeUse(Use):
 
     @property
     def place(self) -> str:
-        return f"{self.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
+        return f"{self.plan.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
 
     def batch_size(self, grads: OutputGrads) -> int:
         return self.documents.losses if self.documents is not None else self.samples or 0
@@ -246,7 +270,7 @@ class NodeUse(Use):
         """
         found: dict[int, Form | Mapping[str, Form]] = {}
         dtypes = {x.dtype for x in made(node)}
-        for value in self.values:
+        for value in self.plan.values:
             if not set(value.names).isdisjoint(reached):
                 form = self._by_formula(node, value, grads)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
@@ -290,7 +314,7 @@ class NodeUse(Use):
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
         """None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, by_owners, samples = NODES.get(self.node), BY_OWNERS.get(self.node), self.samples or 0
+        formula, by_owners, samples = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node), self.samples or 0
         if not (formula or by_owners) or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
             return None
         ((slot, g),) = arrived
@@ -339,7 +363,7 @@ class NodeUse(Use):
         if isinstance(grads.kept, Exception):
             raise grads.kept
         found: dict[str, Form] = {}
-        for value in self.values:
+        for value in self.plan.values:
             if names := [name for name in value.names if name in grads.reached]:
                 kept = grads.kept[value.place]
                 if value.way is not None and isinstance(kept, Form):

@@ -88,11 +88,6 @@ class Call:
             )
         return self.grads[0]
 
-    @property
-    def held(self) -> Mapping[str, Tensor]:
-        """The layer's parameters and buffers as they were in the forward pass; they may be overwritten since."""
-        return {name: x for name, (x, _) in self.state.items()}
-
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """The argument of the layer's forward at a position or with a name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

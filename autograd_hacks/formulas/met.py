@@ -109,11 +109,11 @@ def of_layer(
     def of_call(layer: Any, call: Call) -> Mapping[str, Form]:
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
-        known, found, held = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any](), call.held
+        known, found, state = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any](), call.state
         met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
         for name, value in layer._parameters.items():
             if value is not None and name in places:
-                met.place, met.shape = places[name], held.get(name, value).shape  # as it was at the call
+                met.place, met.shape = places[name], (state[name][0] if name in state else value).shape  # as at the call
                 if (form := formula(met, **more)) is None:
                     needs_batch(x, x.ndim + 1, layout)
                 found[name] = form

@@ -29,46 +29,19 @@ from autograd_hacks.support.parts import memory_of
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
 
 
-class Use(NamedTuple):
-    """A place where parameters meet the batch.
+class Place(NamedTuple):
+    """An edge of the graph where parameters meet the batch, where samples mix, or where owners are lost.
 
     node: the number of the node that takes the value; -1 if the value is an output of the model
     place: the number of the node's input, or of the root
-    label: of the gradient at the input
-    """
-
-    node: int
-    place: int
-    label: Label
-
-
-class Mix(NamedTuple):
-    """A place where samples mix.
-
-    node: the number of the node that takes the value
-    place: the number of its input
+    label: of the gradient at the input, where parameters meet the batch
     why: what was found there, if it isn't plain
     """
 
     node: int
     place: int
-    why: str
-
-
-class Read(NamedTuple):
-    """A saved value on which labels rest."""
-
-    node: int
-    name: str
-    value: Any
-
-
-class Asked(NamedTuple):
-    """A node that was asked, with the labels at its outputs and its answer."""
-
-    node: int
-    outs: tuple[Label, ...]
-    ins: tuple[Label, ...]
+    label: Label = None
+    why: str = ""
 
 
 @dataclass
@@ -96,8 +69,8 @@ class Walk:
     uses: where parameters meet the batch
     mixes: where samples mix
     mixed: the leaves of parameters that lie behind a mix
-    read: the saved values on which labels rest
-    asked: the nodes that were asked; their answers hold for this forward alone
+    read: the saved values on which labels rest, each with its node and its name there
+    asked: the nodes that were asked, with the labels at their outputs and inputs, which hold for this forward alone
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
@@ -109,11 +82,11 @@ class Walk:
     """
 
     labels: list[list[Label]]
-    uses: list[Use] = field(default_factory=list)
-    mixes: list[Mix] = field(default_factory=list)
+    uses: list[Place] = field(default_factory=list)
+    mixes: list[Place] = field(default_factory=list)
     mixed: set[int] = field(default_factory=set)
-    read: list[Read] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    read: list[tuple[int, str, Any]] = field(default_factory=list)
+    asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
@@ -125,13 +98,6 @@ class Walk:
 
     def has_tensors(self) -> bool:
         return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
-
-
-class _Edge(NamedTuple):
-    node: int
-    place: int
-    label: Label
-    why: str
 
 
 def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
@@ -160,20 +126,20 @@ def _walked(
         return walk
     order = trace.order()
     own = walk.own = _own(trace, order, memory, walk)
-    lost: list[_Edge] = []  # edges at which owners are lost, to values that aren't of parameters alone
+    lost: list[Place] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
     answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
-    meetings: dict[int, list[_Edge]] = {}  # by value of parameters alone: edges from nodes that have owners
+    meetings: dict[int, list[Place]] = {}  # by value of parameters alone: edges from nodes that have owners
     labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
         k, at = trace.roots[number]
         labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
         if own[k]:
-            meetings.setdefault(k, []).append(_Edge(-1, number, label, ""))
+            meetings.setdefault(k, []).append(Place(-1, number, label))
             continue
         owned.add(k)
         if type(labels[k][at]) is Several:
-            walk.mixes.append(Mix(-1, number, "two outputs are one value, with samples on other axes"))
+            walk.mixes.append(Place(-1, number, why="two outputs are one value, with samples on other axes"))
             walk.mixed.update(_leaves(trace, own, [k]))
     for k in order:
         outs = labels[k]
@@ -201,9 +167,9 @@ def _walked(
             continue
         answer, why = law.ins, law.why
         if law.read:
-            walk.read += [Read(k, name, _kept(x)) for name, x in law.read.items()]
+            walk.read += [(k, name, _kept(x)) for name, x in law.read.items()]
         if law.was_asked:
-            walk.asked.append(Asked(k, tuple(outs), tuple(answer)))
+            walk.asked.append((k, tuple(outs), tuple(answer)))
             walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
         if like is not None and not (law.read or law.was_asked):  # it rests on nothing else
             answers[like] = law
@@ -215,15 +181,15 @@ def _walked(
             labels[j][at] = now = label if before is None else joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
-                    meetings.setdefault(j, []).append(_Edge(k, place, label, why))
+                    meetings.setdefault(j, []).append(Place(k, place, label, why))
                     continue
                 if type(label) is not Several:
                     owned.add(j)
                 if type(label) is Several or (type(now) is Several and type(before) is not Several):
-                    lost.append(_Edge(k, place, label, why))
+                    lost.append(Place(k, place, label, why))
     for j, met in meetings.items():
         if kinds[j] is LEAF or samples == 1 or any(isinstance(label, Several) for label in labels[j]):
-            walk.uses += [Use(edge.node, edge.place, edge.label) for edge in met]
+            walk.uses += met
     if lost:
         _decide(trace, order, own, owned, lost, memory, walk)
     of_parameters = {trace.roots[number][0]: number for number in roots if own[trace.roots[number][0]]}
@@ -258,15 +224,17 @@ def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -
 
     roots: the outputs' numbers, by node
     """
-    met = [edge[0] for k, place, _ in walk.uses if k >= 0 and not own[k] and (edge := trace.edges[k][place]) is not None]
+    met = [edge[0] for k, place, *_ in walk.uses if k >= 0 and not own[k] and (edge := trace.edges[k][place]) is not None]
     behind = trace.behind(met)
     for k, number in roots.items():
         inside = trace.behind([k]) & {use.node for use in walk.uses if use.node >= 0 and own[use.node]}
         if k in behind or not inside.isdisjoint(behind):
-            walk.mixes.append(Mix(-1, number, "an output is made of parameters, and the batch meets it inside the model"))
+            walk.mixes.append(
+                Place(-1, number, why="an output is made of parameters, and the batch meets it inside the model")
+            )
             walk.mixed.update(_leaves(trace, own, [k]))
         elif not inside:  # of one sample
-            walk.uses += [Use(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
+            walk.uses += [Place(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
 
 
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
@@ -299,7 +267,7 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
 
 
 def _decide(
-    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[_Edge], memory: Memory, walk: Walk
+    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[Place], memory: Memory, walk: Walk
 ) -> None:
     """Tells uses of values that no sample owns from places where samples mix."""
     of_batch = [False] * len(order)
@@ -322,9 +290,9 @@ def _decide(
         edge = trace.edges[node][place]
         assert edge is not None
         if walk.labels[edge[0]][edge[1]] is SUM and not of_batch[edge[0]]:
-            walk.uses.append(Use(node, place, label))
+            walk.uses.append(Place(node, place, label))
         else:
-            walk.mixes.append(Mix(node, place, why))
+            walk.mixes.append(Place(node, place, why=why))
             behind.append(edge[0])
     walk.mixed.update(_leaves(trace, own, behind))
 

@@ -189,7 +189,7 @@ def _products_of(use: Use) -> str:
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
-    node = use.node if isinstance(use, NodeUse) else ""
+    node = use.plan.node if isinstance(use, NodeUse) else ""
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 

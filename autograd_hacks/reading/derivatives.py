@@ -16,8 +16,6 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import AtOutput
 from autograd_hacks.capture.calls import LayerCall, packed_into
-from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
@@ -51,17 +49,17 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         return
     ends: Collection[Node] = () if hook is None else hook.inputs
     if isinstance(use, NodeUse):
-        taken = {value.place for value in use.values}
+        taken = {value.place for value in use.plan.values}
         ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
-    reader = Reader(ran_behind(own, (), ends, [node]), samples, labels)
+    reader = Reader(ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk
     places: dict[int, set[int]] = {}
-    for k, place, _ in walk.uses:
+    for k, place, *_ in walk.uses:
         if k >= 0:
             places.setdefault(k, set()).add(place)
     if isinstance(use, LayerCall) and _leads_inside(reader, places):
         # A graph made inside leads to inner values, around the output.  From now on the call's nodes give the rows.
-        _attach(own, reader, use.forward)
+        _attach(own, reader)
         use.edges = {}
     for k, taken in places.items():
         at = trace.nodes[k]
@@ -70,7 +68,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         at.metadata[Met] = True
         edges = {n: edge for n, edge in enumerate(trace.edges[k]) if edge is not None and n not in taken}
         inputs = {n: (trace.shapes[j][number] or (), walk.labels[j][number]) for n, (j, number) in edges.items()}
-        at.register_hook(partial(_computed, recorder, Met(use.forward, samples, inputs)))
+        at.register_hook(partial(_computed, recorder, Met(use.within.forward, samples, inputs)))
 
 
 def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Value, Label]]:
@@ -108,10 +106,9 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
     return False
 
 
-def _attach(own: Recorder, reader: Reader, forward: int) -> None:
-    off, ran = OffGraph(reader.ran, Told(), reader.samples), reader.ran
-    reader.follow(reader.read(), off)
-    off.attach(ran.edge_of, forward, own.backward)
+def _attach(own: Recorder, reader: Reader) -> None:
+    reader.follow(reader.read())
+    reader.ran.attach(reader.ran.edge_of, own.backward)
 
 
 def _computed(
@@ -133,9 +130,9 @@ def _computed(
     node: Any = current_node()
     ends = {node, *(x.grad_fn for x in grads if x is not None and x.grad_fn is not None)}
     ends |= {node.next_functions[n][0] for n in met.inputs}
-    ran = ran_behind(own, outputs, ends)
+    ran = ran_behind(own, outputs, ends, met.forward, met.samples)
     if ran.parameters:
-        _attach(own, Reader(ran, met.samples, roots), met.forward)
+        _attach(own, Reader(ran, met.samples, roots))
 
 
 ABOVE.created = follow

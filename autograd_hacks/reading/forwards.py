@@ -16,7 +16,7 @@ from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.errors import A_BATCH, NO_BATCH
@@ -115,16 +115,16 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     return False
 
 
-def read_forward(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
-    """Reads a finished forward.  Returns N, or None if nothing shows it, and the reader of its graph."""
+def read_forward(recorder: Recorder, known: Known, ran: Ran) -> None:
+    """Reads a finished forward."""
+    ran.within.told, ran.within.samples = known.told, known.samples
     try:
-        return _read(recorder, known, ran)
+        _read(recorder, known, ran)
     except Nested:
-        known.told.refused = dict.fromkeys(ran.parameters, NESTED)
-        return None, None
+        known.told.refused, ran.within.samples = dict.fromkeys(ran.parameters, NESTED), None
 
 
-def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGraph | None]:
+def _read(recorder: Recorder, known: Known, ran: Ran) -> None:
     told, memo = known.told, recorder.kinds.memo
     best: Chosen | None = None
     for hypothesis in tried(known, ran):
@@ -135,12 +135,12 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
             break
     if best is None:
         recorder.watch_hooks(None, known.samples or 2)
-        return known.samples, None
-    off, found = OffGraph(ran, told, best.hypothesis.samples), best.found
-    if found is None or ran.documents is not None:
-        best, found = _in_full(recorder, known, ran, best, off)
+        return
+    found = best.found
+    if found is None or ran.within.documents is not None:
+        best, found = _in_full(recorder, known, ran, best)
     else:
-        best.reader.follow(found, off)
+        best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
     if walk.was_read and recorder.backward.wants_grad:
@@ -156,10 +156,9 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> tuple[int | None, OffGr
     if not told.mixing and told.kind.dependent is not None:
         told.mixing, told.mixed_outputs = told.kind.dependent
     recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
-    return best.hypothesis.samples, off
 
 
-def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffGraph) -> tuple[Chosen, Read]:
+def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
     told, mixed_outputs, lost = known.told, list[int](), best.lost()
     told.is_scaled = best.hypothesis.is_scaled
@@ -173,8 +172,8 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     of_parameters = [slot for slot in outside if reader.is_own(ran.value(slot).node)]
     of_batch = [slot for slot in outside if samples > 1 and slot not in {*of_parameters, *hypothesis.losses}]
     mixed_outputs += [slot for slot in (*lost, *of_batch) if slot not in mixed_outputs]
-    if ran.documents is not None:
-        mixed_outputs += _note_leaks(ran, ran.documents, best)
+    if ran.within.documents is not None:
+        mixed_outputs += _note_leaks(ran, ran.within.documents, best)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     returned = [n for n in mixed_outputs if n < ran.count]
@@ -182,15 +181,15 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         told.mixing = INSIDE_PASS
     told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
-    reader.follow(found, off)
-    calls = (noted.noted for noted, whose in zip(ran.noted, found.calls) if whose is not None)
+    reader.follow(found)
+    calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
     found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
-        _note_nodes(ran, reader, found, off)
+        _note_nodes(ran, reader, found)
     found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
     for slot in of_parameters:
         node = ran.value(slot).node
-        watch_penalty(recorder.backward, node, off.below(node))
+        watch_penalty(recorder.backward, node, reader.below(reader.number[node]))
     of_model = {id(p) for p in ran.parameters.values()}
     found.returns_parameters = bool(of_parameters) or any(id(x) in of_model for x in ran.outputs)
     layouts: dict[int | Value, Where] = {
@@ -199,7 +198,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen, off: OffG
     is_plain = not (told.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    if reader.key is not None and is_plain and not of_parameters and ran.documents is None:
+    if reader.key is not None and is_plain and not of_parameters and ran.within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
@@ -259,7 +258,7 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     if not labels or documents.most < 2:
         return untold
     walk = reader.walked_again(labels, documents.count)
-    at_node = next((reader.trace.kinds[mix.node].name for mix in walk.mixes if mix.node >= 0), "an output")
+    at_node = reader.mixing(walk)[0] or "an output"
     for k in walk.mixed:
         name = ran.leaves.get(reader.trace.nodes[k])
         if name is not None:
@@ -271,16 +270,16 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     return untold
 
 
-def _note_nodes(ran: Ran, reader: Reader, found: Read, off: OffGraph) -> None:
+def _note_nodes(ran: Ran, reader: Reader, found: Read) -> None:
     """Notes which nodes read parameters, for messages."""
-    nodes, paths = reader.trace.nodes, {x: one.noted.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
+    nodes, paths = reader.trace.nodes, {x: one.call.known.path for one, own in zip(ran.noted, ran.inside) for x in own}
     for k, (values, _) in found.uses.items():
         at = k  # it is followed to the next call of a layer with a rule, or to the outputs
         while at >= 0 and nodes[at] not in paths:
             at = reader.takers[at][0][0]
         place = "the outputs" if at < 0 else f"the input of {paths[nodes[at]]!r}"
         text = f"{nodes[k].name()} at {place}"
-        for name in {name for j, _, _ in values for name in off.below(nodes[j])}:
+        for name in {name for j, _, _ in values for name in reader.below(j)}:
             known = found.nodes.setdefault(name, [])
             known += [text] if text not in known else []
 
@@ -314,7 +313,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
 
 def _is_unbatched(noted: Noted) -> bool:
     """Whether a layer's output has too few axes for a batch."""
-    layer, rule, ndim = noted.layer, rule_for(noted.layer), len(noted.hooks[0][1].shape)
+    layer, rule, ndim = noted.call.layer, rule_for(noted.call.layer), len(noted.hooks[0][1].shape)
     if isinstance(layer, nn.modules.conv._ConvNd):
         return ndim < 2 + len(layer.kernel_size)
     return rule is not None and rule.features is not None and ndim <= rule.features(layer)
@@ -327,23 +326,24 @@ def _line_of(node: Node) -> str:
     return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
 
 
-def assume(ran: Ran, off: OffGraph) -> None:
+def assume(ran: Ran) -> None:
     """Reads a forward whose outputs are assumed to have the samples on axis 0.
 
     Without samples, the graph is read as if it had one."""
     at = {
         Value(x.grad_fn, x.output_nr): Layout()
         for x in ran.outputs
-        if x.grad_fn is not None and (not off.samples or Layout().fits(x, off.samples))
+        if x.grad_fn is not None and (not ran.within.samples or Layout().fits(x, ran.within.samples))
     }
-    reader = Reader(ran, off.samples or 1, at)
-    found, reader.samples = reader.read(), off.samples
+    samples = ran.within.samples or 0
+    reader = Reader(ran, samples or 1, at)
+    found, reader.samples = reader.read(), samples
     if ran.checkpoints:  # no graph shows what is behind them
         found.mixed = {}
         for n, noted in enumerate(ran.noted):
             if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
-                found.calls[n] = Whose(noted.usual_layouts(off.samples))
-    reader.follow(found, off)
+                found.calls[n] = Whose(noted.usual_layouts(samples))
+    reader.follow(found)
 
 
 ABOVE.read_forward, ABOVE.assume = read_forward, assume

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import Note, gone
+from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
@@ -103,46 +103,36 @@ class Gate:
         self._adds_up = segment.hess_type is None  # else each pass has rows of its own
         self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
         # One table for each pass, {parameter: {call: form}}, of the calls asked so far.
-        self._terms: list[dict[str, dict[Use | Note, Form]]] = [{} for _ in segment.passes]
+        self._terms: list[dict[str, dict[Use, Form]]] = [{} for _ in segment.passes]
         self._asked: set[Use] = set()
         self._read: list[dict[str, list[Told]]] = [{} for _ in segment.passes]  # the same, until it is compared
 
     def read_all(self) -> None:
         """Asks every call for its forms, in the order of the forward, and checks that their numbers of samples agree."""
         for number, recorded in enumerate(self.segment.passes):
-            if recorded.along or not recorded.arrived:  # rows are compared with what arrived, use by use
-                for use, grads in reversed(recorded.received.items()):
-                    self._ask(number, use, grads)
-                continue
-            for note, *came in reversed(recorded.in_order()):
-                if isinstance(note, Note):
-                    self._ask_plainly(number, note, *came)
-                else:
-                    self._ask(number, note, *came)
+            for use, grads in reversed(recorded.received.items()):
+                self._ask(number, use, grads)
         documents = (call.documents for recorded in self.segment.passes for call, _ in recorded.witnesses())
         self.samples = next((d.count for d in documents if d is not None), self.segment.batch_size())
 
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
+        if isinstance(call, LayerCall) and not recorded.along:  # rows aren't compared with what arrived, use by use
+            forms = call.forms_at_once(grads)
+            if forms is not None:
+                for local, name in zip(call.known.locals, call.known.names):
+                    form = forms[local]
+                    self._take(number, call, name, scale(form, form.samples) if is_mean else form)
+                return
         check_seen(call, grads)
-        for local, form in call.forms(grads, recorded.received if call.is_unseen else None).items():
+        for local, form in call.forms(grads, recorded.received if call.whose.is_unseen else None).items():
             name, own = call.edges[local].name, form
             if is_mean:  # a mean loss was divided by N
                 own = scale(form, form.samples if call.documents is None else call.documents.losses)
             self._take(number, call, name, own)
             read.setdefault(name, []).append((call, grads, form))
 
-    def _ask_plainly(self, number: int, note: Note, grad: Tensor, version: int) -> None:
-        """The same for a usual call, which is made only if there is more to ask."""
-        known, is_mean = note.known, self._is_mean[number]
-        if (forms := note.forms(grad, version)) is None:
-            self._ask(number, note.made(gone), OutputGrads([grad], [version], known.locals))
-            return
-        for local, name in zip(known.locals, known.names):
-            form = forms[local]
-            self._take(number, note, name, scale(form, form.samples) if is_mean else form)
-
-    def _take(self, number: int, call: Use | Note, name: str, form: Form) -> None:
+    def _take(self, number: int, call: Use, name: str, form: Form) -> None:
         terms = self._terms[number]
         if name not in terms:
             terms[name] = {call: form}
@@ -176,17 +166,13 @@ class Gate:
         zero = Zero(self.samples, like.shape, like.like)
         return Concatenation.of([add(list(table.values()) or [zero]) for table in tables])
 
-    def form_so_far(self, name: str) -> Form | None:
-        """The rows that the only, running pass has given a parameter since the last call of this method."""
+    def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
+        """The rows that the only, running pass has given a parameter since the last call; and the uses needed no more."""
         for call in reversed(self.segment.passes[0].calls_of.get(name, ())):  # in the order of the forward
             if call not in self._asked:
                 self._asked.add(call)
                 self._ask(0, call, self.segment.passes[0].received[call])
-        return self.form(name)
-
-    def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
-        """The same, computed by asking the calls.  Also returns the uses that are no longer needed."""
-        form, needed = self.form_so_far(name), {call for found in self._terms[0].values() for call in found}
+        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done

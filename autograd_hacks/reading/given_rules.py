@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import OutputGrads, Whose
 from autograd_hacks.formulas.table import is_given
 from autograd_hacks.reading.certificate import agree, received_by, rounded_by

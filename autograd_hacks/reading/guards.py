@@ -211,15 +211,15 @@ def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
 def is_shown(use: Use) -> bool:
     """Whether samples were shown to be independent in a use's forward."""
     is_model = isinstance(use, LayerCall) and not use.path  # a layer by itself mixes nothing that its rule doesn't know
-    return is_model or use.samples == 0 or (use.told is not None and use.told.kind.is_independent)
+    return is_model or use.samples == 0 or use.within.told.kind.is_independent
 
 
 def check_shown(use: Use) -> None:
     """Raises if samples were not shown to be independent in a use's forward."""
     if is_shown(use):
         return
-    if use.told is not None and use.told.mixing:
-        raise _refusal(use.told.mixing)
+    if use.within.told.mixing:
+        raise _refusal(use.within.told.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
         "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.capture.kinds import Known, runs_time_first
-from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import One
 from autograd_hacks.graph.roots import frontier, picked
@@ -133,7 +133,7 @@ def time_first_sizes(ran: Ran) -> set[int]:
 
 def trains_time_first(ran: Ran) -> bool:
     """Whether a layer with samples on axis 1 ran: if it trains, one of its parameters is in the graph."""
-    reached = {id(leaf.variable) for leaf in ran.graph.leaves}
+    reached = set(map(id, ran.trace.variables))
     layers = filter(is_time_first, ran.modules)
     trained = ([id(p) for p in layer.parameters() if p.requires_grad] for layer in layers)
     return any(not own or not reached.isdisjoint(own) for own in trained)

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
 from autograd_hacks.graph.dependence import read_values
@@ -86,7 +86,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
 
 def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Site]:
     """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
-    functions = {(OF_FUNCTIONS, type(node)) for node in ran.graph.nodes if is_users(node)}
+    functions = {(OF_FUNCTIONS, type(node)) for node in ran.trace.nodes if is_users(node)}
     return tape.sites | functions | (numbers(tape) if is_packed or is_ragged(tape) else set())
 
 
@@ -151,7 +151,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
     runs, arguments = Runs(recorder, told, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
-    by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.graph.nodes)
+    by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
     has_changed, rounds = False, parts is not None or any(by_values)
     for turn, kept in enumerate(every, 1):
         if parts is None:

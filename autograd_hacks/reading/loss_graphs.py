@@ -5,8 +5,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.arrivals import AtNode, Returned, on_node, returned_in
-from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.off_graph import OffGraph
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.graph.label import Owned, entries
 from autograd_hacks.reading.reader import Reader, label_of, ran_behind
@@ -29,22 +27,21 @@ def read_outside(x: Tensor) -> str:
 
 def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returned]]) -> str:
     assert x.grad_fn is not None  # else it would come from no output
-    ran, samples = ran_behind(recorder, [x], [edge.node for edge, _ in marks]), len(x)
+    samples, forward = len(x), max(mark.forward for _, mark in marks)
+    ran = ran_behind(recorder, [x], [edge.node for edge, _ in marks], forward, samples)
     reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
     found = reader.read()
     hooked = _hooked(recorder, reader)
     found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
-    off = OffGraph(ran, Told(), samples)
-    reader.follow(found, off)
-    off.attach(ran.edge_of, max(mark.forward for _, mark in marks), recorder.backward)
+    reader.follow(found)
+    ran.attach(ran.edge_of, recorder.backward)
     if recorder.record.documents is not None:
         return ""
     at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]
     is_apart = all(is_in_order(reader, value, layout) for value, layout in at)
     if is_apart and not found.mixed:
         return ""
-    mix = next((own for own in reader.walk.mixes if own.node >= 0), None)
-    return "the order of the samples" if mix is None else reader.trace.kinds[mix.node].name
+    return reader.mixing(reader.walk)[0] or "the order of the samples"
 
 
 def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:

@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import Note, are_plain, packed_into
+from autograd_hacks.capture.calls import are_plain, packed_into
+from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.off_graph import Ends, OffGraph, Ran
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Planned, Whose
+from autograd_hacks.capture.uses import Planned, ValueUse, Whose, Within
+from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -29,7 +31,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Leaf, Value, is_users, operands_of, shape_of
+from autograd_hacks.support.graph import Graph, Leaf, Value, is_users, made, operands_of, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -52,7 +54,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     links: see `Reader.links`; None as long as nobody has looked for them
-    ends: see `OffGraph`; None as long as nobody has looked for them
+    ends_of_passes: see `Ran`
     plain: see `Within`; None as long as nobody has looked
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
@@ -67,14 +69,9 @@ class Read:
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] | None = None
-    ends: tuple[list[int], dict[str, int], list[int]] | None = None
+    ends_of_passes: list[Any] = field(default_factory=list)
     plain: list[bool] | None = None
     planned: dict[int, Planned] | None = None
-
-    def note_ends(self, number: Mapping[Node, int], ends: Ends) -> None:
-        if all(node in number for node in ends.lowest):
-            parameters = {name: number[leaf] for name, leaf in ends.parameters.items()}
-            self.ends = [number[node] for node in ends.lowest], parameters, [number[leaf] for leaf in ends.others]
 
 
 class Reader:
@@ -131,15 +128,15 @@ class Reader:
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
         key, number = list[Hashable](), self.number
-        for noted, hooks, inputs in self.ran.noted:
+        for call, hooks, inputs in self.ran.noted:
             if len(hooks) != 1:
                 return None
-            ((node, hook),), known = hooks, noted.known
+            ((node, hook),), known = hooks, call.known
             if not known.is_plain:
                 return None
             at = None
             if not inputs:
-                given = noted.x if isinstance(noted, Note) else noted.args[0] if noted.args else None
+                given = call.args[0] if call.args else None
                 if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
                     at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
             key.append((known.ref, number.get(node), hook.number, hook.shape, at))
@@ -160,11 +157,13 @@ class Reader:
             if noted.is_empty and (whose := found.calls[n]) is not None:
                 found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
         self._find_uses(found)
-        if self.walk.mixed:
-            mix = next((own for own in self.walk.mixes if own.node >= 0), None)
-            at = self.trace.kinds[mix.node].name if mix is not None else "an output"
-            found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({mix.why})" if mix is not None and mix.why else at)
+        at, why = self.mixing(self.walk)
+        found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
         return found
+
+    def mixing(self, walk: Walk) -> tuple[str, str]:
+        """The name of a node at which samples mix, "" if none is known; and what was found there, if it isn't plain."""
+        return next(((self.trace.kinds[mix.node].name, mix.why) for mix in walk.mixes if mix.node >= 0), ("", ""))
 
     @cached_property
     def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
@@ -206,11 +205,11 @@ class Reader:
         below = cache(lambda k: trace.behind([k]) & by_leaf.keys())  # the parameters on which a value depends
         for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
             if whose is not None:
-                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.noted.known.names) if x in self.number}
+                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.call.known.names) if x in self.number}
                 for node in nodes:
                     if (k := self.number.get(node)) is not None:
                         covered.setdefault(k, set()).update(own)
-        waiting = [(k, place) for k, place, _ in self.walk.uses if k >= 0]
+        waiting = [(k, place) for k, place, *_ in self.walk.uses if k >= 0]
         for k, place in waiting:  # the list grows
             edge = trace.edges[k][place]
             if edge is None or not (names_below := below(edge[0])):
@@ -229,7 +228,7 @@ class Reader:
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
         for noted, nodes in zip(self.ran.noted, self.ran.inside):
-            if is_given(noted.layer):  # the user's rule may be wrong, so its rows are compared
+            if is_given(noted.call.known.layer):  # the user's rule may be wrong, so its rows are compared
                 for node in nodes:
                     covered.pop(self.number.get(node, -1), None)
         found.inside = covered
@@ -310,34 +309,39 @@ class Reader:
         rows = rows_of(label, shapes[n], samples)
         return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
-    def follow(self, found: Read, off: OffGraph) -> None:
-        """Writes what was found into the calls of this forward and into the reader of its graph."""
-        nodes, ran, samples = self.trace.nodes, self.ran, self.samples
-        names = ran.leaves
-        refused = {names[nodes[k]]: off.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
-        if (within := ran.within) is not None:
-            within.told, within.samples, within.refused, within.calls = off.told, samples, refused, found.calls
+    def below(self, k: int) -> set[str]:
+        """The parameters on which a node's outputs depend."""
+        nodes, leaves = self.trace.nodes, self.ran.leaves
+        return {leaves[nodes[j]] for j in self.trace.behind([k]) if nodes[j] in leaves}
+
+    def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
+        """What follows from the graph about the use at a node.  values, whose: see `Read`"""
+        uses, nodes, names = list[ValueUse](), self.trace.nodes, self.ran.leaves
+        for j, number, place in values:
+            by_rule = {names[nodes[n]] for n in found.by_rule.get((k, place), ())}
+            own, value = tuple(sorted(self.below(j) - by_rule)), Value(nodes[j], number)
+            way = None if type(nodes[j]) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in own})
+            uses.append(ValueUse(place, shape_of(value), own, way))
+        every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
+        return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
+
+    def follow(self, found: Read) -> None:
+        """Writes what was found into this forward."""
+        nodes, ran, within, names = self.trace.nodes, self.ran, self.ran.within, self.ran.leaves
+        within.samples, ran.trace, ran.ends_of_passes = self.samples, self.trace, found.ends_of_passes
+        within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
+        if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
+            within.calls = found.calls
             if found.plain is None:
                 found.plain = are_plain(found.calls)
-            within.plain = () if refused else found.plain
+            within.plain = () if within.refused else found.plain
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
-            call = noted.noted.call if isinstance(noted.noted, Note) else noted.noted
-            if call is not None:
-                call.follow(whose)
-        if found.ends is not None:
-            lowest, parameters, others = found.ends
-            own = {name: nodes[k] for name, k in parameters.items()}
-            off.ends = Ends([nodes[k] for k in lowest], own, [nodes[k] for k in others])
-        off.note_ends = partial(found.note_ends, self.number)
+            if whose is None:  # its rows come from where its output meets the batch
+                noted.call.edges = {}
         if found.planned is None:
-            by_rule = {at: {names[nodes[n]] for n in covered} for at, covered in found.by_rule.items()}
-            found.planned = {
-                k: off.planned(nodes[k], [(Value(nodes[j], n), at, by_rule.get((k, at), ())) for j, n, at in values], whose)
-                for k, (values, whose) in found.uses.items()
-            }
-        off.found |= {nodes[k]: use for k, use in found.planned.items()}
-        off.refused = refused
+            found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
+        ran.uses |= {nodes[k]: use for k, use in found.planned.items()}
 
 
 def _has_order(x: Tensor, axis: int) -> bool:
@@ -346,13 +350,18 @@ def _has_order(x: Tensor, axis: int) -> bool:
 
 
 def ran_behind(
-    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], roots: Sequence[Node] | None = None
-) -> Ran:
-    """A computation outside of a model's forward.  ends: nodes at which it begins"""
-    ran, record = Ran(list(recorder.layers), dict, (), outputs, ends=frozenset(ends), roots=roots), recorder.record
-    leaves = [leaf.variable for leaf in ran.ends_of_graph if record.is_parameter(leaf.variable)]
-    ran.parameters = record.asked({record.name_of(p): p for p in leaves})
-    return ran
+    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], forward: int, samples: int,
+    roots: Sequence[Node] | None = None,
+) -> Ran:  # fmt: skip
+    """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
+    roots, stops, record = (
+        [*(roots or ()), *(x.grad_fn for x in outputs if x.grad_fn is not None)],
+        frozenset(ends),
+        recorder.record,
+    )
+    leaves = [leaf.variable for leaf in Graph(roots, stops).leaves if record.is_parameter(leaf.variable)]
+    parameters = record.asked({record.name_of(p): p for p in leaves})
+    return Ran(list(recorder.layers), lambda: parameters, (), outputs, Within(forward, Told(), samples), ends=stops)
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

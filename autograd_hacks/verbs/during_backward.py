@@ -210,7 +210,7 @@ class _Stream:
                 self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:
-            current.received.pop(call)
+            current.free(call)
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:

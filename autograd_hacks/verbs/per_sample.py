@@ -124,14 +124,14 @@ def _read_tokens(
                 f"tokens: {use.place}, was read for whole samples, as tables of positions are. Call add_hooks(model, "
                 "segments='tokens') before the forward." + ON_SEGMENTS
             )
-    before = [use.documents for use in uses]
+    before = {use.within: use.documents for use in uses}
     try:
-        for use in uses:
-            use.documents = documents
+        for within in before:
+            within.documents = documents
         return again(model, recorder)
     finally:
-        for use, own in zip(uses, before):
-            use.documents = own
+        for within, own in before.items():
+            within.documents = own
 
 
 def compute_grad1(

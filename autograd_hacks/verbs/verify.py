@@ -137,7 +137,7 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     if not unshown:
         return
     try:
-        if not all(use.is_own and use.forward == record.forwards for use in unshown):
+        if not all(use.is_own and use.within.forward == record.forwards for use in unshown):
             raise NothingRecorded("it was not the model's last forward")
         arguments = last_step(record)
     except NothingRecorded as error:
@@ -153,7 +153,7 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     if told.mixing:
         raise SamplesMixed(told.mixing)
     for use in unshown:
-        use.told = told
+        use.within.told = told
 
 
 Comparison = tuple[str, str, Form | None, Tensor, Tensor, float]
@@ -230,7 +230,7 @@ def _with_autograd(
                 "verify(model) found no output with a batch axis; the model's outputs have shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
             )
-        slot, count = next(iter(places)), own.forward.samples
+        slot, count = next(iter(places)), own.forward.within.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         over: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
         if (documents := record.documents) is not None:

@@ -1,0 +1,149 @@
+"""A forward that has run, with its graph and the uses of parameters that were found there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from sys import maxsize
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.capture.arrivals import AtNode, put_on
+from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.log import Noted
+from autograd_hacks.capture.records import Pass
+from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
+from autograd_hacks.graph.trace import Trace
+from autograd_hacks.support.graph import (
+    CHECKPOINT,
+    Leaf,
+    Value,
+)
+from autograd_hacks.support.internals import tree_leaves
+from autograd_hacks.support.layout import samples_of_rows
+from autograd_hacks.support.parts import memory_of
+from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
+
+
+@dataclass(eq=False)
+class Ran:
+    """A forward that has run, with its graph.
+
+    modules: the modules whose own parameters and buffers are used
+    trained: returns the trainable parameters by name
+    outputs: the tensors that were returned
+    """
+
+    modules: Sequence[nn.Module]
+    trained: Callable[[], Mapping[str, Tensor]]
+    arguments: Any
+    outputs: Sequence[Tensor]  # and those that the model keeps, behind what it returns
+    within: Within  # what its uses share
+    noted: Sequence[Noted] = ()
+    ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
+    returned: Any = None  # the structure that holds the outputs
+    count: int = maxsize  # how many of the outputs are returned
+    uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
+    hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
+    ends_of_passes: list[Any] = field(default_factory=list)  # see `capture/lean.py`; shared by forwards with equal graphs
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The trainable parameters, by name."""
+        return self.trained()
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in(*self.arguments) if self.arguments else []
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """For outputs that are packed sequences, by number: the sample of each row."""
+        sequences = [x for x in tree_leaves(unpacked(self.returned, everything=True), is_packed) if is_packed(x)]
+        return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The graph behind the outputs; a reader puts its own here.  Raises Nested."""
+        roots = [(x.grad_fn, x.output_nr) for x in self.outputs if x.grad_fn is not None]
+        return Trace(roots, {id(p) for p in self.parameters.values()}, self.ends)
+
+    @cached_property
+    def leaves(self) -> dict[Node, str]:
+        """The parameters' names, by the node at which each ends the graph."""
+        names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
+        return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
+
+    @cached_property
+    def leaf_of(self) -> dict[str, Any]:
+        """The same the other way round."""
+        return {name: leaf for leaf, name in self.leaves.items()}
+
+    def is_fixed(self, address: int) -> bool:
+        """Whether a memory address is a parameter's or a buffer's."""
+        return address in self._of_buffers or address in self._of_parameters
+
+    @cached_property
+    def _of_buffers(self) -> set[int]:
+        return {memory_of(x) for m in self.modules if m._buffers for x in m._buffers.values() if x is not None}
+
+    @cached_property
+    def _of_parameters(self) -> set[int]:
+        return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
+
+    @cached_property
+    def checkpoints(self) -> list[Any]:
+        """The nodes of reentrant checkpoints."""
+        is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
+        return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether layers with rules cover all parameters."""
+        return {name for noted in self.noted for name in noted.call.known.names} >= self.parameters.keys()
+
+    def value(self, slot: int) -> Value:
+        """An output, as a value of the graph."""
+        x = self.outputs[slot]
+        assert x.grad_fn is not None
+        return Value(x.grad_fn, x.output_nr)
+
+    def edge_of(self, name: str) -> Edge:
+        """The edge at which a parameter ends the graph."""
+        leaf = self.leaf_of[name]
+        return Edge(name, leaf.variable, leaf)
+
+    @cached_property
+    def inside(self) -> Sequence[Sequence[Node]]:
+        """The nodes of each noted call, from its outputs to its inputs."""
+        found = list[Sequence[Node]]()
+        for noted in self.noted:
+            waiting, seen, inputs = [node for node, _ in noted.hooks], dict[Node, None](), noted.inputs
+            while waiting:
+                node = waiting.pop()
+                if node not in seen and node not in inputs and type(node) is not Leaf:
+                    seen[node] = None
+                    waiting += [ahead for ahead, _ in node.next_functions if ahead is not None]
+            found.append(list(seen))
+        return found
+
+    def attach(self, edge_of: Callable[[str], Edge], receiver: Backward, recomputed_in: Pass | None = None) -> None:
+        """Sends the gradients at the uses' nodes to a receiver.  recomputed_in: the pass that made the nodes"""
+        for node, plan in self.uses.items():
+            use = NodeUse(
+                plan=plan,
+                edges={name: edge_of(name) for name in plan.names},
+                slots=plan.slots,
+                within=self.within,
+                whose=plan.whose,
+                recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
+            )
+            hook = AtNode(use, receiver)
+            put_on(node, hook)
+            self.hooks.append((node, hook))
