@@ -301,12 +301,9 @@ class Form(Hinting, Shown, ABC):
 
         Returns ``(P, Q)`` for parameters of P and Q numbers."""
         total = self.new_sums(self.shape.numel(), other.shape.numel())
-        for piece in slices_of(
-            self.samples, budget // max(1, (self.row_size() + other.row_size()) * self.sum_dtype.itemsize)
-        ):
-            whole = piece == slice(0, self.samples)
-            mine, theirs = ((form if whole else form[piece]).wide().matrix() for form in (self, other))
-            total.addmm_(mine.mT, theirs.to(total.dtype))
+        for samples, part in self.chunks(budget, self.row_size() + other.row_size()):
+            theirs = part if other is self else other[samples].wide()
+            total.addmm_(part.matrix().mT, theirs.matrix().to(total.dtype))
         return total
 
     def _table(self) -> Table:

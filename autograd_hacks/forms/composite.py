@@ -1,8 +1,8 @@
-"""S J: forms made of others, whose rows are scaled, relabelled, or below each other."""
+"""S J: forms made of others, whose rows are scaled, relabelled, added up, or below each other."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 
 import torch
 from torch import Tensor
@@ -78,11 +78,12 @@ def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Pai
 
 
 class Composite(Form):
-    """S J, where J has the rows of several forms below each other, and S scales, sums or reorders rows.
+    """Σ S B M over several forms B, where S scales, sums or reorders rows, and M puts columns where they belong.
 
-    A composite says what S and Sᵀ do to something with an entry for each row; the verbs that are linear in J follow.
+    A composite says what S and Sᵀ do to something with an entry for each row, and M to something of the parameter's shape;
+    the verbs that are linear in J follow.
 
-    parts: the forms    samples, shape: of S J
+    parts: the forms    samples, shape: of the sum
     """
 
     def __init__(self, parts: Sequence[Form], samples: int, shape: torch.Size) -> None:
@@ -104,9 +105,13 @@ class Composite(Form):
         """w S, (..., M) for each part of M rows.  w: ... N"""
         return [w] * len(self.parts)
 
+    def _cut(self, x: Tensor, axis: int = 0) -> Iterator[Tensor]:
+        """M x, for each part: the part's entries of the parameter's first axis, by default all.  axis: x's, for that"""
+        return repeat(x, len(self.parts))
+
     @abstractmethod
     def _of(self, parts: Sequence[Form]) -> Form:
-        """S of other parts."""
+        """S and M of other parts."""
 
     def _below(self, others: Sequence[Form]) -> Form | None:
         """The rows of this form and others below it as one form of the same kind; None if S differs."""
@@ -130,7 +135,7 @@ class Composite(Form):
         return self._of([part.block(rows) for part in self.parts])
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self._join(part.dot(v, budget) for part in self.parts)
+        return self._join(part.dot(own, budget) for part, own in zip(self.parts, self._cut(v)))
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         for part, own in zip(self.parts, self._split(w)):
@@ -139,7 +144,7 @@ class Composite(Form):
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([part.terms(u, v) for part in self.parts], 1)
+        return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
@@ -156,14 +161,13 @@ class Scaled(Composite):
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
         of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
-        self.by_row, self.number = of_rows, number
-        if self.by_row is not None and self.by_row.shape != (form.samples,):
+        if of_rows is not None and of_rows.shape != (form.samples,):
             raise ValueError(
-                f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
+                f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape = (form,), form.samples, form.shape
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
-        self.form, self.factor = form, factor
+        self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
@@ -202,12 +206,10 @@ class Scaled(Composite):
         return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if self.by_row is None:
-            inside = None if about is None else about / self.factor
-            return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
-        if about is not None:
+        if about is not None and not self.number:
             return super().second_moment(w, about, budget)
-        return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
+        inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
+        return self.form.second_moment(weights * self.factor * self.factor, inside, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return self._join([self.form.norms(budget)]).abs()
@@ -266,9 +268,9 @@ class Grouping(Composite):
         return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if len(self.rows) == self.samples == len(self.rows.unique()):  # it only reorders rows
+        if len(self.rows) == len(self.rows.unique()):  # nothing is added up
             return self._join([self.form.norms(budget)])
-        if not isinstance(self.form, Paired) or not len(self.rows):
+        if not isinstance(self.form, Paired):
             return super().norms(budget)
         pieces = _beside(self.form, self.rows, self.samples, budget // max(1, 8 * self.held_size()))
         return torch.cat([piece.norms(budget) for piece in pieces])
