@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.factored import Factored, Paired, takes_positions
-from autograd_hacks.forms.numerics import pairs_of, slices_of
+from autograd_hacks.forms.numerics import members, pairs_of, slices_of
 from autograd_hacks.forms.outer import Zero
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
@@ -165,7 +165,7 @@ class Scaled(Composite):
             raise ValueError(
                 f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
             )
-        self.parts, self.samples, self.shape = (form,), form.samples, form.shape
+        self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
         self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
 
@@ -258,7 +258,7 @@ class Grouping(Composite):
 
     def __getitem__(self, index: Index) -> Form:
         wanted = torch.arange(self.samples, device=self.rows.device)[index]
-        new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
+        positions, new_rows = members(self.rows, wanted)
         return Grouping(self.form[positions], new_rows, len(wanted))
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import costs_of
 from autograd_hacks.forms.factored import Factored, Paired
-from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms, slices_of
+from autograd_hacks.forms.numerics import divisors, looks_free, members, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
@@ -154,10 +154,7 @@ class Bags(Factored):
         if isinstance(index, slice) and index == slice(0, self.samples):
             return self
         wanted = torch.arange(self.samples, device=self.bags.device)[index]
-        starts = self._starts()[wanted]
-        sizes = torch.searchsorted(self.bags, wanted, right=True) - starts
-        bags = torch.arange(len(wanted), device=wanted.device).repeat_interleave(sizes)
-        entries = torch.arange(len(bags), device=wanted.device) + (starts - sizes.cumsum(0) + sizes)[bags]
+        entries, bags = members(self.bags, wanted)
         return self._of(self.g[wanted], self.scale[entries], self.index[entries], bags)
 
     def block(self, rows: slice) -> Bags:

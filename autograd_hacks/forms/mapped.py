@@ -115,23 +115,18 @@ class Sides(LinearMap):
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         *stack, fan_out, fan_in = self._matrix(shape)
-        left, right = (None if x is None else list(x.shape) for x in (self.left, self.right))
+        left, right = (None if x is None else (*x.shape,) for x in (self.left, self.right))
         rows = fan_out if not left or stack else left[0]
         columns = fan_in if not right or len(right) == 1 or stack else right[1]
-        left_fits = left in (None, [*stack, fan_out], [*stack, rows, fan_out])
-        right_fits = right in (None, [fan_in], [*stack, fan_in, columns])
+        left_fits = left in (None, (*stack, fan_out), (*stack, rows, fan_out))
+        right_fits = right in (None, (fan_in,), (*stack, fan_in, columns))
         is_whole = not stack or (shape[:1].numel() % stack[0] == 0 and stack[0] * fan_out * fan_in == shape.numel())
         if not (left_fits and right_fits and is_whole):
-            expected = (
-                f"({stack[0]}, {fan_out}, {fan_out}) or ({stack[0]}, {fan_out}), "
-                f"and R of shape ({stack[0]}, {fan_in}, {fan_in})"
-                if stack
-                else f"(any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},)"
-            )
+            k, o, i = (f"{stack[0]} × ", fan_out, fan_in) if stack else ("", "any", "any")
             raise ValueError(
-                f"L and R of shapes {left and tuple(left)} and {right and tuple(right)}, for a parameter of shape "
-                f"{tuple(shape)}; expected L of shape {expected}. The gradient is "
-                f"seen as {f'{stack[0]} matrices' if stack else 'a matrix'} {fan_out} × {fan_in}."
+                f"L and R of shapes {left} and {right}, for a parameter of shape {tuple(shape)}; expected L of {k}{o} × "
+                f"{fan_out}, or its diagonals of {k}{fan_out}, and R of {k}{fan_in} × {i}, or a diagonal of {fan_in}. The "
+                f"gradient is seen as {f'{stack[0]} matrices' if stack else 'a matrix'} {fan_out} × {fan_in}."
             )
         if columns != fan_in:
             return torch.Size((rows, columns))
@@ -239,8 +234,8 @@ class Mapped(Form):
 
     def __init__(self, form: Form, by: LinearMap) -> None:
         self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
-        self.held = tuple(tensor for leaf in form.leaves() for tensor in leaf.held)
-        self.cuts_well, self.sums_cheaply = form.cuts_well and by.block(slice(0, 0)) is not None, form.sums_cheaply
+        self.held, self.sums_cheaply = form.held, form.sums_cheaply
+        self.cuts_well = form.cuts_well and by.block(slice(0, 0)) is not None
 
     def _of(self, form: Form, by: LinearMap | None = None) -> Form:
         """The map of another form's rows.  by: another map of the same kind"""

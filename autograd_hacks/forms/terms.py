@@ -165,7 +165,7 @@ class Placed(Composite):
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
-        leads_back = w.requires_grad or any(x.requires_grad for leaf in self.leaves() for x in leaf.held)
+        leads_back = any(x.requires_grad for x in (w, *self.held))
         for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
             if leads_back:  # after a first in-place write torch may treat a view as a leaf
                 own.add_(form.weighted_sum(w, budget))
