@@ -35,8 +35,7 @@ def magnitudes(form: Form) -> Form:
     """The form with each factor replaced by its magnitudes.  Its rows sum the magnitudes of the terms that J's rows sum.
     Relative to these, rounding is small even if the terms cancel."""
     if isinstance(form, Scaled):
-        factor = form.factor
-        return scale(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
+        return scale(magnitudes(form.form), form.size)
     if isinstance(form, Composite):
         return form._of([magnitudes(part) for part in form.parts])
     if isinstance(form, Factored):
@@ -169,6 +168,11 @@ class Scaled(Composite):
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
         self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
 
+    @property
+    def size(self) -> float | Tensor:
+        """The factor's magnitude."""
+        return self.factor.abs() if isinstance(self.factor, Tensor) else abs(self.factor)
+
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
         if self.by_row is None:
@@ -209,10 +213,11 @@ class Scaled(Composite):
         if about is not None and not self.number:
             return super().second_moment(w, about, budget)
         inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
-        return self.form.second_moment(weights * self.factor * self.factor, inside, budget)
+        return self.form.second_moment(weights * self.size * self.size, inside, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._join([self.form.norms(budget)]).abs()
+        norms = self.form.norms(budget)
+        return (norms * self.size).to(norms.dtype)
 
 
 class Grouping(Composite):
