@@ -366,9 +366,9 @@ class Concatenation(Composite):
         if self.varying is None:
             return super().dot(v, budget)
         found = []
-        for piece in slices_of(self.each, budget // (2 * self._size(self.varying))):
-            tangent = self._sharing[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
-            found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(self.varying, piece)]))
+        for _, form, factors in self._pieces(self.varying, budget // 2):
+            tangent = form.tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
+            found.append(torch.stack([torch.einsum("nf,nf->n", factor, tangent) for factor in factors]))
         return torch.cat(found, dim=1).flatten()
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
@@ -377,8 +377,7 @@ class Concatenation(Composite):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
-            for piece in slices_of(self.each, budget // (4 * self._size(self.varying))):
-                form, factors = self._sharing[0][piece].wide(), self._factors(self.varying, piece)
+            for piece, form, factors in self._pieces(self.varying, budget // 4):
                 combined = next(factors) * by_pass[0, piece]
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
@@ -390,13 +389,11 @@ class Concatenation(Composite):
         first = next(iter(self._sharing), None)
         return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
 
-    def _factors(self, varying: int, piece: slice) -> Iterator[Tensor]:
-        """The factors that differ, for some samples, pass by pass: N F."""
-        return (part.held[varying][piece].flatten(1).to(self.sum_dtype) for part in self._sharing)
-
-    def _size(self, varying: int) -> int:
-        """The bytes of a sample's factor."""
-        return max(1, self._sharing[0].held[varying].shape[1:].numel() * self.sum_dtype.itemsize)
+    def _pieces(self, varying: int, budget: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
+        """Some samples at a time, with a form of theirs, and the factors that differ, pass by pass: N F."""
+        first, *_ = factors = [part.held[varying] for part in self._sharing]
+        for piece in slices_of(self.each, budget // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
+            yield piece, self._sharing[0][piece].wide(), (own[piece].flatten(1).to(self.sum_dtype) for own in factors)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -22,7 +22,7 @@ def add(forms: Sequence[Form]) -> Form:
     forms: at least one, for the same samples and of the same shape.  Those that can be merged are, so that the fast verbs
     of their kind see the cross terms.
     """
-    if len(forms) == 1 and not (forms[0].form if type(forms[0]) is Scaled else forms[0]).parts:
+    if len(forms) == 1:
         return forms[0]
     scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
     if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
