@@ -14,7 +14,7 @@ import autograd_hacks
 ROOT = Path(__file__).parent.parent
 ROOMS = ["privacy", "curvature", "compiled", "distributed", "integrations"]
 """Folders of the package that the core could do without."""
-CEILINGS = {"core": 15222, "rooms": 4599, "tests": 25424, "benchmarks": 2139}
+CEILINGS = {"core": 15211, "rooms": 4599, "tests": 25424, "benchmarks": 2139}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""

@@ -62,18 +62,11 @@ def gathered(form: Form, rows: Tensor, samples: int) -> Form:
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
     if not isinstance(form, Paired) or not len(rows):
         return Grouping(form, rows, samples)
-    return next(_beside(form, rows, samples, samples))
-
-
-def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Paired]:
-    """Some samples at a time, with the positions of a sample's rows beside each other.  step: how many samples, at most"""
+    # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
     counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
-    starts = counts.cumsum(0) - counts
-    for piece in slices_of(samples, step):
-        # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
-        places = torch.arange(int(counts[piece].max()), device=rows.device)
-        chosen = order[(starts[piece, None] + places).clamp(max=len(order) - 1)]
-        yield form.side_by_side(chosen, places < counts[piece, None])
+    places = torch.arange(int(counts.max()), device=rows.device)
+    chosen = order[((counts.cumsum(0) - counts)[:, None] + places).clamp(max=len(order) - 1)]
+    return form.side_by_side(chosen, places < counts[:, None])
 
 
 class Composite(Form):
@@ -213,7 +206,7 @@ class Scaled(Composite):
         if about is not None and not self.number:
             return super().second_moment(w, about, budget)
         inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
-        return self.form.second_moment(weights * self.size * self.size, inside, budget)
+        return self.form.second_moment(weights * self.size**2, inside, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         norms = self.form.norms(budget)
@@ -277,8 +270,10 @@ class Grouping(Composite):
             return self._join([self.form.norms(budget)])
         if not isinstance(self.form, Paired):
             return super().norms(budget)
-        pieces = _beside(self.form, self.rows, self.samples, budget // max(1, 8 * self.held_size()))
-        return torch.cat([piece.norms(budget) for piece in pieces])
+        pieces = slices_of(self.samples, budget // max(1, 8 * self.held_size()))
+        if len(pieces) > 1:
+            return torch.cat([self[piece].norms(budget) for piece in pieces])
+        return gathered(self.form, self.rows, self.samples).norms(budget)
 
 
 class Concatenation(Composite):
@@ -302,8 +297,7 @@ class Concatenation(Composite):
         stored once."""
         first = parts[0]
         if all(isinstance(part, Dense) for part in parts):
-            values = torch.cat([part.matrix() for part in parts])
-            return Dense(values.view(len(values), *first.shape))
+            return Dense(torch.cat([part.held[0] for part in parts]))
         if isinstance(first, Composite) and (found := first._below(parts[1:])) is not None:
             return found
         alike = [part for part in parts if isinstance(part, Factored) and type(part) is type(first)]

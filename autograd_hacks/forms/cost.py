@@ -191,16 +191,24 @@ def gram_by_positions(
     rows of this many numbers.
 
     mine, theirs: of all forms that the rows consist of; None for theirs if they are the same rows    samples: N, M"""
-    both = [[pair for pair in pairs if pair is not None and is_written(pair)] for pairs in (mine, theirs or mine)]
-    pairs, (n, m) = both[0] if theirs is None else both[0] + both[1], samples
-    sizes = {(left.shape[2], right.shape[2], right.is_complex()) for left, right in pairs}
-    if len(both[0]) < len(mine) or len(both[1]) < len(theirs or mine) or len(sizes) > 1 or pairs[0][1].is_complex():
-        return False
-    costs, rows = costs_of(pairs[0][1].device), n if theirs is None else n + m
-    mine_at, theirs_at = (sum(right.shape[:2].numel() for _, right in own) for own in both)
-    spent = mine_at * theirs_at * (costs.pair + costs.short * min(max(map(multiplications, own)) for own in both))
-    spent += costs.call * (len(both[0]) * len(both[1]) - 1)  # rows are multiplied at once
-    positions = sum(right.shape[:2].numel() for left, right in pairs if isinstance(left, Tensor))
+    first, (n, m), positions, each, at = mine[0], samples, 0, list[int](), list[int]()
+    for pairs in (mine, theirs or ()):
+        count = most = 0
+        for pair in pairs:
+            if pair is None or first is None or not is_written(pair) or pair[1].is_complex():
+                return False
+            (left, right), size = pair, pair[1].shape[0] * pair[1].shape[1]
+            if (left.shape[2], right.shape[2]) != (first[0].shape[2], first[1].shape[2]):
+                return False
+            count, most = count + size, max(most, multiplications(pair))
+            positions += size if isinstance(left, Tensor) else 0
+        at.append(count)
+        each.append(most)
+    costs, rows = costs_of(first[0].device), n if theirs is None else n + m  # type: ignore[index]  # there is a pair
+    if theirs is None:
+        at[1], each[1] = at[0], each[0]
+    spent = at[0] * at[1] * (costs.pair + costs.short * min(each))
+    spent += costs.call * (len(mine) * len(theirs or mine) - 1)  # rows are multiplied at once
     return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 

@@ -258,7 +258,7 @@ def _wide(pair: Written, dtype: torch.dtype | None = None) -> Written:
     """The pair in another dtype, by default the one used for sums."""
     left, right = pair
     dtype = dtype or accumulation_dtype(right.dtype)
-    return left.to(dtype), right.to(dtype)
+    return pair if right.dtype == dtype else (left.to(dtype), right.to(dtype))
 
 
 def _is_zero(pair: Pair) -> Tensor:
