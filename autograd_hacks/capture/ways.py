@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import Chained, Dense, Form, Lookup, Placed, add
+from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
 from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
@@ -149,21 +148,12 @@ class Stepwise:
                 own, at = step(found[turn.node, turn.before.number]), (turn.ahead, turn.output)
                 if isinstance(own, Lookup) and turn.ahead not in ends:  # several steps may read the rows
                     own = Dense(own.dense())
-                found[at] = _both(found[at], own) if at in found else own
+                found[at] = add([found[at], own]) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
 
     def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor, batched: bool) -> Tensor:
         found = _cast(self._back(Dense(rows if batched else rows[None]), [name])[name], dtype).dense()
         return found if batched else found[0]
-
-
-def _both(a: Form, b: Form) -> Form:
-    """The sum of two forms.  Slices that don't overlap are put side by side."""
-    if isinstance(a, Placed) and isinstance(b, Placed):
-        entries = sorted([*a.entries, *b.entries])
-        if all(stop <= start for (_, stop), (start, _) in pairwise(entries)):
-            return Placed({**a.entries, **b.entries}, a.shape)
-    return add([a, b])
 
 
 def _cast(form: Form, dtype: torch.dtype) -> Form:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.labels import size
+from autograd_hacks.compiled.opaque import projection
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
 from autograd_hacks.errors import (
@@ -33,7 +34,6 @@ from autograd_hacks.errors import (
 from autograd_hacks.extending import ANNOUNCED, BatchDim, assumed, clip_weights, has_processes
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task

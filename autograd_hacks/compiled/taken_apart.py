@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from torch.func import vmap
 
 from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
+from autograd_hacks.compiled.opaque import Experts, squares
 from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.forms.opaque import Experts, squares
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed

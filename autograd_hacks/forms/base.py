@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,10 +66,13 @@ class Form(Hinting, Shown, ABC):
 
     parts: Sequence[Form] = ()
     """The forms that it consists of, if any."""
-    held: tuple[Tensor, ...] = ()
-    """The tensors that it consists of, if any.  Reading raises if one of them was overwritten."""
     pair: Pair | None = None
     """The left and right factor, for a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
+
+    @cached_property
+    def held(self) -> tuple[Tensor, ...]:
+        """The tensors that it consists of, by default those of its parts.  Reading raises if one of them was overwritten."""
+        return tuple(x for part in self.parts for x in part.held)
 
     def leaves(self) -> Sequence[Form]:
         """The innermost forms that this one consists of; itself if it has no parts."""
@@ -103,7 +107,7 @@ class Form(Hinting, Shown, ABC):
 
     def held_size(self) -> int:
         """How many numbers are held per sample, which `to` copies."""
-        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
+        return sum(tensor.shape[1:].numel() for tensor in self.held)
 
     # The same rows in another representation.
 
@@ -170,8 +174,7 @@ class Form(Hinting, Shown, ABC):
         A piece overwrites the previous one's memory, unless gradients are required by the form or by a tensor that it is
         combined with (others)."""
         budget = cache_budget(budget // 2, self.like)  # the caller still holds one piece while the next is written
-        used = [*others, *(tensor for leaf in self.leaves() for tensor in leaf.held)]
-        memory, leads_back = None, any(tensor is not None and tensor.requires_grad for tensor in used)
+        memory, leads_back = None, any(x is not None and x.requires_grad for x in (*others, *self.held))
         for samples, part in self.chunks(budget):
             for rows, block in part.blocks(budget):
                 size, is_own = block.samples * block.shape.numel(), type(block).matrix is not Form.matrix
@@ -301,12 +304,9 @@ class Form(Hinting, Shown, ABC):
 
         Returns ``(P, Q)`` for parameters of P and Q numbers."""
         total = self.new_sums(self.shape.numel(), other.shape.numel())
-        for piece in slices_of(
-            self.samples, budget // max(1, (self.row_size() + other.row_size()) * self.sum_dtype.itemsize)
-        ):
-            whole = piece == slice(0, self.samples)
-            mine, theirs = ((form if whole else form[piece]).wide().matrix() for form in (self, other))
-            total.addmm_(mine.mT, theirs.to(total.dtype))
+        for samples, part in self.chunks(budget, self.row_size() + other.row_size()):
+            theirs = part if other is self else other[samples].wide()
+            total.addmm_(part.matrix().mT, theirs.matrix().to(total.dtype))
         return total
 
     def _table(self) -> Table:
@@ -330,7 +330,7 @@ def kinds_of(form: Form) -> str:
 
 def held_bytes(*forms: Form) -> int:
     """The bytes of the tensors that forms hold.  Memory that several of them share counts once."""
-    return bytes_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
+    return bytes_of(x for form in forms for x in form.held)
 
 
 def written_bytes(form: Form) -> int:

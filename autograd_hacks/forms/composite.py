@@ -1,15 +1,15 @@
-"""S J: forms made of others, whose rows are scaled, relabelled, or below each other."""
+"""S J: forms made of others, whose rows are scaled, relabelled, added up, or below each other."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.factored import Factored, Paired, takes_positions
-from autograd_hacks.forms.numerics import pairs_of, slices_of
+from autograd_hacks.forms.numerics import members, pairs_of, slices_of
 from autograd_hacks.forms.outer import Zero
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
@@ -35,8 +35,7 @@ def magnitudes(form: Form) -> Form:
     """The form with each factor replaced by its magnitudes.  Its rows sum the magnitudes of the terms that J's rows sum.
     Relative to these, rounding is small even if the terms cancel."""
     if isinstance(form, Scaled):
-        factor = form.factor
-        return scale(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
+        return scale(magnitudes(form.form), form.size)
     if isinstance(form, Composite):
         return form._of([magnitudes(part) for part in form.parts])
     if isinstance(form, Factored):
@@ -63,26 +62,20 @@ def gathered(form: Form, rows: Tensor, samples: int) -> Form:
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
     if not isinstance(form, Paired) or not len(rows):
         return Grouping(form, rows, samples)
-    return next(_beside(form, rows, samples, samples))
-
-
-def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Paired]:
-    """Some samples at a time, with the positions of a sample's rows beside each other.  step: how many samples, at most"""
+    # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
     counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
-    starts = counts.cumsum(0) - counts
-    for piece in slices_of(samples, step):
-        # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
-        places = torch.arange(int(counts[piece].max()), device=rows.device)
-        chosen = order[(starts[piece, None] + places).clamp(max=len(order) - 1)]
-        yield form.side_by_side(chosen, places < counts[piece, None])
+    places = torch.arange(int(counts.max()), device=rows.device)
+    chosen = order[((counts.cumsum(0) - counts)[:, None] + places).clamp(max=len(order) - 1)]
+    return form.side_by_side(chosen, places < counts[:, None])
 
 
 class Composite(Form):
-    """S J, where J has the rows of several forms below each other, and S scales, sums or reorders rows.
+    """Σ S B M over several forms B, where S scales, sums or reorders rows, and M puts columns where they belong.
 
-    A composite says what S and Sᵀ do to something with an entry for each row; the verbs that are linear in J follow.
+    A composite says what S and Sᵀ do to something with an entry for each row, and M to something of the parameter's shape;
+    the verbs that are linear in J follow.
 
-    parts: the forms    samples, shape: of S J
+    parts: the forms    samples, shape: of the sum
     """
 
     def __init__(self, parts: Sequence[Form], samples: int, shape: torch.Size) -> None:
@@ -104,9 +97,13 @@ class Composite(Form):
         """w S, (..., M) for each part of M rows.  w: ... N"""
         return [w] * len(self.parts)
 
+    def _cut(self, x: Tensor, axis: int = 0) -> Iterator[Tensor]:
+        """M x, for each part: the part's entries of the parameter's first axis, by default all.  axis: x's, for that"""
+        return repeat(x, len(self.parts))
+
     @abstractmethod
     def _of(self, parts: Sequence[Form]) -> Form:
-        """S of other parts."""
+        """S and M of other parts."""
 
     def _below(self, others: Sequence[Form]) -> Form | None:
         """The rows of this form and others below it as one form of the same kind; None if S differs."""
@@ -130,7 +127,7 @@ class Composite(Form):
         return self._of([part.block(rows) for part in self.parts])
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self._join(part.dot(v, budget) for part in self.parts)
+        return self._join(part.dot(own, budget) for part, own in zip(self.parts, self._cut(v)))
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         for part, own in zip(self.parts, self._split(w)):
@@ -139,7 +136,7 @@ class Composite(Form):
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([part.terms(u, v) for part in self.parts], 1)
+        return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
@@ -156,14 +153,18 @@ class Scaled(Composite):
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
         of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
-        self.by_row, self.number = of_rows, number
-        if self.by_row is not None and self.by_row.shape != (form.samples,):
+        if of_rows is not None and of_rows.shape != (form.samples,):
             raise ValueError(
-                f"the factor has shape {tuple(self.by_row.shape)}; expected a number, or one for each of {form.samples} rows"
+                f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
             )
-        self.parts, self.samples, self.shape = (form,), form.samples, form.shape
+        self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
         self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
-        self.form, self.factor = form, factor
+        self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
+
+    @property
+    def size(self) -> float | Tensor:
+        """The factor's magnitude."""
+        return self.factor.abs() if isinstance(self.factor, Tensor) else abs(self.factor)
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
@@ -202,15 +203,14 @@ class Scaled(Composite):
         return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if self.by_row is None:
-            inside = None if about is None else about / self.factor
-            return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
-        if about is not None:
+        if about is not None and not self.number:
             return super().second_moment(w, about, budget)
-        return self.form.second_moment(self._split(self._split(w)[0])[0], None, budget)
+        inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
+        return self.form.second_moment(weights * self.size**2, inside, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._join([self.form.norms(budget)]).abs()
+        norms = self.form.norms(budget)
+        return (norms * self.size).to(norms.dtype)
 
 
 class Grouping(Composite):
@@ -256,7 +256,7 @@ class Grouping(Composite):
 
     def __getitem__(self, index: Index) -> Form:
         wanted = torch.arange(self.samples, device=self.rows.device)[index]
-        new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
+        positions, new_rows = members(self.rows, wanted)
         return Grouping(self.form[positions], new_rows, len(wanted))
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
@@ -266,12 +266,14 @@ class Grouping(Composite):
         return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if len(self.rows) == self.samples == len(self.rows.unique()):  # it only reorders rows
+        if len(self.rows) == len(self.rows.unique()):  # nothing is added up
             return self._join([self.form.norms(budget)])
-        if not isinstance(self.form, Paired) or not len(self.rows):
+        if not isinstance(self.form, Paired):
             return super().norms(budget)
-        pieces = _beside(self.form, self.rows, self.samples, budget // max(1, 8 * self.held_size()))
-        return torch.cat([piece.norms(budget) for piece in pieces])
+        pieces = slices_of(self.samples, budget // max(1, 8 * self.held_size()))
+        if len(pieces) > 1:
+            return torch.cat([self[piece].norms(budget) for piece in pieces])
+        return gathered(self.form, self.rows, self.samples).norms(budget)
 
 
 class Concatenation(Composite):
@@ -295,8 +297,7 @@ class Concatenation(Composite):
         stored once."""
         first = parts[0]
         if all(isinstance(part, Dense) for part in parts):
-            values = torch.cat([part.matrix() for part in parts])
-            return Dense(values.view(len(values), *first.shape))
+            return Dense(torch.cat([part.held[0] for part in parts]))
         if isinstance(first, Composite) and (found := first._below(parts[1:])) is not None:
             return found
         alike = [part for part in parts if isinstance(part, Factored) and type(part) is type(first)]
@@ -359,9 +360,9 @@ class Concatenation(Composite):
         if self.varying is None:
             return super().dot(v, budget)
         found = []
-        for piece in slices_of(self.each, budget // (2 * self._size(self.varying))):
-            tangent = self._sharing[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
-            found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(self.varying, piece)]))
+        for _, form, factors in self._pieces(self.varying, budget // 2):
+            tangent = form.tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
+            found.append(torch.stack([torch.einsum("nf,nf->n", factor, tangent) for factor in factors]))
         return torch.cat(found, dim=1).flatten()
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
@@ -370,8 +371,7 @@ class Concatenation(Composite):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
-            for piece in slices_of(self.each, budget // (4 * self._size(self.varying))):
-                form, factors = self._sharing[0][piece].wide(), self._factors(self.varying, piece)
+            for piece, form, factors in self._pieces(self.varying, budget // 4):
                 combined = next(factors) * by_pass[0, piece]
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
@@ -383,13 +383,11 @@ class Concatenation(Composite):
         first = next(iter(self._sharing), None)
         return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
 
-    def _factors(self, varying: int, piece: slice) -> Iterator[Tensor]:
-        """The factors that differ, for some samples, pass by pass: N F."""
-        return (part.held[varying][piece].flatten(1).to(self.sum_dtype) for part in self._sharing)
-
-    def _size(self, varying: int) -> int:
-        """The bytes of a sample's factor."""
-        return max(1, self._sharing[0].held[varying].shape[1:].numel() * self.sum_dtype.itemsize)
+    def _pieces(self, varying: int, budget: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
+        """Some samples at a time, with a form of theirs, and the factors that differ, pass by pass: N F."""
+        first, *_ = factors = [part.held[varying] for part in self._sharing]
+        for piece in slices_of(self.each, budget // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
+            yield piece, self._sharing[0][piece].wide(), (own[piece].flatten(1).to(self.sum_dtype) for own in factors)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

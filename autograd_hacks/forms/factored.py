@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import by_products, by_writing, gram_by_positions, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
-from autograd_hacks.forms.positions import Windows, Written, gram_of_pairs, norms_of_pairs
+from autograd_hacks.forms.positions import Positions, Windows, Written, gram_of_pairs, norms_of_pairs
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class Paired(Factored):
     pair: Written
     present: Tensor | None = None
     """(N, T) booleans: the positions that aren't padding; None for all."""
+    gradient: int
+    """The place of the gradient in its pair, 0 or 1."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Paired) and takes_positions(self, other):
@@ -130,6 +132,11 @@ class Paired(Factored):
         for samples, part in self.chunks(budget, random.memory_of_factors(self.pair)):
             found[samples] = random.of_factors(*part.pair, budget)
         return found
+
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        gradients = [form.held[self.varies[0]] for form in (self, *others)]
+        rows, is_turned = slice(0, self.shape[:1].numel()), self.gradient == 1
+        return [Positions(gradients, self.pair[1 - self.gradient], rows, is_turned, self.present)]
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
         """Row n of the result has the positions of this form's rows[n, :], where present[n, :].  rows, present: M R"""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +9,9 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import costs_of
 from autograd_hacks.forms.factored import Factored, Paired
-from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms, slices_of
-from autograd_hacks.forms.positions import OneHot, Positions
+from autograd_hacks.forms.numerics import divisors, looks_free, members, pairs_of, row_norms, slices_of
+from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
 
@@ -24,7 +23,7 @@ class Lookup(Paired):
     present: (N, T) booleans, the positions that aren't padding with zeros; None for all
     """
 
-    cuts_well, varies, smallest = True, (0,), 0
+    cuts_well, varies, smallest, gradient = True, (0,), 0, 1
 
     def __init__(
         self, index: Tensor, g: Tensor, entries: int, shape: torch.Size | None = None, present: Tensor | None = None
@@ -36,10 +35,6 @@ class Lookup(Paired):
     def _of(self, *held: Tensor) -> Lookup:
         g, index, *present = held
         return Lookup(index, g, self.entries, self.shape, *present)
-
-    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
-        gradients, rows = [form.held[0] for form in (self, *others)], slice(0, self.shape[:1].numel())
-        return [Positions(gradients, self.pair[0], rows, True, self.present)]
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
@@ -154,10 +149,7 @@ class Bags(Factored):
         if isinstance(index, slice) and index == slice(0, self.samples):
             return self
         wanted = torch.arange(self.samples, device=self.bags.device)[index]
-        starts = self._starts()[wanted]
-        sizes = torch.searchsorted(self.bags, wanted, right=True) - starts
-        bags = torch.arange(len(wanted), device=wanted.device).repeat_interleave(sizes)
-        entries = torch.arange(len(bags), device=wanted.device) + (starts - sizes.cumsum(0) + sizes)[bags]
+        entries, bags = members(self.bags, wanted)
         return self._of(self.g[wanted], self.scale[entries], self.index[entries], bags)
 
     def block(self, rows: slice) -> Bags:
@@ -211,14 +203,9 @@ class Bags(Factored):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         check_is_map(random)
-        if isinstance(random, SparseMap):  # one position a bag, whose left factor is counts
-            if self.g.is_complex():
-                return super().project(random, budget)
-            found = list[Tensor]()
-            pair = self.g.new_empty(0, 1, self.entries), self.g[:0, None]
-            for _, part in self.chunks(budget, self.entries + random.memory_of_factors(pair)):
-                found.append(random.of_factors(part._counts()[:, None], part.g[:, None], budget))
-            return torch.cat(found)
+        if isinstance(random, SparseMap):
+            chunks = self.chunks(budget // 2, self.entries)
+            return torch.cat([Outer(part._counts(), part.g).project(random, budget // 2) for _, part in chunks])
         wide, along = self.wide(), self.new_sums(self.samples, random.dim)
         for columns, u, v in random.columns(along):
             along[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)

@@ -30,6 +30,9 @@ from autograd_hacks.forms.terms import Sum, add
 class LinearMap(ABC):
     """G ↦ M(G), for gradients of one parameter."""
 
+    like: Tensor | None = None
+    """A tensor with the results' dtype and device, where these can differ from the gradients'."""
+
     @abstractmethod
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """The shape of the result for a parameter's shape.  Raises ValueError if the map doesn't fit it."""
@@ -112,23 +115,18 @@ class Sides(LinearMap):
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         *stack, fan_out, fan_in = self._matrix(shape)
-        left, right = (None if x is None else list(x.shape) for x in (self.left, self.right))
+        left, right = (None if x is None else (*x.shape,) for x in (self.left, self.right))
         rows = fan_out if not left or stack else left[0]
         columns = fan_in if not right or len(right) == 1 or stack else right[1]
-        left_fits = left in (None, [*stack, fan_out], [*stack, rows, fan_out])
-        right_fits = right in (None, [fan_in], [*stack, fan_in, columns])
+        left_fits = left in (None, (*stack, fan_out), (*stack, rows, fan_out))
+        right_fits = right in (None, (fan_in,), (*stack, fan_in, columns))
         is_whole = not stack or (shape[:1].numel() % stack[0] == 0 and stack[0] * fan_out * fan_in == shape.numel())
         if not (left_fits and right_fits and is_whole):
-            expected = (
-                f"({stack[0]}, {fan_out}, {fan_out}) or ({stack[0]}, {fan_out}), "
-                f"and R of shape ({stack[0]}, {fan_in}, {fan_in})"
-                if stack
-                else f"(any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},)"
-            )
+            k, o, i = (f"{stack[0]} × ", fan_out, fan_in) if stack else ("", "any", "any")
             raise ValueError(
-                f"L and R of shapes {left and tuple(left)} and {right and tuple(right)}, for a parameter of shape "
-                f"{tuple(shape)}; expected L of shape {expected}. The gradient is "
-                f"seen as {f'{stack[0]} matrices' if stack else 'a matrix'} {fan_out} × {fan_in}."
+                f"L and R of shapes {left} and {right}, for a parameter of shape {tuple(shape)}; expected L of {k}{o} × "
+                f"{fan_out}, or its diagonals of {k}{fan_out}, and R of {k}{fan_in} × {i}, or a diagonal of {fan_in}. The "
+                f"gradient is seen as {f'{stack[0]} matrices' if stack else 'a matrix'} {fan_out} × {fan_in}."
             )
         if columns != fan_in:
             return torch.Size((rows, columns))
@@ -236,16 +234,18 @@ class Mapped(Form):
 
     def __init__(self, form: Form, by: LinearMap) -> None:
         self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
-        self.held = tuple(tensor for leaf in form.leaves() for tensor in leaf.held)
-        self.cuts_well, self.sums_cheaply = form.cuts_well and by.block(slice(0, 0)) is not None, form.sums_cheaply
+        self.held, self.sums_cheaply = form.held, form.sums_cheaply
+        self.cuts_well = form.cuts_well and by.block(slice(0, 0)) is not None
 
-    def _of(self, form: Form) -> Form:
-        """The same map of another form's rows."""
-        return Mapped(form, self.by)
+    def _of(self, form: Form, by: LinearMap | None = None) -> Form:
+        """The map of another form's rows.  by: another map of the same kind"""
+        made = copy(self)
+        Mapped.__init__(made, form, self.by if by is None else by)
+        return made
 
     @property
     def like(self) -> Tensor:
-        return self.form.like
+        return self.form.like if self.by.like is None else self.by.like
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving()
@@ -265,12 +265,12 @@ class Mapped(Form):
     def to(self, dtype: torch.dtype) -> Form:
         if self.like.dtype == dtype:
             return self
-        form = self.form.to(dtype)
-        return Mapped(form, self.by.to(form.like))
+        inside = dtype.to_complex() if self.form.like.is_complex() else dtype.to_real()
+        return self._of(self.form.to(inside), self.by.to(self.like.new_empty(0, dtype=dtype)))
 
     def block(self, rows: slice) -> Form:
         by = self.by.block(rows)
-        return super().block(rows) if by is None else Mapped(self.form.block(rows), by)
+        return super().block(rows) if by is None else self._of(self.form.block(rows), by)
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
         if self.cuts_well:
@@ -279,17 +279,13 @@ class Mapped(Form):
             yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.dot(self._wide_map().transposed(v.to(self.sum_dtype), self.form.shape), budget)
+        return self.form.dot(self.by.to(self.new_sums()).transposed(v.to(self.sum_dtype), self.form.shape), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):
             return super().weighted_sum(w, budget, total)
-        found = self._wide_map()(self.form.weighted_sum(w, budget), self.form.shape).to(self.sum_dtype)
+        found = self.by.to(self.new_sums())(self.form.weighted_sum(w, budget), self.form.shape).to(self.sum_dtype)
         return found.contiguous() if total is None else total.add_(found)
-
-    def _wide_map(self) -> LinearMap:
-        """The map in the dtype that verbs use for sums."""
-        return self.by.to(self.new_sums())
 
 
 Pull = Callable[[Tensor, bool], Tensor]
@@ -304,10 +300,11 @@ and 0.29; a product of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normali
 
 @dataclass(frozen=True)
 class _Pulled(LinearMap):
-    """G ↦ φ′ᵀ G.  pull: see ``Pull``    shape: θ's"""
+    """G ↦ φ′ᵀ G.  pull: see ``Pull``    shape: θ's    like: a tensor with the rows' dtype and device"""
 
     pull: Pull
     shape: torch.Size
+    like: Tensor
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         return self.shape
@@ -336,21 +333,8 @@ class Chained(Mapped):
     """
 
     def __init__(self, form: Form, pull: Pull, shape: torch.Size, like: Tensor) -> None:
-        super().__init__(form, _Pulled(pull, torch.Size(shape)))
-        self.pull, self._like = pull, like.detach().new_empty(0)
-
-    def _of(self, form: Form) -> Form:
-        return Chained(form, self.pull, self.shape, self.like)
-
-    @property
-    def like(self) -> Tensor:
-        return self._like
-
-    def to(self, dtype: torch.dtype) -> Form:
-        if self.like.dtype == dtype:
-            return self
-        inside = dtype.to_complex() if self.form.like.is_complex() else dtype.to_real()
-        return Chained(self.form.to(inside), self.pull, self.shape, self.like.to(dtype))
+        super().__init__(form, _Pulled(pull, torch.Size(shape), like.detach().new_empty(0)))
+        self.pull = pull
 
     def merge_key(self) -> Hashable:
         return Chained, self.pull, self.form.shape, self.shape, self.like.dtype

@@ -64,6 +64,17 @@ def slices_of(length: int, step: int) -> list[slice]:
     return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]
 
 
+def members(owners: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of some owners: their numbers, and for each of them its owner's place among those wanted.
+
+    owners: M integers    wanted: some of these, repeats allowed"""
+    ordered, order = owners.sort(stable=True)
+    starts = torch.searchsorted(ordered, wanted)
+    counts = torch.searchsorted(ordered, wanted, right=True) - starts
+    place = torch.arange(len(wanted), device=wanted.device).repeat_interleave(counts)
+    return order[torch.arange(len(place), device=place.device) + (starts - counts.cumsum(0) + counts)[place]], place
+
+
 def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each sum of a weighted sum, as a view, together with its weights, N."""
     yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]

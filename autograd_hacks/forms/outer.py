@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.cost import is_turned, saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, put, row_norms
-from autograd_hacks.forms.positions import Positions
 
 
 class Outer(Paired):
@@ -135,10 +132,6 @@ class Outer(Paired):
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
-
-    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
-        gradients, inputs = [form.held[self.gradient] for form in (self, *others)], self.pair[1 - self.gradient]
-        return [Positions(gradients, inputs, slice(0, self.shape[:1].numel()), self.gradient == 1, self.present)]
 
 
 class Zero(Outer):

@@ -37,7 +37,7 @@ class OneHot:
     def __matmul__(self, matrix: Tensor) -> Tensor:
         return matrix[self.index]
 
-    def double(self) -> OneHot:
+    def to(self, dtype: torch.dtype) -> OneHot:
         return self
 
 
@@ -88,8 +88,8 @@ class Windows:
     def __getitem__(self, index: slice | Tensor) -> Windows:
         return replace(self, x=self.x[index])
 
-    def double(self) -> Windows:
-        return replace(self, x=self.x.double())
+    def to(self, dtype: torch.dtype) -> Windows:
+        return replace(self, x=self.x.to(dtype))
 
     def cut(self) -> Tensor:
         """The windows, N C *K *L, in the order that is cheapest to copy; a view if there is no padding."""
@@ -186,7 +186,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) 
 
     Returns N, and N booleans, or None if all are accurate.
     """
-    pairs = [(left.double(), right.double()) for left, right in pairs] if in_double else pairs
+    pairs = [(left.to(torch.float64), right.to(torch.float64)) for left, right in pairs] if in_double else pairs
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square = size = spread = reach = like.new_zeros(like.shape[0])
     for start, lefts, rights in _between(pairs, like, budget):
@@ -231,7 +231,7 @@ def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
     dtype = accumulation_dtype(mine[1].dtype)
     if dtype == torch.float32 and not looks_free(mine[1]):
-        mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
+        mine, theirs = _wide(mine, torch.float64), _wide(theirs, torch.float64)
     elif max(mine[1].shape[1], theirs[1].shape[1]) > 1:
         exact = [norms_of_pairs([_wide(pair)], budget)[1] for pair in (mine, theirs)]
         if not all(own is None or bool(own.all()) for own in exact):
@@ -254,11 +254,11 @@ def is_written(pair: Pair) -> TypeGuard[Written]:
     return not any(isinstance(factor, Windows) for factor in pair)
 
 
-def _wide(pair: Written) -> Written:
-    """The pair in the dtype used for sums."""
+def _wide(pair: Written, dtype: torch.dtype | None = None) -> Written:
+    """The pair in another dtype, by default the one used for sums."""
     left, right = pair
-    dtype = accumulation_dtype(right.dtype)
-    return pair if right.dtype == dtype else (left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype))
+    dtype = dtype or accumulation_dtype(right.dtype)
+    return pair if right.dtype == dtype else (left.to(dtype), right.to(dtype))
 
 
 def _is_zero(pair: Pair) -> Tensor:

@@ -1,6 +1,6 @@
 """Sums of forms: of the whole parameter, or of slices of its first axis, as experts in a stack or parts of a projection."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ def add(forms: Sequence[Form]) -> Form:
     forms: at least one, for the same samples and of the same shape.  Those that can be merged are, so that the fast verbs
     of their kind see the cross terms.
     """
-    if len(forms) == 1 and not (forms[0].form if type(forms[0]) is Scaled else forms[0]).parts:
+    if len(forms) == 1:
         return forms[0]
     scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
     if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
@@ -105,6 +105,9 @@ class Placed(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Placed(dict(zip(self.entries, parts)), self.shape)
 
+    def _cut(self, x: Tensor, axis: int = 0) -> Iterator[Tensor]:
+        return (x.narrow(axis, start, stop - start) for start, stop in self.entries)
+
     def _below(self, others: Sequence[Form]) -> Form | None:
         forms = [form for form in (self, *others) if isinstance(form, Placed) and form.entries.keys() == self.entries.keys()]
         if len(forms) <= len(others):
@@ -130,11 +133,11 @@ class Placed(Composite):
         rows = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for (_, end), (start, _) in pairwise([(0, 0), *self.entries, (self.shape[0], 0)]):
             rows[:, end:start] = 0
-        for (start, stop), form in self.entries.items():
+        for form, own in zip(self.parts, self._cut(rows, 1)):
             if out is None:  # so that it can be differentiated
-                rows[:, start:stop] = form.dense(factor=factor)
+                own.copy_(form.dense(factor=factor))
             else:
-                form.dense(rows[:, start:stop], factor)
+                form.dense(own, factor)
         return rows
 
     def block(self, rows: slice) -> Form:
@@ -160,18 +163,10 @@ class Placed(Composite):
             return Sum([self, *others])
         return Placed({bounds: add(forms) for bounds, forms in found.items()}, self.shape)
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.reshape(self.shape)
-        return self._join(form.dot(v[start:stop], budget) for (start, stop), form in self.entries.items())
-
-    def terms(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([form.terms(u[:, start:stop], v) for (start, stop), form in self.entries.items()], 1)
-
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
-        leads_back = w.requires_grad or any(x.requires_grad for leaf in self.leaves() for x in leaf.held)
-        for (start, stop), form in self.entries.items():
-            own = total.narrow(w.ndim - 1, start, stop - start)
+        leads_back = any(x.requires_grad for x in (w, *self.held))
+        for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
             if leads_back:  # after a first in-place write torch may treat a view as a leaf
                 own.add_(form.weighted_sum(w, budget))
             else:
@@ -188,7 +183,7 @@ class Placed(Composite):
         if isinstance(other, Composite) and not isinstance(other, Placed):
             return other.gram(self, budget).mH  # the other form knows whether its terms cancel
         is_alike = isinstance(other, Placed) and other.entries.keys() == self.entries.keys()
-        if not is_alike and not (self.cuts_well and other.cuts_well):
+        if not (is_alike or (self.cuts_well and other.cuts_well)):
             return Form.gram(self, other, budget)
         return self._join(form.gram(other.block(slice(*bounds)), budget) for bounds, form in self.entries.items())
 

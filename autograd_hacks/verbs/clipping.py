@@ -10,6 +10,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
+from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.numerics import clip_weights
 from autograd_hacks.reading.processes import Where, spread_of
 from autograd_hacks.reading.scale import is_unscaled
@@ -143,7 +144,8 @@ def write_where_it_saves(
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
     forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool
     with grads.reading():
-        saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in forms.items()}
+        plain, _ = without_factor(forms)
+        saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in plain.items()}
         for name in sorted([name for name in saved if saved[name] > 0], key=lambda name: saved[name], reverse=True):
             form, key = forms[name], f"clipped rows of {name}"
             if (size := written_bytes(form)) <= left:

@@ -177,7 +177,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self.batches, self.batch = batches, sum(batches)
         self.spread = Spread({}, None) if spread is None else spread
         # The tensors that forms hold, with their version counters now.
-        held = [(name, x) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held]
+        held = [(name, x) for name, form in forms.items() for x in form.held]
         self._versions = [(name, x, n) for (name, x), n in zip(held, versions_among(*[x for _, x in held]))]
         self._by_device = {x.device.type: x for _, x in held}
 

@@ -222,7 +222,7 @@ class _Step:
                 raise ValueError("over: against returned other batches or another order; it must not shuffle" + ON_DATA_SETS)
             grads = self._grads(batch)
             products, others = ([form for form in grads.values() if _stays(form) is stays] for stays in (True, False))
-            size = sum(x.nbytes for form in products for leaf in form.leaves() for x in leaf.held)
+            size = sum(x.nbytes for form in products for x in form.held)
             size += sum(map(written_bytes, others))
             if number == len(kept) and size <= self._left:
                 self._left -= size

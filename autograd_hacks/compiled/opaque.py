@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Dense, Form, Index
-from autograd_hacks.forms.convolution import Convolution
-from autograd_hacks.forms.lookup import Lookup
-from autograd_hacks.forms.numerics import accumulation_dtype, put
-from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms import Convolution, Dense, Form, Lookup, Outer, RandomMap, put
+from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.forms.terms import of_experts
 from autograd_hacks.support.contexts import without_autocast
 
@@ -111,5 +107,5 @@ class Experts(Form):
         g, x, ends, owners = self.held
         return Experts(x, g, ends, owners, self.samples, is_turned=not self.is_turned)
 
-    def __getitem__(self, index: Index) -> Form:
+    def __getitem__(self, index: slice | Tensor) -> Form:
         return Dense(self.dense()[index])
