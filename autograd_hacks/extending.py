@@ -1,21 +1,15 @@
-"""What packages that build on this one may use, beside `autograd_hacks`, its forms, formulas and errors.
+"""What packages that build on this one may use, beside ``autograd_hacks``, its forms, formulas and errors.
 
-The library's own rooms are such packages (attribution, check, curvature, private, integrations), and take no more from it.
+The library's own rooms are such packages: attribution, check, curvature, private and integrations.
 
-*Records*: `recorder_of` a hooked model, whose ``record`` has the passes and segments; `Hooked`, the type that `add_hooks`
-returns; `announced` passes, by an `Announcement`.
-
-*Rows*: `grads_of` a record; `ask_independent`; `run_pass` through `leaves_of` an output, by `check_output`.
-
-*Setting .grad*: `check_may_set`, `drop_grads`, `set_grads` or `mark_set`; `write_where_it_saves` and `give_back`, for rows
-that are read twice, within `BUDGET`.
-
-*Processes*: `spread_of` a batch is a `Spread`; `Where` names processes; `has_processes`; `check_alone`.
-
-*Forms*: `Positions`, `OneHot` and `Windows` are the factors of products; `kinds_of` a form; `row_norms`, `clip_weights`,
-`slices_of`, `accumulation_dtype`.
-
-*Arguments*: checks that raise in the library's words, and words for messages.
+- Records: ``recorder_of`` a hooked model has the ``record`` of passes; ``Hooked`` is what `add_hooks` returns; ``announced``
+- Rows: ``grads_of`` a record; ``ask_independent``; ``run_pass`` from an output (``check_output``) to ``leaves_of`` its graph
+- ``.grad``: ``check_may_set``, ``drop_grads``, and ``set_grads`` or ``mark_set``
+- Rows that are read twice: ``write_where_it_saves`` within ``BUDGET``, and ``give_back``
+- Processes: ``spread_of`` a batch is a ``Spread``; ``Where`` names processes; ``has_processes``; ``check_alone``
+- Factors of products: ``Positions``, ``OneHot``, ``Windows``, ``kinds_of`` a form; numbers: ``row_norms``, ``clip_weights``,
+  ``slices_of``, ``accumulation_dtype``
+- Arguments: checks that raise in the library's words, and words for messages
 """
 
 from autograd_hacks.capture.arrivals import ANNOUNCED, announced
