@@ -198,7 +198,7 @@ def _check_opaque(tape: Tape) -> None:
             raise ProbeFailed(
                 f"independence of samples: the forward runs {name}, at {file}:{line}. What it computes can't be followed, "
                 "so nothing shows in which step it begins to mix samples. Say where its result has the samples: "
-                f"autograd_hacks.register_operation({name!r})." + ON_PRIVATE
+                f"autograd_hacks.compiled.register_operation({name!r})." + ON_PRIVATE
             )
 
 

@@ -92,7 +92,7 @@ KNOWN = [
     Known("tensor on the CPU", "graph/roots.py:_agree", IN_MEMORY, RECURRENT),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, at in ASKED_OF_ROUTES.items()],
 ]
-"""docs/performance.rst has this list for people, and what these small models don't ask."""
+"""docs/developers.rst has this list for people, and what these small models don't ask."""
 
 Step = Callable[[nn.Module, Tensor], None]
 
@@ -171,7 +171,7 @@ def test_a_steady_step_asks_for_what_is_known_alone(name: str, param_grad: bool)
     arrives = param_grad  # else nothing arrives at parameters that rows could be compared with
     known = {(own.what, own.where) for own in KNOWN if name in own.families and (arrives or own.why != CERTIFIED)}
     assert set(found) - known == set(), "the host waits for the device, or copies"
-    assert known - set(found) == set(), "this is asked no more: take it from KNOWN and from docs/performance.rst"
+    assert known - set(found) == set(), "this is asked no more: take it from KNOWN and from docs/developers.rst"
 
 
 def test_families_of_known_questions_are_some() -> None:
