@@ -14,7 +14,7 @@ import autograd_hacks
 ROOT = Path(__file__).parent.parent
 ROOMS = ["privacy", "curvature", "compiled", "distributed", "integrations"]
 """Folders of the package that the core could do without."""
-CEILINGS = {"core": 15326, "rooms": 4524, "tests": 25424, "benchmarks": 2139}
+CEILINGS = {"core": 15159, "rooms": 4524, "tests": 25424, "benchmarks": 2124}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""
