@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from autograd_hacks.support.internals import current_node, hooks_after, hooks_be
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
-
-if TYPE_CHECKING:
-    from autograd_hacks.capture.backward import Backward
 
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
@@ -55,7 +52,7 @@ class AtOutput:
     def __init__(
         self,
         call: LayerCall,
-        receiver: Backward,
+        receiver: Any,
         slot: int,
         output: Tensor,
         live: Any,
@@ -112,7 +109,7 @@ class Passed:
 
     __slots__ = ("backward", "link")
 
-    def __init__(self, backward: Backward, link: Link) -> None:
+    def __init__(self, backward: Any, link: Link) -> None:
         self.backward, self.link = backward, link
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
@@ -128,7 +125,7 @@ class AtNode:
     __slots__ = ("__weakref__", "receiver", "use")
     is_over = False
 
-    def __init__(self, use: NodeUse, receiver: Backward) -> None:
+    def __init__(self, use: NodeUse, receiver: Any) -> None:
         self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
@@ -140,7 +137,7 @@ class AtParameter:
 
     __slots__ = ("backward", "id", "parameter")
 
-    def __init__(self, backward: Backward, parameter: Tensor) -> None:
+    def __init__(self, backward: Any, parameter: Tensor) -> None:
         self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -171,7 +168,7 @@ def attach(
     call: LayerCall,
     output: Any,
     outputs: Sequence[Tensor],
-    receiver: Backward,
+    receiver: Any,
     is_compared: bool,
     live: Any,
     inputs: frozenset[Node],

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtNode, AtOutput, AtParameter, may_skip, reach_of
 from autograd_hacks.capture.calls import LayerCall
-from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Segment, Usual
+from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Usual
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use, Within
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
@@ -184,7 +184,7 @@ class Backward:
         inner = self.inner_now()
         current = self._entered(current_task() if inner is None else inner.task)
         if not current.is_hess:
-            self._file(current, within.forward)
+            self.record.file(current, within.forward)
             self._usual, self.answered = self._usual_of(current, within), True
         return self._usual
 
@@ -295,7 +295,7 @@ class Backward:
         current.captures |= captures
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
-        self._file(current, use.within.forward)
+        self.record.file(current, use.within.forward)
         if inner is None and self.wants_grad is False:
             current.brought.update(edges[local].name for local in ways)
         return current, ways
@@ -326,46 +326,6 @@ class Backward:
             self._usual = None if is_more else self._usual_of(current, use.within)
         self.answered = True
         return received
-
-    def _file(self, current: Pass, forward: int) -> None:
-        """Puts a pass through a forward into a segment.
-
-        A pass through a forward of an existing segment adds to that segment.  A pass through other forwards only replaces
-        all segments, or begins a new one while accumulating.
-        """
-        record = self.record
-        home = next((segment for segment in record.segments if current in segment.passes), None)
-        # 1. Does the forward belong to another segment, including replaced ones?
-        target = next(
-            (s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, forward)), None
-        )
-        # 2. A second backprop_hess must not replace the unread passes of the first.
-        for segment in record.segments if current.is_hess and home is None else ():
-            if segment is target or not (record.accumulating or segment.read):
-                segment.check_takes(current)
-        if home is not None and target is not None:
-            # 3. The pass began in another segment and comes here too: join both, at the place of the target.
-            target.passes += home.passes
-            target.forwards |= home.forwards
-            others = record.superseded if target in record.superseded else record.segments
-            current.replaces_unread = False
-            record.segments, home = [segment for segment in others if segment is not home], target
-            record.unseen = record.superseded_unseen | record.unseen
-        elif home is None:
-            # 4. This is the pass's first call: it adds to the segment that was found, or begins a new one.
-            home = target or Segment(forwards={forward})
-            home.passes.append(current)
-            if target is None and record.accumulating:
-                record.segments = [*record.segments, home]
-            elif target is None:
-                current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
-                # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one
-                # forward, some with layers that were called later.  So keep that segment until the pass ends.
-                if any(s.can_be_run_again() for s in record.segments):
-                    record.superseded, record.superseded_unseen = record.segments, record.unseen
-                record.segments = [home]
-                record.unseen = {name: after for name, after in record.unseen.items() if after == record.forwards}
-        home.forwards.add(forward)
 
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         """Receives a parameter's gradient, after all uses that it passed through.

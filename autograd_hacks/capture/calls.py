@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -59,12 +59,8 @@ class Layer:
         return rule_for(layer) is self.rule
 
 
-def are_plain(calls: Iterable[Whose | None]) -> list[bool]:
-    """For each call, whether its only output has the samples first."""
-    return [whose is not None and whose.layouts == _FIRST and not whose.is_unseen for whose in calls]
-
-
-_FIRST = (Layout(),)
+FIRST = (Layout(),)
+"""The samples are on axis 0 of the only output."""
 
 
 class LayerCall(Use, Call):

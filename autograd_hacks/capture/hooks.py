@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.kinds import Kinds, Parts, Told, uncovered
-from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.recorder import Recorder, Settings
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
 from autograd_hacks.errors import ON_BATCH, ON_HOOKS, NothingRecorded
@@ -29,9 +29,6 @@ from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
-
-Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
-"""The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
 
 
 @checked(ON_BATCH)
@@ -114,17 +111,12 @@ def add_hooks(
     known = _recorder_of(model)
     recorder = Recorder(model) if known is None else known
     record = recorder.record
-    before = (
-        None
-        if known is None
-        else (known.kinds, known.backward.wants_grad, known.pool.reuse, record.left_out, known.segments)
-    )
+    before = None if known is None else known.settings
     record.left_out = frozenset(left_out)
     record.is_settled, record.gathered = False, {}  # the next forward finds the whole parameters that replace shards
     try:
         _hook_all(recorder, model)
-        recorder.read_by(Kinds(model, batch_dim, probe, independent, replace))
-        recorder.backward.wants_grad, recorder.pool.reuse, recorder.segments = param_grad, reuse, segments
+        recorder.set((Kinds(model, batch_dim, probe, independent, replace), param_grad, reuse, record.left_out, segments))
         recorder.attach()
     except BaseException:
         if known is None:
@@ -205,11 +197,11 @@ def hooked_copy(
     """
     own = Recorder(model)
     own.is_aside = own.said_uncompiled = True
-    own.segments, own.record.left_out = recorder.segments, recorder.record.left_out
+    own.record.left_out = recorder.record.left_out
     with torch.enable_grad():
         try:
             _hook_all(own, model)
-            own.read_by(recorder.kinds.for_copy(independent, told, knows))
+            own.set((recorder.kinds.for_copy(independent, told, knows), True, True, own.record.left_out, recorder.segments))
             own.attach()
             yield own
         finally:
@@ -356,11 +348,8 @@ class Hooked(Shown):
         if self._before is None:
             remove_hooks(self._model)
         else:
-            kinds, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out, recorder.segments = (
-                self._before
-            )
+            recorder.set(self._before)
             _hook_all(recorder, self._model)  # hooks for parameters that were left out meanwhile
-            recorder.read_by(kinds)
 
 
 def _counted(parameters: list[nn.Parameter]) -> str:

@@ -57,6 +57,10 @@ KEPT = (
 )
 
 
+Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
+"""The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
+
+
 class Recorder:
     """Everything that belongs to one hooked model.  `add_hooks` makes it; only the hooks hold it."""
 
@@ -83,10 +87,14 @@ class Recorder:
         self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
 
-    def read_by(self, kinds: Kinds) -> None:
+    @property
+    def settings(self) -> Settings:
+        return self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments
+
+    def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
-        self.kinds, self._trained_before = kinds, None
-        self.record.told = self.forward.static = kinds.static
+        self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments = settings
+        self._trained_before, self.record.told, self.forward.static = None, self.kinds.static, self.kinds.static
 
     def attach(self) -> None:
         """Starts to record.  If backward passes fill no ``.grad``, also checks each optimizer step."""

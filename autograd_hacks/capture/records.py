@@ -292,6 +292,43 @@ class Record:
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
 
+    def file(self, current: Pass, forward: int) -> None:
+        """Puts a pass through a forward into a segment.
+
+        A pass through a forward of an existing segment adds to that segment.  A pass through other forwards only replaces
+        all segments, or begins a new one while accumulating.
+        """
+        home = next((segment for segment in self.segments if current in segment.passes), None)
+        # 1. Does the forward belong to another segment, including replaced ones?
+        target = next((s for s in (*self.segments, *self.superseded) if s is not home and s.takes(current, forward)), None)
+        # 2. A second backprop_hess must not replace the unread passes of the first.
+        for segment in self.segments if current.is_hess and home is None else ():
+            if segment is target or not (self.accumulating or segment.read):
+                segment.check_takes(current)
+        if home is not None and target is not None:
+            # 3. The pass began in another segment and comes here too: join both, at the place of the target.
+            target.passes += home.passes
+            target.forwards |= home.forwards
+            others = self.superseded if target in self.superseded else self.segments
+            current.replaces_unread = False
+            self.segments, home = [segment for segment in others if segment is not home], target
+            self.unseen = self.superseded_unseen | self.unseen
+        elif home is None:
+            # 4. This is the pass's first call: it adds to the segment that was found, or begins a new one.
+            home = target or Segment(forwards={forward})
+            home.passes.append(current)
+            if target is None and self.accumulating:
+                self.segments = [*self.segments, home]
+            elif target is None:
+                current.replaces_unread = not current.is_hess and any(not segment.read for segment in self.segments)
+                # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one
+                # forward, some with layers that were called later.  So keep that segment until the pass ends.
+                if any(s.can_be_run_again() for s in self.segments):
+                    self.superseded, self.superseded_unseen = self.segments, self.unseen
+                self.segments = [home]
+                self.unseen = {name: after for name, after in self.unseen.items() if after == self.forwards}
+        home.forwards.add(forward)
+
     @property
     def passes(self) -> list[Pass]:
         """The recorded passes of all segments."""

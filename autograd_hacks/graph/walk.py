@@ -29,7 +29,7 @@ from autograd_hacks.support.parts import memory_of
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
 
 
-class Place(NamedTuple):
+class Meeting(NamedTuple):
     """An edge of the graph where parameters meet the batch, where samples mix, or where owners are lost.
 
     node: the number of the node that takes the value; -1 if the value is an output of the model
@@ -82,8 +82,8 @@ class Walk:
     """
 
     labels: list[list[Label]]
-    uses: list[Place] = field(default_factory=list)
-    mixes: list[Place] = field(default_factory=list)
+    uses: list[Meeting] = field(default_factory=list)
+    mixes: list[Meeting] = field(default_factory=list)
     mixed: set[int] = field(default_factory=set)
     read: list[tuple[int, str, Any]] = field(default_factory=list)
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
@@ -126,20 +126,20 @@ def _walked(
         return walk
     order = trace.order()
     own = walk.own = _own(trace, order, memory, walk)
-    lost: list[Place] = []  # edges at which owners are lost, to values that aren't of parameters alone
+    lost: list[Meeting] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
     answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
-    meetings: dict[int, list[Place]] = {}  # by value of parameters alone: edges from nodes that have owners
+    meetings: dict[int, list[Meeting]] = {}  # by value of parameters alone: edges from nodes that have owners
     labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
         k, at = trace.roots[number]
         labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
         if own[k]:
-            meetings.setdefault(k, []).append(Place(-1, number, label))
+            meetings.setdefault(k, []).append(Meeting(-1, number, label))
             continue
         owned.add(k)
         if type(labels[k][at]) is Several:
-            walk.mixes.append(Place(-1, number, why="two outputs are one value, with samples on other axes"))
+            walk.mixes.append(Meeting(-1, number, why="two outputs are one value, with samples on other axes"))
             walk.mixed.update(_leaves(trace, own, [k]))
     for k in order:
         outs = labels[k]
@@ -181,12 +181,12 @@ def _walked(
             labels[j][at] = now = label if before is None else joined(before, label, ins[place] or (), samples)
             if has_owners:
                 if own[j]:
-                    meetings.setdefault(j, []).append(Place(k, place, label, why))
+                    meetings.setdefault(j, []).append(Meeting(k, place, label, why))
                     continue
                 if type(label) is not Several:
                     owned.add(j)
                 if type(label) is Several or (type(now) is Several and type(before) is not Several):
-                    lost.append(Place(k, place, label, why))
+                    lost.append(Meeting(k, place, label, why))
     for j, met in meetings.items():
         if kinds[j] is LEAF or samples == 1 or any(isinstance(label, Several) for label in labels[j]):
             walk.uses += met
@@ -230,11 +230,11 @@ def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -
         inside = trace.behind([k]) & {use.node for use in walk.uses if use.node >= 0 and own[use.node]}
         if k in behind or not inside.isdisjoint(behind):
             walk.mixes.append(
-                Place(-1, number, why="an output is made of parameters, and the batch meets it inside the model")
+                Meeting(-1, number, why="an output is made of parameters, and the batch meets it inside the model")
             )
             walk.mixed.update(_leaves(trace, own, [k]))
         elif not inside:  # of one sample
-            walk.uses += [Place(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
+            walk.uses += [Meeting(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
 
 
 def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
@@ -267,7 +267,7 @@ def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[boo
 
 
 def _decide(
-    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[Place], memory: Memory, walk: Walk
+    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[Meeting], memory: Memory, walk: Walk
 ) -> None:
     """Tells uses of values that no sample owns from places where samples mix."""
     of_batch = [False] * len(order)
@@ -290,9 +290,9 @@ def _decide(
         edge = trace.edges[node][place]
         assert edge is not None
         if walk.labels[edge[0]][edge[1]] is SUM and not of_batch[edge[0]]:
-            walk.uses.append(Place(node, place, label))
+            walk.uses.append(Meeting(node, place, label))
         else:
-            walk.mixes.append(Place(node, place, why=why))
+            walk.mixes.append(Meeting(node, place, why=why))
             behind.append(edge[0])
     walk.mixed.update(_leaves(trace, own, behind))
 

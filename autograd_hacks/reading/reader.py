@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import are_plain, packed_into
+from autograd_hacks.capture.calls import FIRST, packed_into
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
@@ -55,7 +55,6 @@ class Read:
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     links: see `Reader.links`; None as long as nobody has looked for them
     ends_of_passes: see `Ran`
-    plain: see `Within`; None as long as nobody has looked
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
@@ -70,8 +69,12 @@ class Read:
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] | None = None
     ends_of_passes: list[Any] = field(default_factory=list)
-    plain: list[bool] | None = None
     planned: dict[int, Planned] | None = None
+
+    @cached_property
+    def plain(self) -> list[bool]:
+        """For each call, whether its only output has the samples first."""
+        return [whose is not None and whose.layouts == FIRST and not whose.is_unseen for whose in self.calls]
 
 
 class Reader:
@@ -332,8 +335,6 @@ class Reader:
         within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.calls = found.calls
-            if found.plain is None:
-                found.plain = are_plain(found.calls)
             within.plain = () if within.refused else found.plain
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
