@@ -218,14 +218,60 @@ def test_a_second_model_is_compiled_as_if_it_were_the_first() -> None:
     train(nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), (1, 4, 4), (5, 4, 6))
 
 
-@pytest.mark.slow  # ten compilations
-def test_layers_that_thaw_one_by_one() -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)]).requires_grad_(False)
-    step = autograd_hacks.compile(model, "clip", max_norm=1.0, backend=None)
-    for layer in reversed(model):
-        layer.requires_grad_(True)
-        step(torch.randn(4, 4)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+def norms_are_right(step: Any, x: Tensor, *more: Any) -> None:
+    step(x, *more).square().sum().backward()
+    losses = [step.model(row[None], *more).square().sum() for row in x]
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    rows = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in losses]
+    assert_close(step.norms, torch.stack(rows).norm(dim=1))
+
+
+def test_numbers_among_the_arguments_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Bare(lambda m, x, scale, power=2: (m.layer(x) / scale) ** power, layer=nn.Linear(4, 3))
+    step = autograd_hacks.compile(model, "norms", backend=None)
+    for n, scale, power in ((5, 1.0, 2), (5, 2.0, 2), (4, 3.5, 2), (5, True, 2)):
+        norms_are_right(step, torch.randn(n, 4), scale, power)
+    compiled = step._backend.compilations
+    norms_are_right(step, torch.randn(6, 4), 0.7, 2)
+    assert step._backend.compilations == compiled  # neither for another number, nor for another N
+    for power in (3, 4):  # torch knows no power whose exponent is a symbol
+        norms_are_right(step, torch.randn(5, 4), 1.0, power)
+    assert capsys.readouterr().err.count("is compiled for each size") == 1
+
+
+def test_sizes_that_are_compiled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autograd_hacks.compiled.step.MOST_FIXED", 2)
+    step = autograd_hacks.compile(nn.Linear(4, 3), "norms", backend=None, dynamic=False)
+    for n in (3, 4):
+        norms_are_right(step, torch.randn(n, 4))
+    with pytest.raises(UnsupportedOperation, match="compiled 2 times, for other sizes each"):
+        step(torch.randn(5, 4))
+
+
+def test_ties_and_what_is_frozen_after_compiling() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    step = autograd_hacks.compile(model, "norms", backend=None)
+    for change in (
+        lambda: None,
+        lambda: setattr(model[2], "weight", model[0].weight),
+        lambda: model[2].bias.requires_grad_(False),
+        lambda: setattr(model[2], "weight", nn.Parameter(torch.randn(4, 4))),
+        lambda: model[0].requires_grad_(False),
+        lambda: model.append(nn.Linear(4, 3)),
+    ):
+        change()
+        norms_are_right(step, torch.randn(5, 4))
+
+
+def test_a_step_whose_model_has_hooks() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4)
+    step = autograd_hacks.compile(model, "norms", backend=None)
+    for hooked in (model, step):
+        autograd_hacks.add_hooks(hooked)
+        with pytest.raises(UnsupportedOperation, match="remove_hooks first"):
+            step(x)
+        autograd_hacks.remove_hooks(hooked)
+    norms_are_right(step, x)
 
 
 @pytest.mark.parametrize("verb", ["rows", "clip", *rarely("norms")])
