@@ -15,6 +15,7 @@ The library's own rooms are such packages: attribution, check, curvature, privat
 from autograd_hacks.capture.arrivals import ANNOUNCED, announced
 from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.capture.records import Announcement, assumed
+from autograd_hacks.capture.uncompiled import Uncompiled
 from autograd_hacks.capture.wrappers import check_module, has_processes
 from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.forms.numerics import accumulation_dtype, clip_weights, row_norms, slices_of
@@ -35,5 +36,5 @@ __all__ = [
     "check_size", "check_state", "clip_weights", "differing", "drop_grads", "give_back", "grads_of", "has_processes",
     "Hooked", "is_unscaled", "kind_of", "kinds_of", "leaves_of", "LIMIT", "LOSS_TYPES", "mark_set", "NoiseScale",
     "OneHot", "Positions", "recorder_of", "row_norms", "run_pass", "set_grads", "slices_of", "some", "Spread",
-    "spread_of", "Where", "Windows", "write_where_it_saves",
+    "spread_of", "Uncompiled", "Where", "Windows", "write_where_it_saves",
 ]  # fmt: skip

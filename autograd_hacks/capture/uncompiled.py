@@ -57,8 +57,9 @@ class Uncompiled:
             warnings.warn(
                 f"{type(getattr(layer, '_orig_mod', layer)).__name__} is compiled, but compiled code has no hooks. Forward "
                 "passes that autograd_hacks records run uncompiled. Compiled code still runs under torch.no_grad(), "
-                "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks. For norms, clipping "
-                "and rows in compiled code: step = autograd_hacks.compile(model, 'norms')." + ON_COMPILING,
+                "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks. For compiled passes write "
+                "step = autograd_hacks.compile(model, 'norms') with the model before it was compiled, and call step."
+                + ON_COMPILING,
                 stacklevel=2,
             )
         with as_written(has_own or self.recorder.kinds.independent):  # the tape has what runs as it is written

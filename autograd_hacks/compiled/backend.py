@@ -18,6 +18,8 @@ from autograd_hacks.compiled.labels import Joint, after, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
+from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.support.trees import tensors_of
 
 Axes = Mapping[int, int]
 """The axis of the samples in tensors among a forward's arguments, by id."""
@@ -55,6 +57,8 @@ class Backend:
     axes: the samples' axes in the arguments of the forward that is traced
     given: the ids of the tensors among these arguments
     compilations: how often torch.compile has called it
+    is_symbolic: whether the last of these graphs was of symbolic sizes
+    failed: why the backward that belongs to the last graph wasn't compiled, which torch tries again in the backward pass
     made_of_samples: in private steps, what the last forward made from samples
     """
 
@@ -67,10 +71,13 @@ class Backend:
     axes: Axes = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     compilations: int = 0
+    is_symbolic: bool = False
+    failed: Exception | None = None
     made_of_samples: list[Any] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
+        self.is_symbolic = any(compiler.is_symbolic(x) for x in examples)
         one = _Compilation(
             self, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")]
         )
@@ -92,6 +99,34 @@ class Backend:
             return found
 
         return watched
+
+    def find_axes(self, batch: Batch, batch_dim: BatchDim) -> None:
+        """Sets where the samples are in the arguments of the next forward.  Raises ValueError if their sizes differ."""
+        self.given = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
+        axes = batch.axes
+        if axes is None:
+            axes = [batch_dim if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
+        found = {id(x): axis % x.ndim for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)}
+        sizes = {id(x): x.shape[found[id(x)]] for x in batch.leaves if id(x) in found}
+        if len(set(sizes.values())) > 1:
+            shapes = [tuple(x.shape) for x in batch.leaves if id(x) in found]
+            raise ValueError(
+                f"compile was given batch={batch_dim!r}, but arguments of shapes {shapes} have different sizes on that "
+                "axis. Give a tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, "
+                "'table': None}." + ON_COMPILING
+            )
+        self.axes = found
+
+    def check_kept(self, found: Any) -> None:
+        """Raises SamplesMixed if the model of a private step keeps a tensor that depends on samples for later steps."""
+        made, self.made_of_samples = self.made_of_samples, []
+        returned = {id(x) for x in tensors_of(found)}
+        if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
+            raise SamplesMixed(
+                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that depends on samples, in an attribute or a "
+                "list. Later steps could use it, which private training must exclude. Return it, or don't keep it."
+                + ON_COMPILING
+            )
 
 
 class _Compilation:
@@ -155,7 +190,12 @@ class _Compilation:
         if id(x) in self.axes:
             return self.axes[id(x)]
         name = self.names[place]
-        if isinstance(x, Tensor) and id(x) not in self.backend.given and ("['args']" in name or "['kwargs']" in name):
+        if (
+            isinstance(x, Tensor)
+            and x.ndim
+            and id(x) not in self.backend.given
+            and ("['args']" in name or "['kwargs']" in name)
+        ):
             raise UnsupportedOperation(
                 f"the model's argument {name} is an array and not a tensor, so it is unknown whether it has samples. Give "
                 "it as a tensor, named in batch=." + ON_COMPILING
@@ -189,7 +229,7 @@ class _Compilation:
                 found: list[Any] = [None] * len(flat)
                 plain = {name for name in gradients if name not in made.gradients}
                 is_summed = plain or any(flat[n] in apart.forms for n in ordinary)
-                sums = apart.weighted(torch.ones(apart.samples, device=flat[0].meta["val"].device)) if is_summed else {}
+                sums = apart.weighted() if is_summed else {}
                 for n in ordinary:
                     found[n] = sums[flat[n]] if flat[n] in apart.forms else apart.values[flat[n]]
                 for name, n in numbers.items():
@@ -198,10 +238,9 @@ class _Compilation:
 
         placeholders = module.graph.find_nodes(op="placeholder")
         fakes = [node.meta["val"] for node in placeholders]
-        is_symbolic = any(isinstance(s, torch.SymInt) for x in fakes if isinstance(x, Tensor) for s in x.shape)
         traced = compiler.make_fx(
             torch.func.functionalize(run),  # forms write in place, which partitions don't support
-            tracing_mode="symbolic" if is_symbolic else "fake",
+            tracing_mode="symbolic" if self.backend.is_symbolic else "fake",
             _allow_non_fake_inputs=True,
             decomposition_table=compiler.lowered() if self.backend.compiles else {},
         )(*fakes)
@@ -252,7 +291,11 @@ class _Compilation:
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         full = graph if self.full is None else self.full
-        compiled = self._compiled(full, inputs, is_backward=True)
+        try:
+            compiled = self._compiled(full, inputs, is_backward=True)
+        except Exception as error:
+            self.backend.failed = error
+            raise
         count = len(self.results)
 
         def call(args: list[Any]) -> Any:

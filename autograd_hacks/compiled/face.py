@@ -49,7 +49,7 @@ def compile(
         step.norms, model.weight.grad                  # before clipping; the sum of clipped gradients
 
     Forward and backward become one graph.  An analysis of the graph shows that samples don't mix, for all values.
-    Operations that sum over samples are split.  No hooks are needed, and the hooks of `add_hooks` don't run.
+    Operations that sum over samples are split.  No hooks are needed, and a model with the hooks of `add_hooks` is refused.
 
     verb: the quantity to compute
 
@@ -68,9 +68,9 @@ def compile(
     param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
     dim, seed: as in `PerSampleGrads.project`
-    budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
+    budget: bytes of rows that 'clip' and 'norms' keep for norms and sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
-    dynamic: as in ``torch.compile``
+    dynamic: as in ``torch.compile``: None makes the sizes that change dynamic, True all, False none
 
     Returns a module that is called like the model and holds it as ``.model``.
 

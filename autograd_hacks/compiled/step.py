@@ -21,25 +21,33 @@ from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.opaque import projection
 from autograd_hacks.compiled.taken_apart import TakenApart
-from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
+from autograd_hacks.compiled.torch_names import (
+    CALL,
+    MOST,
+    MOST_FIXED,
+    BackendCompilerFailed,
+    RecompileLimit,
+    TorchDynamoException,
+    compiling,
+    plain_call,
+)
 from autograd_hacks.errors import (
     ON_COMPILING,
     ON_REDUCTION,
     NothingRecorded,
     PerSampleGradientError,
-    SamplesMixed,
     UnseenGradient,
     UnsupportedOperation,
 )
-from autograd_hacks.extending import ANNOUNCED, BatchDim, assumed, clip_weights, has_processes
+from autograd_hacks.extending import ANNOUNCED, BatchDim, Uncompiled, assumed, clip_weights, has_processes
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.switch import NO_TASK
-from autograd_hacks.support.trees import ByTensor, Tree, tensors_of
+from autograd_hacks.support.switch import NO_TASK, Switch
+from autograd_hacks.support.trees import ByTensor, Tree
 
 Gradients = Mapping[str, fx.Node]
 
@@ -70,16 +78,21 @@ class CompiledStep(nn.Module):
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results = Given(), dict[str, Tensor]()
-        self._context = compiling()
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
         )
+        self._ties: dict[str, str] | None = None
+        self._compile(dynamic)
+
+    def _compile(self, dynamic: bool | None) -> None:
+        """Sets a function that compiles the model when it is called."""
         # A code object of its own: for each code object the compiler counts recompilations and learns which sizes change.
         own = _run.__code__.replace(co_name=f"_run_{next(_COUNT)}")
         run = types.FunctionType(own, _run.__globals__, own.co_name)
+        self._dynamic, self._context = dynamic, compiling(MOST if dynamic is not False else MOST_FIXED)
         self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
 
     def __deepcopy__(self, memo: object) -> CompiledStep:
@@ -112,26 +125,74 @@ class CompiledStep(nn.Module):
             calls[CALL] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._backend.axes, self._results = self._axes_of(args, kwargs), {}
-        before, began = self._backend.compilations, perf_counter()
-        try:
-            with self._context:
-                found = self._compiled(self.model, args, kwargs)
-        except TorchDynamoException as error:
-            inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
-            if isinstance(inner, PerSampleGradientError):
-                raise inner from None
-            why, (line, *_) = inner or error, (str(inner or error).strip().splitlines() or [""])
+        if (
+            torch.is_grad_enabled()
+            and Switch.on()
+            and any(isinstance(vars(module).get(CALL), Uncompiled) for module in (self, self.model))
+        ):
             raise UnsupportedOperation(
-                f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}. Use "
-                "add_hooks(model) for it." + ON_COMPILING
-            ) from error
+                f"the compiled step or its model has the hooks of add_hooks, and compiled code runs no hooks. "
+                f"The step computes {self.verb!r} itself; autograd_hacks.compile lists what else it can. Call remove_hooks "
+                "first, or the model instead of the step." + ON_COMPILING
+            )
+        self._backend.find_axes(Batch.of(args, kwargs, self._batch), self._batch)
+        self._results = {}
+        before, began = self._backend.compilations, perf_counter()
+        self._see_ties()
+        try:
+            found = self._call(args, kwargs)
+        except UnsupportedOperation as error:
+            may_be_sizes = self._dynamic or (self._dynamic is None and before > 0)
+            if not may_be_sizes or not torch.is_grad_enabled():
+                raise
+            self._compile(dynamic=False)
+            found = self._call(args, kwargs)
+            why = str(error).removesuffix(ON_COMPILING)
+            print(
+                f"autograd_hacks: {type(self.model).__name__} is compiled for each size of its arguments: {why}",
+                file=sys.stderr,
+            )
         self._watch(self._backend.compilations > before)
-        self._check_kept(found)
+        self._backend.check_kept(found)
         took = perf_counter() - began
         if self._backend.compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
         return found
+
+    def _see_ties(self) -> None:
+        """Compiles again if other names share parameters than before, which torch's guards don't see."""
+        if (named := self._tree.parameters()) is self._named:
+            return
+        first = {id(p): name for name, p in reversed(named.items())}
+        ties = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        if self._ties not in (None, ties):
+            self._compile(self._dynamic)
+        self._ties = ties
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the compiled model.  Raises UnsupportedOperation if it can't be compiled."""
+        self._backend.failed = None
+        try:
+            with self._context:
+                found = self._compiled(self.model, args, kwargs)
+            why: Exception | None = self._backend.failed
+        except (TorchDynamoException, RecompileLimit) as error:
+            why = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        if why is None:
+            return found
+        if isinstance(why, PerSampleGradientError):
+            raise why from None
+        if isinstance(why, RecompileLimit):
+            raise UnsupportedOperation(
+                f"{type(self.model).__name__} was compiled {MOST_FIXED} times, for other sizes each. Pad batches and "
+                "sequences to a few sizes." + ON_COMPILING
+            ) from why
+        line, *_ = str(why).strip().splitlines() or [""]
+        raise UnsupportedOperation(
+            f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}. Use "
+            "add_hooks(model) for it; or call the model once before, if it prepares itself in its first forward."
+            + ON_COMPILING
+        ) from why
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -266,35 +327,6 @@ class CompiledStep(nn.Module):
                 p.grad = noise.clone() if p.grad is None else p.grad.add_(noise)
         return found
 
-    def _check_kept(self, found: Any) -> None:
-        """Raises SamplesMixed if the model of a private step keeps a tensor that depends on samples for later steps."""
-        made, self._backend.made_of_samples = self._backend.made_of_samples, []
-        returned = {id(x) for x in tensors_of(found)}
-        if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
-            raise SamplesMixed(
-                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that depends on samples, in an attribute or a "
-                "list. Later steps could use it, which private training must exclude. Return it, or don't keep it."
-                + ON_COMPILING
-            )
-
-    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        """{id of an argument: the axis of its samples}"""
-        batch = Batch.of(args, kwargs, self._batch)
-        self._backend.given = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
-        axes = batch.axes
-        if axes is None:
-            axes = [self._batch if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
-        found = {id(x): axis % x.ndim for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)}
-        sizes = {id(x): x.shape[found[id(x)]] for x in batch.leaves if id(x) in found}
-        if len(set(sizes.values())) > 1:
-            shapes = [tuple(x.shape) for x in batch.leaves if id(x) in found]
-            raise ValueError(
-                f"compile was given batch={self._batch!r}, but arguments of shapes {shapes} have different sizes on that "
-                "axis. Give a tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, "
-                "'table': None}." + ON_COMPILING
-            )
-        return found
-
 
 def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> None:
     """Raises UnseenGradient if a parameter receives another gradient than the graph's."""
@@ -374,7 +406,8 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    return Made(results={"norms": apart.rounded(apart.norms() * factor)})
+    budget = step._budget if step._param_grad else 0  # rows that are kept make the ordinary gradient, too
+    return Made(results={"norms": apart.rounded(apart.norms(budget) * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

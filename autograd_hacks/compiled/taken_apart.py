@@ -128,9 +128,16 @@ class TakenApart:
             return transposed(first, (0, 1), sizes) if is_turned else first
         if isinstance(first, Experts) and node.args[1:] in ((1, 2), (2, 1), (-1, -2), (-2, -1), ([0, 2, 1],)):
             return first.turned()
+        if name == "embedding_dense_backward" and not node.args[4]:  # a table of positions, say
+            return self._looked_up(first.dense(), *self._flat(node)[0][1:4])
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))
+
+    def _looked_up(self, g: Tensor, index: Tensor, entries: int, padding: int) -> Dense:
+        """The form of a table whose entries are looked up for all samples alike.  g: N *T D    index: *T"""
+        g = g.masked_fill((index == padding)[..., None], 0).reshape(g.shape[0], index.numel(), g.shape[-1])
+        return Dense(g.new_zeros(g.shape[0], entries, g.shape[-1]).index_add(1, index.reshape(-1), g))
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
@@ -287,13 +294,14 @@ class TakenApart:
             return squares(form).to(torch.float64)
         return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
 
-    def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
+    def weighted(self, w: Tensor | None = None, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
         """Σₙ wₙ gₙ by node, from the original sums with weighted gradients, or from rows that were kept.
 
+        w: N; None for ones
         taken: N booleans, which samples enter the sum; None for all. The others need not be finite
         """
         values = dict(self.values)
-        w = w if taken is None else w.where(taken, 0)
+        w = w if w is None or taken is None else w.where(taken, 0)
         for node in self.joint.graph.nodes:
             if self.labels[node] is not SUM or node.op != "call_function":
                 continue
@@ -306,12 +314,13 @@ class TakenApart:
             if taken is not None:  # 0 · inf is NaN
                 for n, at in found.at.items():
                     own[n] = own[n].where(self._over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
-            own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
+            if w is not None:
+                own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
             values[node] = run_contraction(found, own, spec)
         sums = {node: values[node] for node in self.forms if node in values}
         for gradient, rows in self._rows.items():
             kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)
-            sums[gradient] = torch.tensordot(w.to(rows.dtype), kept, 1)
+            sums[gradient] = kept.sum(0) if w is None else torch.tensordot(w.to(rows.dtype), kept, 1)
         return sums
 
 
@@ -322,10 +331,12 @@ class OfOneSample(TakenApart):
         super().__init__(replace(joint, outputs=[*joint.outputs, *joint.gradients.values()]), Labels(1), values)
         self.forms = {node: Dense(self.values[node][None][: joint.samples]) for node in joint.gradients.values()}
 
-    def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
+    def weighted(self, w: Tensor | None = None, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
         if not self.samples:  # sums over no samples
             return {node: self.values[node] for node in self.forms}
         own = {node: self.values[node] for node in self.forms}
+        if w is None:
+            return own
         if taken is not None:
             w, own = w.where(taken, 0), {node: x.where(taken[0], 0) for node, x in own.items()}
         return {node: x * w[0].to(x.dtype) for node, x in own.items()}

@@ -25,6 +25,7 @@ try:
         from torch._decomp import core_aten_decompositions
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
         from torch._functorch._aot_autograd import descriptors
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -45,6 +46,8 @@ except ImportError as error:
 _aten: Any = torch.ops.aten
 MOST = 256
 """The largest number of recompilations of a step, for other sizes, kinds of arguments or trainable parameters."""
+MOST_FIXED = 16
+"""The same if each is for fixed sizes."""
 KEPT_WHOLE = (
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten.embedding_dense_backward", "aten.reflection_pad",
 )  # fmt: skip
@@ -88,9 +91,9 @@ def lowered() -> dict[Any, Any]:
     return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[0])}
 
 
-def compiling() -> Any:
-    """A context for calls: recurrent layers are traced step by step, and a step may be compiled `MOST` times."""
-    limits: dict[str, Any] = {"recompile_limit": MOST, "accumulated_recompile_limit": MOST}
+def compiling(most: int) -> Any:
+    """A context for calls: recurrent layers are traced step by step, and a step may be compiled ``most`` times."""
+    limits: dict[str, Any] = {"recompile_limit": most, "accumulated_recompile_limit": MOST}
     return dynamo.config.patch(allow_rnn=True, **limits)
 
 
@@ -150,6 +153,11 @@ def describe_more(graph: fx.Graph, kinds: Sequence[Any]) -> None:
     last.meta["desc"] = [*kinds, *(descriptors.PlainAOTOutput(idx=10**6 + n) for n in more)]
 
 
+def is_symbolic(x: Any) -> bool:
+    """Whether an input of a graph is a size that is a symbol, or has one."""
+    return isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
+
+
 def source_of(node: fx.Node) -> str:
     """The Python expression for an input of a graph, for messages."""
     return str(getattr(getattr(node, "_dynamo_source", None), "name", node.name))
@@ -191,6 +199,6 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
 
 __all__ = [
-    "CALL", "BackendCompilerFailed", "TorchDynamoException", "aot_autograd", "compile_fx_inner", "make_fx",
+    "CALL", "BackendCompilerFailed", "RecompileLimit", "TorchDynamoException", "aot_autograd", "compile_fx_inner", "make_fx",
     "min_cut_rematerialization_partition",
 ]  # fmt: skip

@@ -97,7 +97,7 @@ class Convolution(Factored):
         if self.is_depthwise:  # x is convolved with g: the numbers of a window are `dilation` apart
             x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
             g = rearrange(g, "n o ... -> (n o) 1 ...")
-            rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
+            rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, g.shape[0])
             rows = rows[(slice(None), slice(None), *map(slice, self.kernel))]  # the rest is what the stride leaves over
         else:
             x, g = (t.flatten(0, 1).unsqueeze(0) for t in (x, g))

@@ -28,7 +28,7 @@ class Lookup(Paired):
     def __init__(
         self, index: Tensor, g: Tensor, entries: int, shape: torch.Size | None = None, present: Tensor | None = None
     ) -> None:
-        self.index, self.g, self.entries, self.samples, self.present = index, g, entries, len(index), present
+        self.index, self.g, self.entries, self.samples, self.present = index, g, entries, index.shape[0], present
         self.shape = torch.Size((entries, g.shape[2])) if shape is None else shape
         self.pair, self.held = (OneHot(index, entries), g), (g, index) if present is None else (g, index, present)
 

@@ -61,7 +61,9 @@ def divisors(largest: Tensor) -> Tensor:
 def slices_of(length: int, step: int) -> list[slice]:
     """[0, length) in slices of at most `step`; one empty slice if the length is 0."""
     step = max(1, step)
-    return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]
+    if length <= step:  # asked at once: a length that compiled code knows by a symbol stays one
+        return [slice(0, length)]
+    return [slice(start, min(length, start + step)) for start in range(0, length, step)]
 
 
 def members(owners: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

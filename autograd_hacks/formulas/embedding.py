@@ -17,7 +17,7 @@ from autograd_hacks.support.layout import POSITIONS
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:
     """index: N *T    g: N *T *D    shape: the table's, K *D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
-    rows = index.reshape(len(index), index.shape[1:].numel()).long()
+    rows = index.reshape(index.shape[0], index.shape[1:].numel()).long()
     g = g.reshape(*rows.shape, shape[1:].numel())
     if padding_idx is None:
         return Lookup(rows, g, shape[0], shape)

@@ -74,6 +74,8 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "sorted positions": lambda h: h.sort(1).values,
     "the largest": lambda h: h.topk(2, 1).values,
     "maximum": lambda h: h.max(1).values,
+    "the second smallest": lambda h: h.kthvalue(2).values + h.kthvalue(2, 1, True).values[:, 0],
+    "deviation": lambda h: h.var(1) + h.std(1),
     "maximum of two": lambda h: torch.maximum(h, 0.5 * h.flip(1)),
     "norm": lambda h: h / (1 + h.norm(dim=1, keepdim=True)),
     "logsumexp": lambda h: h.logsumexp(2),
@@ -159,6 +161,10 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "gathered": lambda h: h.gather(0, h.argsort(0)),
     "unfolded": lambda h: h.unfold(0, 3, 1).mean(-1).sum(0, keepdim=True) + h,
     "Fourier": lambda h: torch.fft.rfft(h, dim=0).abs().sum(0) + h,
+    # As many rows of padding as samples fit this batch, and no other.
+    "beside constants": lambda h: torch.cat([h, torch.ones_like(h)])[:N],
+    "behind padding": lambda h: F.pad(h, (0, 0, 0, 0, N, 0))[N:],
+    "written into parts": lambda h: torch.zeros(2 * N, N, N).double().slice_scatter(h, 0, 0, N)[:N],
     "reinterpreted": lambda h: h.reshape(N // 2, 2, N, N).mean(1).repeat(2, 1, 1),
 }  # fmt: skip
 
@@ -197,21 +203,6 @@ def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
     with pytest.raises((SamplesMixed, UnsupportedOperation)) as error:
         autograd_hacks.compile(model, "rows", backend=None)(x)
     assert "test_operations.py" in str(error.value) or "functional.py" in str(error.value)  # the line is named
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h: torch.cat([h, torch.ones_like(h)])[:N],
-        lambda h: F.pad(h, (0, 0, 0, 0, N, 0))[N:],
-        lambda h: torch.zeros(2 * N, N, N).double().slice_scatter(h, 0, 0, N)[:N],
-    ],
-)
-def test_what_is_of_no_sample_is_refused_on_the_axis_of_samples(function: Callable[[Tensor], Tensor]) -> None:
-    """As many rows of padding as samples fit this batch, and no other."""
-    model, x = around(plain(function)), torch.randn(N, N, N).double()
-    with pytest.raises(SamplesMixed):
-        autograd_hacks.compile(model, "rows", backend=None)(x)
 
 
 def bags(model: Any, h: Tensor) -> Tensor:
