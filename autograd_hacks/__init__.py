@@ -84,9 +84,7 @@ if not _TYPE_CHECKING:  # a type checker would accept any name
                 "autograd_hacks.integrations is not imported as a whole. Import the module of one tool: "
                 "import autograd_hacks.integrations.transformers"
             )
-        rooms = attribution, check, compiled, curvature, private
-        for room in rooms:
+        for room in (attribution, check, compiled, curvature, private):
             if name in room.__all__:
                 return getattr(room, name)
-        moved = {f"{room.__name__.rpartition('.')[2]}.{own}": [own] for room in rooms for own in room.__all__}
-        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__, moved)}")
+        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__)}")

@@ -104,7 +104,6 @@ def test_tab_completion_shows_the_public_names_alone() -> None:
         ("grad_sample", "compute_grad1(model), which sets param.grad1"),
         ("per_sample_gradients", "compute_grad1(model), which sets param.grad1"),
         ("verifies", "verify"),
-        ("Stores", "attribution.Store"),
     ],
 )
 def test_a_name_that_is_not_there(name: str, call: str) -> None:

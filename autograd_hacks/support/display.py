@@ -109,14 +109,11 @@ MEANT = {
 """{call: names that people try for it, from other libraries, tensors and `PerSampleGrads`}"""
 
 
-def hint(name: str, public: Collection[str], moved: Mapping[str, Collection[str]]) -> str:
-    """The end of a message about an unknown name: a call or a close name to use instead, or nothing.
-
-    moved: {place in the package: names that are there}
-    """
+def hint(name: str, public: Collection[str]) -> str:
+    """The end of a message about an unknown name: a call or a close name to use instead, or nothing."""
     if name.startswith("_"):
         return ""
-    found = _meant(name, {**MEANT, **moved}, public)
+    found = _meant(name, MEANT, public)
     if found is None and (close := get_close_matches(name, [other for names in MEANT.values() for other in names], 1, 0.8)):
         found = _meant(close[0], MEANT, public)
     if found is not None and found.startswith("integrations."):  # whose modules are imported one by one
