@@ -43,6 +43,7 @@ class Kind:
     derives: bool | None = None  # whether passes made graphs; None before the first pass
     pending: bool = True  # whether the next forward must be shown to be independent
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
+    shown: str = ""  # how they were, in the last forward
     why_unshown: str = ""  # why laws don't show that
     dependent: tuple[str, Sequence[int]] | None = None  # how values of samples mix without a gradient, and in which outputs
     tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
@@ -64,7 +65,6 @@ class Told:
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
     open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
     unshown_at: int | None = None  # the number of the operation at which laws don't show it
-    shown: str = ""  # how samples were shown to be independent
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch

@@ -183,8 +183,8 @@ class _Reading:
         shape = self.shapes[owner]
         if prod(shape) > MOST:
             raise Unshown(f"parts of a tensor of shape {shape} are written, which is too large to be followed")
-        own = self.memory[owner] = _Memory(torch.full((prod(shape),), NOBODY))
-        own.places[owner] = torch.arange(prod(shape)).view(shape)
+        own = self.memory[owner] = _Memory(torch.full((prod(shape),), NOBODY, device="cpu"))
+        own.places[owner] = torch.arange(prod(shape), device="cpu").view(shape)
         for entry in self.tape.entries:
             what = operation(entry.func)
             numbers = [n for n, *_ in entry.outputs if n]
@@ -225,7 +225,7 @@ class _Reading:
             self.labels[number] = joined(self.labels.get(number), label, shape, self.samples)
             return
         places = memory.places[number].flatten()
-        new = torch.full((len(places),), _SEVERAL)
+        new = torch.full((len(places),), _SEVERAL, device="cpu")
         if is_owned(label):
             order = entries(label, shape, self.samples, "cpu").expand(shape).flatten()
             whole = scattered(order, places, len(memory.samples))

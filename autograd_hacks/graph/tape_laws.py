@@ -301,8 +301,8 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     own = step.ins[0] or ()
     if step.given["storage_offset"] is not None:
         raise Unshown
-    memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long)
-    memory.copy_(torch.arange(prod(own)).view(*own))
+    memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long, device="cpu")
+    memory.copy_(torch.arange(prod(own), device="cpu").view(*own))
     taken = memory.as_strided(step.given["size"], step.given["stride"]).flatten()
     at = entries(label, step.outs[0] or (), samples, "cpu").expand(*(step.outs[0] or ())).flatten()
     found = scattered(at, taken, prod(own))

@@ -51,8 +51,8 @@ def is_shown(recorder: Recorder, ran: Ran, told: Told, samples: int | None) -> b
         raise tape.refused
     if told.mixing:
         return bool(told.kind.tapes.mixing == tape.entries)
-    told.shown = told.kind.tapes.how(tape)
-    return bool(told.shown) or _is_by_tape(recorder, ran, told, samples)
+    told.kind.shown = told.kind.tapes.how(tape)
+    return bool(told.kind.shown) or _is_by_tape(recorder, ran, told, samples)
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
@@ -79,8 +79,8 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
         told.kind.why_unshown, told.open_sites = _said(min(unknown, key=str)), unknown
         return False
     tapes.sites |= sites
-    told.kind.why_unshown, told.shown = "", BY_VALUES if read or is_packed else BY_LABELS
-    tapes.add(tape, read, told.shown)
+    told.kind.why_unshown, told.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
+    tapes.add(tape, read, told.kind.shown)
     return True
 
 
@@ -129,7 +129,7 @@ def show_independent(
         kind.tapes.sites |= _sites(tape, ran, told.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
         kind.tapes.add(tape, tape.values, BY_RUNS)
-        told.shown = BY_RUNS
+        told.kind.shown = BY_RUNS
 
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
@@ -143,9 +143,10 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
     kinds, with_rows = {site[0] for site in told.open_sites}, 2  # rows take a backward pass: compared in two runs
     if kinds and OF_FUNCTIONS not in kinds:
         with_rows = 0
-    half = torch.arange(samples) % 2 == 0
+    half = torch.arange(samples, device="cpu") % 2 == 0
     every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
-    _check_repeats(recorder, copy, batch, told, len(every) + 1 + 3 * with_rows)
+    if is_alone:
+        _check_repeats(recorder, copy, batch, told, len(every) + 1 + 3 * with_rows)
     makes_loss = _losses(ran, told)
     parts = recorder.kinds.replace
     runs, arguments = Runs(recorder, told, copy, samples, makes_loss, parts is not None), batch.arguments()

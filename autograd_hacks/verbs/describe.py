@@ -111,8 +111,8 @@ def _independence(told: Told) -> str:
     """Whether samples were shown to be independent; empty if the forward was not checked."""
     if not told.outputs:
         return ""
-    if told.kind.is_independent and told.shown in (BY_LABELS, BY_VALUES):
-        return f"Independent by analysis: no operation of this forward combines samples, {told.shown}."
+    if told.kind.is_independent and told.kind.shown in (BY_LABELS, BY_VALUES):
+        return f"Independent by analysis: no operation of this forward combines samples, {told.kind.shown}."
     if told.kind.is_independent:
         return "Independent: the model's outputs for a sample did not change when others were replaced or left out."
     if told.mixing:

@@ -81,8 +81,8 @@ CERTIFIED = "whether rows add up to gradients that came to a parameter from seve
 SEVERAL = ("encoder", "causal language model", "padded text", "large and tied")
 RECURRENT, BAGS = ("lstm", "gru"), ("embedding bag", "padded bag", "largest of a bag")
 ASKED_OF_ROUTES = {
-    "_local_scalar_dense": "forms/composite.py:_beside",
-    "bincount": "forms/composite.py:_beside",
+    "_local_scalar_dense": "forms/composite.py:gathered",
+    "bincount": "forms/composite.py:gathered",
     "equal": "graph/memo.py:_equal",
 }
 KNOWN = [

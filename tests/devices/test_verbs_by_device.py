@@ -356,7 +356,16 @@ def test_every_public_name_is_in_some_test_by_device() -> None:
     assert {own for name in public() if f".{(own := name.rpartition('.')[2])}" not in used} == NOT_BY_DEVICE
 
 
-NOT_BY_DEVICE = {"EKFAC", "KFAC", "PerSampleGrads", "register_operation", "register_rule", "remove_hooks"}
+NOT_BY_DEVICE = {
+    "EKFAC",
+    "KFAC",
+    "PerSampleGrads",
+    "register_operation",
+    "register_rule",
+    "remove_hooks",
+    "trak_scores",
+    "without_batch_norm",
+}
 """Names that take no tensors; `PerSampleGrads` is what per_sample_grads returns."""
 
 
