@@ -270,7 +270,8 @@ class TakenApart:
             if (form := self.forms.get(gradient)) is None:  # no sample's loss reaches the parameter
                 continue
             held = size(written_bytes(form))
-            if held <= budget and gradient not in self._rows and float(form.saving(fresh=True)) > 0:
+            is_cheaper = isinstance(form, Dense) or float(form.saving(fresh=True)) > 0  # or the rows are there already
+            if held <= budget and gradient not in self._rows and is_cheaper:
                 self.rows(gradient)
                 budget -= held
             found.append(self._squares(form, self._rows.get(gradient)))

@@ -1,4 +1,4 @@
-"""All private names of torch's compiler that the package uses.  Seen in torch 2.13; releases before are untried.
+"""All private names of torch's compiler that the package uses.  Seen in torch 2.13 and 2.14; others are untried.
 
 `support/internals.py` has those that the package needs without a compiler, and the releases that these were seen in.
 """
@@ -40,7 +40,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"autograd_hacks.compile needs parts of torch's compiler that torch {torch.__version__} lacks or has renamed "
-        f"({error}). It was tested with torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
+        f"({error}). It was tested with torch 2.13 and 2.14. Use add_hooks(model) instead." + ON_COMPILING
     ) from error
 
 _aten: Any = torch.ops.aten
