@@ -67,7 +67,7 @@ def jacobian_descent(
         grads = per_sample_jacobian(model, losses)
         if task_means:
             share = torch.full_like(losses, 1 / len(losses))
-            grads = grads.scaled(share).group(torch.zeros(len(losses), dtype=torch.long))
+            grads = grads.scaled(share).group(torch.zeros(len(losses), dtype=torch.long, device=losses.device))
         grads.spread = spread_of(model, recorder_of(model))  # rows of a Jacobian belong to this process only
     grads = per_sample_grads(model, loss_type) if grads is None else grads
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")

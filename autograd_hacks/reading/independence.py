@@ -84,6 +84,11 @@ def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
     return True
 
 
+def _is_spread() -> bool:
+    """Whether there are several processes."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
 def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Site]:
     """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
     functions = {(OF_FUNCTIONS, type(node)) for node in ran.trace.nodes if is_users(node)}
@@ -128,14 +133,15 @@ def show_independent(
     if kind.is_independent and not told.mixing and not kind.tapes.how(tape):
         kind.tapes.sites |= _sites(tape, ran, told.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
-        kind.tapes.add(tape, tape.values, BY_RUNS)
+        # Wrappers give the memory of parts back when the forward has ended.
+        kind.tapes.add(tape, () if _is_spread() else tape.values, BY_RUNS)
         told.kind.shown = BY_RUNS
 
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
     """batch: the copied arguments: the forward may have overwritten its own"""
     # With several processes all run copies, because they must decide together.
-    is_alone = not (dist.is_available() and dist.is_initialized())
+    is_alone = not _is_spread()
     if is_alone and _is_by_tape(recorder, ran, told, samples):
         told.kind.is_independent = True
         return
