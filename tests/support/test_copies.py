@@ -287,9 +287,8 @@ def test_arguments_that_hide_their_tensors() -> None:
     model, x = Between(lambda h: h), torch.randn(4, 3)
     model.forward = lambda batch: model.last(model.first(batch.x))
     with autograd_hacks.add_hooks(model, independent=True):
-        squares(model(Hiding(x))).mean().backward()
         with pytest.raises(ProbeFailed, match="reads a tensor that is not an argument"):
-            autograd_hacks.compute_grad1(model)
+            model(Hiding(x))
 
 
 def test_a_loss_may_name_the_model_but_not_keep_it() -> None:
