@@ -173,7 +173,6 @@ def test_a_function_that_checks_nothing_is_noticed() -> None:
         ("clip_and_noise_.max_norm", [{}, {"*": 0}, {"*": None}, [1.0]], [{"*": 1.0, "0.*": math.inf}]),
         ("noise_multiplier", [-1, math.inf, math.nan], [0, 1.1]),
         ("smoothing", [-0.1, 1, math.nan], [0, 0.99]),
-        ("coefficients", [[], [math.nan], ["1"], 2.5], [[1.0, -0.5], (1,)]),
         ("scale", [0, math.inf, torch.ones(2), torch.tensor(0.0)], [1, 65536.0, torch.tensor(2.0)]),
     ],
 )
@@ -236,7 +235,6 @@ OTHERS: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
     (lambda model: Steps().attach(None), TypeError, "attach was given NoneType"),
     (lambda model: private().load_state_dict({}), ValueError, "no entry; expected .*'seed'"),
     (lambda model: autograd_hacks.private.QuantileClip().load_state_dict({"b": 1.0}), ValueError, "'b'; expected .*'bound'"),
-    (lambda model: autograd_hacks.private.BandedNoise(3).load_state_dict({}), ValueError, "no entry; expected .*'past'"),
     (lambda model: autograd_hacks.attribution.NoiseScales().load_state_dict(3), ValueError, "int; expected .*'means'"),
     (lambda model: autograd_hacks.over(model, 3, loss, NORMS), TypeError, "loader=3; expected batches"),
     (lambda model: autograd_hacks.over(model, [X], loss, "norms"), TypeError, "verb=str; expected a function"),

@@ -3,11 +3,10 @@
 from autograd_hacks.private.batch_norm import without_batch_norm
 from autograd_hacks.private.bounds import QuantileClip
 from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_
-from autograd_hacks.private.noise import BandedNoise, SecureNoise
+from autograd_hacks.private.noise import SecureNoise
 from autograd_hacks.private.training import PrivateTraining
 
 __all__ = [
-    "BandedNoise",
     "clip_and_noise_",
     "PrivateStep",
     "PrivateTraining",

@@ -146,8 +146,8 @@ def clip_and_noise_(
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
     noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
-    function (name, shape, deviation) that returns noise of that shape for a parameter and may keep a state: `SecureNoise`,
-    `BandedNoise` or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
+    function (name, shape, deviation) that returns noise of that shape for a parameter and may keep a state: `SecureNoise`
+    or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
     noise that can be repeated: whoever guesses its seed can remove the noise, and torch's generator for the CPU keeps only
     32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all

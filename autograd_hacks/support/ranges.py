@@ -21,7 +21,6 @@ _LEFT_OUT: Any = object()
 _CONTAINERS: dict[str, tuple[str, Callable[[Any], list[Any] | None]]] = {
     "": ("a {}", lambda x: [x]),
     "dictionary": ("a {}, or a dictionary of such", lambda x: [*x.values()] if isinstance(x, Mapping) else [x]),
-    "list": ("a list, each a {}", lambda x: [*x] if isinstance(x, list | tuple) else None),
     "tree": ("a {}, or a tree of such", lambda x: [own for own in tree_leaves(unpacked(x)) if own is not None]),
 }
 """{name: what messages say, and the numbers of a value; None if it is no such container}.  A tree needn't have any."""
@@ -52,7 +51,7 @@ class Range:
         self.low, self.high = map(float, interval[1:-1].split(", "))
         self._ends = [bound for bound, end in ((self.low, interval[0]), (self.high, interval[-1])) if end in "[]"]
         self._fits = is_whole if kind.startswith("whole") else is_number
-        self.plain: tuple[type, ...] = () if inside == "list" else (int,) if self._fits is is_whole else (float, int)
+        self.plain: tuple[type, ...] = (int,) if self._fits is is_whole else (float, int)
         """The types of most numbers, where one may be given."""
 
     def refusal(self, value: Any) -> type[TypeError | ValueError] | None:
@@ -72,10 +71,8 @@ _NAMES = {
     whole("(-inf, inf)"): "seed",
     whole("(-inf, inf)", "tree"): "batch_dim compile.batch",
     whole("[0, inf)"): "first group.groups verify.samples",
-    whole(
-        "[1, inf)"
-    ): """ahead bands chunk_size dim draws duplicates.limit entries every k micro_batch_size participations parts
-    per_user project rank samples separation steps
+    whole("[1, inf)"): """ahead bands chunk_size dim draws duplicates.limit entries every k micro_batch_size parts
+    per_user project rank samples steps
     """,
     # Where a budget is for what is kept, from batch to batch or from norms to sums, 0 keeps nothing.
     Range("[0, inf]", kind="number of bytes"): "limit compile.budget over.budget",
@@ -89,7 +86,6 @@ _NAMES = {
     Range("(0, inf]", "dictionary"): "clip_and_noise_.max_norm PrivateTraining.max_norm",
     Range("[0, inf)"): "as_linear_operator.damping noise_multiplier",
     Range("[0, inf]"): "bound PrivateStep.deviation",
-    Range("(-inf, inf)", "list"): "coefficients",
 }
 RANGES = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}
 """{name of an argument, or 'function.argument' where it differs from others of that name: its range}.  None is allowed, too,

@@ -254,7 +254,6 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "clip_grad1_norm_": clipped,
     "clip_and_noise_": partial(private, seeded, lambda: "flat"),
     "QuantileClip": partial(private, seeded, lambda: autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=2.0)),
-    "BandedNoise": partial(private, lambda: autograd_hacks.private.BandedNoise(4, 2, generator=seeded()), lambda: "flat"),
     "SecureNoise": secure,
     "PrivateTraining": privately_trained,
     "during_backward": arrived,

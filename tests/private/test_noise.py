@@ -1,7 +1,6 @@
-"""Mechanisms of noise: what they are told, what they return, and what correlated noise promises."""
+"""Mechanisms of noise: what they are told and what they return."""
 
-from itertools import combinations, pairwise
-from math import exp, sqrt
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.private import BandedNoise, SecureNoise
+from autograd_hacks.private import SecureNoise
 
 BOUND, EXPECTED = 2.0, 10.0
 
@@ -80,67 +79,3 @@ def test_secure_noise_is_normal_and_never_the_same() -> None:
         SecureNoise(0)
     found = step(hooked(), 1.0, noise=SecureNoise(draws=2))
     assert found.deviation == BOUND / EXPECTED
-
-
-def banded(steps: int, coefficients: list[float]) -> Tensor:
-    """C⁻¹, and what noise must be: its product with independent normal noise."""
-    c = torch.zeros(steps, steps, dtype=torch.float64)
-    for j, r in enumerate(coefficients[:steps]):
-        c += r * torch.ones(steps - j, dtype=torch.float64).diag(-j)
-    return c
-
-
-@pytest.mark.parametrize(("participations", "separation"), [(1, None), (3, 2), (2, 4)])
-def test_correlated_noise_has_the_deviation_of_its_sensitivity(participations: int, separation: int | None) -> None:
-    """The sensitivity by trying all patterns of participation, each the same in all steps or not."""
-    steps = 8
-    noise = BandedNoise(steps, 3, participations, separation)
-    c = banded(steps, noise.coefficients).inverse()
-    least = separation or steps
-    patterns = [p for p in combinations(range(steps), participations) if all(b - a >= least for a, b in pairwise(p))]
-    worst = max(float(c[:, list(p)].sum(1).norm()) for p in patterns)
-    assert noise.sensitivity == pytest.approx(worst)
-
-
-def test_correlated_noise_is_banded() -> None:
-    shape, steps = torch.Size((5,)), 6
-    noise = BandedNoise(steps, 3, generator=torch.Generator().manual_seed(4))
-    found = torch.stack([noise("weight", shape, 0.5) for _ in range(steps)])
-    draws = torch.Generator().manual_seed(4)
-    z = torch.stack([torch.normal(0.0, 0.5 * noise.sensitivity, shape, generator=draws) for _ in range(steps)])
-    assert_close(found.double(), banded(steps, noise.coefficients) @ z.double())
-    with pytest.raises(RuntimeError, match="made for 6 steps"):
-        noise("weight", shape, 0.5)
-    assert BandedNoise(5, 4).coefficients == [1.0, -0.5, -0.125, -0.0625]
-    assert BandedNoise(5, 1).sensitivity == 1  # independent noise
-
-
-def test_sums_of_steps_have_less_of_correlated_noise() -> None:
-    """What it is for: the error of the last iterate, at the same guarantee for data that are visited once."""
-    steps = 64
-    noise = BandedNoise(steps, 8)
-    of_sums = banded(steps, [1.0] * steps) @ banded(steps, noise.coefficients) * noise.sensitivity
-    assert of_sums.square().sum(1).mean() < 0.5 * (steps + 1) / 2
-
-
-def test_correlated_noise_goes_on_from_a_checkpoint() -> None:
-    shape = torch.Size((3, 2))
-    whole = BandedNoise(6, 4, generator=torch.Generator().manual_seed(1))
-    expected = [whole("w", shape, 1.0) for _ in range(6)]
-    before = BandedNoise(6, 4, generator=torch.Generator().manual_seed(1))
-    found = [before("w", shape, 1.0) for _ in range(3)]
-    after = BandedNoise(6, 4, generator=before.generator)
-    after.load_state_dict(before.state_dict())
-    found += [after("w", shape, 1.0) for _ in range(3)]
-    assert all(torch.equal(a, b) for a, b in zip(expected, found))
-
-
-def test_what_correlated_noise_refuses() -> None:
-    noise = BandedNoise(5)
-    noise("w", torch.Size((2,)), 1.0)
-    check_each(
-        *[(ValueError, "positive and falling", lambda last=last: BandedNoise(5, coefficients=[1.0, last]))
-          for last in (0.5, -1.5)],
-        (ValueError, "steps=0", lambda: BandedNoise(0)),
-        (ValueError, "the same in each", lambda: noise("w", torch.Size((2,)), exp(1))),
-    )  # fmt: skip
