@@ -334,7 +334,7 @@ class PrivateTraining:
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
             done = f"the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend more"
-            raise RuntimeError(f"step(): {done}. Plan for more from the start: steps=" + ON_PRIVATE)
+            raise RuntimeError(f"step(): {done}. Plan for more from the start: PrivateTraining(steps=N)." + ON_PRIVATE)
         return mark
 
     def _check_spread(self, model: nn.Module, mark: Mark) -> None:
