@@ -130,7 +130,8 @@ class _Reading:
             if own.makes_view and (base := next(iter(there), None)) is not None:
                 owner = self.owners.get(base, base)
                 self.owners.update(dict.fromkeys(numbers, owner))
-                viewed.add(owner)
+                if not self._is_whole(own, base, numbers):
+                    viewed.add(owner)
                 if base in unwritten:
                     unwritten.update(numbers)
             if any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
@@ -155,6 +156,11 @@ class _Reading:
             self._follow(owner)
         sources = (n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH))
         return [n for n in sources if n in self.memory]
+
+    def _is_whole(self, own: Operation, base: int, views: Sequence[int]) -> bool:
+        """Whether a view is all of a tensor, as it lies in memory: then the tape takes it for the tensor itself."""
+        alike = ((self.shapes[n], self.strides[n]) == (self.shapes[base], self.strides[base]) for n in views)
+        return own.name != "as_strided" and all(alike)
 
     def _is_reached(self, number: int) -> bool:
         return number in self.reached or self.owners.get(number) in self.reached
