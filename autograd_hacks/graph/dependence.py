@@ -60,6 +60,10 @@ def read_values(
     except Unshown as error:
         error.at = reading.at
         raise
+    except Exception as error:  # a law lacks a case, so it shows nothing
+        unshown = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
+        unshown.at = reading.at
+        raise unshown from error
 
 
 @dataclass
@@ -302,12 +306,12 @@ class _Reading:
             if label is None or (self.axes is not None and self.axes[n] is None):
                 continue
             if not is_owned(label):
-                if self.axes is None and not prod(shape[:]) > 1:
+                if self.axes is None and not prod(shape) > 1:
                     continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
                 raise Unshown(f"an argument of shape {shape} reaches several samples{where}")
             if self.axes is not None:
-                at = self.axes[n] % len(shape)  # type: ignore[operator]
+                at = self.axes[n] % len(shape)  # type: ignore[operator]  # it isn't None, as was seen above
                 right = entries(At(at), shape, self.samples)
                 own = entries(label, shape, self.samples, "cpu")
                 if bool(((own != right) & (own >= 0)).any()):
