@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import log, prod, sqrt
 from typing import Any
 
-from autograd_hacks.graph.axes import axis
+from autograd_hacks.graph.axes import AXES, axis
 from autograd_hacks.graph.label import Links, Shape
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import MASKS, OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
@@ -21,6 +21,8 @@ from autograd_hacks.probe.tape import FRESH, Site, Tape
 
 _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatten".split())  # noqa: SIM905 a list of words to be read
 _TAKING = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
+NUMBER = "a number"
+"""The kind of a number that an operation gets."""
 _ALONG = "dim dims dimension".split()  # noqa: SIM905
 
 
@@ -38,7 +40,7 @@ def is_ragged(tape: Tape) -> bool:
 def numbers(tape: Tape) -> set[Site]:
     """The numbers among operations' arguments, without sizes and axes."""
     found: set[Site] = {
-        ("a number", x.item()) for n, x in tape.values.items() if tape.sources[n].kind == FRESH and x.numel() == 1
+        (NUMBER, x.item()) for n, x in tape.values.items() if tape.sources[n].kind == FRESH and x.numel() == 1
     }
     for entry in tape.entries:
         for a, x in zip(entry.func._schema.arguments, entry.args):
@@ -48,8 +50,8 @@ def numbers(tape: Tape) -> set[Site]:
                 and "arange" not in entry.func._schema.name
                 and not (a.has_default_value() and a.default_value == x)
             ):
-                found.add(("a number", x))
-        found |= {("a number", x) for _, x in entry.kwargs or () if type(x) is float}
+                found.add((NUMBER, x))
+        found |= {(NUMBER, x) for _, x in entry.kwargs or () if type(x) is float}
     return found
 
 
@@ -125,7 +127,7 @@ class Places:
             return {e + (name == "stack" and e >= d) for axes in own for e in axes}
         if name in _RESHAPING:
             return self._reshaped(own[0], step.ins[0] or (), out)
-        if name in MOVES and (name not in ("native_group_norm",) and "convolution" not in name):
+        if name in MOVES and name not in AXES:
             return self._moved(step, own[0], out)
         links = step.links(o)
         if links is None:
@@ -166,15 +168,16 @@ class Places:
         if name == "embedding":
             self._check_index(ins[1], 0 in own[0], step.ins[0] or (), 0)
             return set(own[1])
-        by = Indexed(step.values, step.ins[0] or ())
-        for n, d in zip(ins[1:], [d for d, x in enumerate(step.values) if x is not None]):
-            self._check_index(n, d in own[0], step.ins[0] or (), d)
-        found = {by.place_of(d) for d in own[0] if d not in by.dims}
-        given = [x for x in step.values if x is not None]
-        for x, axes in zip(given, own[1:]):
-            if x.dtype in MASKS:
+        by, d = Indexed(step.values, step.ins[0] or ()), 0
+        found = {by.place_of(e) for e in own[0] if e not in by.dims}
+        for n, x, axes in zip(ins[1:], step.values, own[1:]):
+            is_mask = x is not None and x.dtype in MASKS
+            if x is not None and not is_mask:
+                self._check_index(n, d in own[0], step.ins[0] or (), d)
+                found |= {by.start + by.axes - x.ndim + e for e in axes}
+            if is_mask:
                 found.add(by.start)
-            found |= {by.start + by.axes - x.ndim + d for d in axes}
+            d += x.ndim if is_mask else 1
         return found
 
     def _check_index(self, index: int | None, is_loose: bool, shape: Shape, d: int) -> None:

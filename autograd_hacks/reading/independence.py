@@ -21,7 +21,7 @@ from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
 from autograd_hacks.graph.dependence import read_values
 from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
-from autograd_hacks.graph.places import is_ragged, look_like_sizes, numbers
+from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_of
@@ -147,7 +147,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
         return
     # Where laws show all but what follows from values that Python reads, gradients are apart, and two runs change these.
     kinds, with_rows = {site[0] for site in told.open_sites}, 2  # rows take a backward pass: compared in two runs
-    if kinds and OF_FUNCTIONS not in kinds:
+    if kinds and kinds <= {READ_BY_PYTHON, NUMBER}:  # and not hooks or functions, which change gradients
         with_rows = 0
     half = torch.arange(samples, device="cpu") % 2 == 0
     every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
