@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import AXES, axis, broadcast
+from autograd_hacks.graph.axes import AXES, Axes, axis, broadcast
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
@@ -139,17 +139,13 @@ class Step:
         """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
-        if self.name in ENTRYWISE or (self.name in OVERWRITING and self.name not in AXES):
-            return [broadcast(self.outs[o] or (), own) for own in self.ins]
         if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
             return self._of_loss(o)
-        entry = AXES.get(self.name)
-        if entry is None:
+        entry = AXES.get(self.name, Axes() if self.name in ENTRYWISE | OVERWRITING else None)
+        if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             return None
         if entry.rule is None:
             return [broadcast(self.outs[o] or (), own) for own in self.ins]
-        if self.name == "_grouped_mm" and len(self.ins) > 2:
-            return None
         return entry.rule(o, self.outs, self.ins, **self._numbers(entry.reads))
 
     def _of_loss(self, o: int) -> list[Links]:
@@ -329,13 +325,8 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
         raise Unshown
     rows = torch.repeat_interleave(step.values)
     at = entries(label, (len(rows),), samples, rows.device).expand(len(rows))
-    return [_by_segment(at, rows, len(step.values))]
-
-
-def _by_segment(at: Tensor, rows: Tensor, count: int) -> Label:
-    """The label of segments, from those of their entries; MIXED if one has entries of several samples."""
-    found = torch.full((count,), NOBODY, dtype=at.dtype, device=at.device).scatter_reduce_(0, rows, at, "amax")
-    return MIXED if bool(((found[rows] != at) & (at >= 0)).any()) else Entries(found)
+    found = scattered(at, rows, len(step.values))
+    return [MIXED if found is None else Entries(found)]
 
 
 @_law("_embedding_bag _embedding_bag_forward_only")

@@ -14,6 +14,7 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks import private
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
+from autograd_hacks.graph import tape_laws
 from autograd_hacks.reading import independence
 
 SIZES, WIDTH = (7, 5, 6, 8), 4
@@ -65,10 +66,6 @@ def softmax_of_neighbours(h: Tensor, e: Tensor) -> Tensor:
     return a / h.new_zeros(len(h)).index_add(0, e[1], a)[e[1]]
 
 
-def with_own(h: Tensor, e: Tensor) -> Tensor:
-    return torch.cat([e, torch.arange(len(h)).expand(2, -1)], 1)
-
-
 def by_degree(h: Tensor, e: Tensor) -> Tensor:
     root = h.new_zeros(len(h)).scatter_add(0, e[1], h.new_ones(e.shape[1])).clamp(min=1).rsqrt()
     return root[e[0]] * root[e[1]]
@@ -79,7 +76,9 @@ APART: dict[str, Callable[..., Tensor]] = {
     "means of neighbours": lambda m, h, e, g, n: mean_of(h + passed(h, e).relu(), g, n),
     "neighbours by degree": lambda m, h, e, g, n: mean_of(passed(h, e, by_degree(h, e)), g, n),
     "attention to neighbours": lambda m, h, e, g, n: mean_of(passed(h, e, softmax_of_neighbours(h, e)), g, n),
-    "a node among its neighbours": lambda m, h, e, g, n: mean_of(passed(h, with_own(h, e)), g, n),
+    "a node among its neighbours": lambda m, h, e, g, n: mean_of(
+        passed(h, torch.cat([e, torch.arange(len(h)).expand(2, -1)], 1)), g, n
+    ),
     "the largest": lambda m, h, e, g, n: h.new_full((n, WIDTH), -1e9).scatter_reduce(0, g[:, None].expand(-1, 4), h, "amax"),
     "a norm of each graph": lambda m, h, e, g, n: mean_of((h - mean_of(h, g, n)[g]).square(), g, n),
     "a norm of nodes": lambda m, h, e, g, n: mean_of(F.layer_norm(h, (WIDTH,)), g, n),
@@ -97,6 +96,7 @@ MIXED: dict[str, Callable[..., Tensor]] = {
     "places between 0 and 1": lambda m, h, e, g, n: pooled(h * torch.linspace(0, 1, len(h))[:, None], g, n),
     "the first node for all": lambda m, h, e, g, n: pooled(h + h.detach()[0], g, n),
     "given nodes": lambda m, h, e, g, n: pooled(h, g, n) + h.detach()[torch.tensor([0, 7, 12, 18])],
+    "given nodes along axis 1": lambda m, h, e, g, n: pooled(h, g, n) + h.detach().T[:, torch.tensor([0, 7, 12, 18])].T,
     "graphs in another order": lambda m, h, e, g, n: pooled(h, n - 1 - g, n),
     "what an index points to": lambda m, h, e, g, n: pooled(h, g, n) + pooled(e[0, :, None] * h.new_ones(4), g[e[0]], n),
     "statistics of the batch": lambda m, h, e, g, n: pooled(h * F.batch_norm(h.detach(), None, None, training=True), g, n),
@@ -291,3 +291,9 @@ def test_what_laws_show_is_independent_in_value(names: list[str], seed: int) -> 
     with torch.no_grad():
         is_same = torch.equal(model(x)[:3], model(other)[:3])
     assert is_same or found != [True]
+
+
+def test_a_law_that_fails_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tape_laws._BY_VALUES, "gather", lambda *_: {}["a case that is lacking"])
+    found, _ = shown([lambda h: h.gather(1, h.argsort(1))])
+    assert found == [False]
