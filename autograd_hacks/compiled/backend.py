@@ -293,7 +293,7 @@ class _Compilation:
         full = graph if self.full is None else self.full
         try:
             compiled = self._compiled(full, inputs, is_backward=True)
-        except Exception as error:
+        except Exception as error:  # torch's compiler raises anything
             self.backend.failed = error
             raise
         count = len(self.results)

@@ -86,7 +86,7 @@ def _links(rule: Rule, step: Step) -> Sequence[Sequence[Links]]:
     places = [k for k, own in enumerate(step.ins) if own is not None]
     for k, x in zip(places, given):
         for d in range(len(step.ins[k] or ())):
-            labels = Labels(step.ins[k][d], {x: At(d)})  # type: ignore[index]
+            labels = Labels(step.ins[k][d], {x: At(d)})  # type: ignore[index]  # it has a shape
             try:
                 found = rule(labels, node, *node.kwargs.values())
             except PerSampleGradientError:  # samples mix
