@@ -20,16 +20,24 @@ from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
-EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
-"""The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
+EXECUTED, SKIPPED, CAPTURED, NOT_REACHED = "executed", "skipped", "captured", ""
+"""The cases of a backward pass at a parameter's node.  SKIPPED: it would be executed, but ordinary gradients are off.
+CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
 
 
+ASKED: dict[int, Any] = {}
+"""By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
+
+
 def reach_of(node: Node) -> str:
-    """The case of the running backward pass at a parameter's node: EXECUTED, CAPTURED or NOT_REACHED."""
+    """The case of the running backward pass at a parameter's node."""
+    asked = ASKED.get(current_task())
+    if asked is not None and node in asked.skipped:
+        return SKIPPED
     try:
         return EXECUTED if will_execute(node) else NOT_REACHED
     except RuntimeError as error:
@@ -68,6 +76,10 @@ class AtOutput:
     @property
     def is_over(self) -> bool:
         return self.call is None
+
+    @property
+    def whose(self) -> LayerCall | None:
+        return self.call
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         call, grad = self.call, grads[self.number]
@@ -127,6 +139,10 @@ class AtNode:
 
     def __init__(self, use: NodeUse, receiver: Any) -> None:
         self.receiver, self.use = receiver, use
+
+    @property
+    def whose(self) -> NodeUse:
+        return self.use
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, self)

@@ -12,9 +12,9 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, EXECUTED, AtNode, AtOutput, AtParameter, may_skip, reach_of
+from autograd_hacks.capture.arrivals import ANNOUNCED, ASKED, CAPTURED, AtNode, AtOutput, AtParameter, may_skip, reach_of
 from autograd_hacks.capture.calls import LayerCall
-from autograd_hacks.capture.records import NO_GRAD, Inner, Pass, Record, Usual
+from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Usual
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use, Within
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
@@ -53,7 +53,8 @@ class Backward:
         self._left: tuple[str, int, tuple[int, int] | None] | None = None
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
-        self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
+        # What forwards have in their graphs, if passes need not compute their parameters' gradients: see `capture/lean.py`.
+        self.met: weakref.WeakKeyDictionary[Within, Any] = weakref.WeakKeyDictionary()
         self._usual: Usual | None = None  # what is known of the running pass
         self._newest = 0  # the highest task so far
 
@@ -71,7 +72,7 @@ class Backward:
     def aside(self) -> Iterator[None]:
         """A context for other passes, which leaves this object unchanged."""
         with kept(self):
-            self.running, self._left, self.called, self.inner = None, None, set(), None
+            self.running, self._left, self.called = None, None, set()
             yield
 
     @contextmanager
@@ -123,9 +124,22 @@ class Backward:
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
                 self.running.refused = WITHIN
             self._newest = max(task, self._newest)
+            if (asked := ASKED.get(task)) is not None:
+                self._skip(self.running, asked)
             self.record.superseded, self.record.superseded_unseen = [], {}
             call_at_end(partial(self._finish, self.running))
         return self.running
+
+    def _skip(self, running: Pass, asked: Any) -> None:
+        """Notes the parameters at which no gradient will arrive."""
+        record, left = self.record, self._left
+        for parameter in [leaf.variable for leaf in asked.skipped]:
+            if (name := record.names.get(parameter)) is not None:
+                running.skipped.add(name)
+                if left is not None and left[:2] == (name, id(parameter)):
+                    running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
+        if record.on_arrival is not None:
+            running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
         ended.finished, ended.made, self._usual = True, {}, None
@@ -140,11 +154,6 @@ class Backward:
         states = ((name, id(p), self.record.state_of_grad(name, p)) for name, p in leaves)
         left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
-
-    def inner_now(self) -> Inner | None:
-        """The inner pass, unless a hook of the user runs a pass of its own within it."""
-        inner = self.inner
-        return inner if inner is not None and current_task() in (inner.task, inner.own) else None
 
     def take(self, call: LayerCall, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
@@ -166,9 +175,9 @@ class Backward:
     def _usual_in(self, within: Within) -> Pass | None:
         """The running pass, if it is a usual one through a forward."""
         usual = self._begun(within) if self._usual is None else self._usual
-        if usual is None or within is not usual.within or self.inner is not usual.inner:  # an inner one may have ended
+        if usual is None or within is not usual.within or current_task() != usual.current.task:
             return None
-        if current_task() not in usual.tasks or self.record.segments is not usual.segments or not self.hears():
+        if self.record.segments is not usual.segments or not self.hears():
             return None
         return usual.current
 
@@ -181,33 +190,24 @@ class Backward:
             return None
         if not (self.hears() and self._is_usual(within)):
             return None
-        inner = self.inner_now()
-        current = self._entered(current_task() if inner is None else inner.task)
+        current = self._entered(current_task())
         if not current.is_hess:
             self.record.file(current, within.forward)
-            self._usual, self.answered = self._usual_of(current, within), True
+            self._usual, self.answered = Usual(current, within, self.record.segments), True
         return self._usual
 
     def _is_usual(self, within: Within) -> bool:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
-        inner = self.inner_now()
-        if within.calls is None or self.record.on_arrival is not None:
+        if within.calls is None or self.record.on_arrival is not None or keeps_graph():
             return False
-        if keeps_graph() if inner is None else inner.keeps:
-            return False
-        if inner is not None:
-            return len(inner.ways) == len(within.leaves) and set(inner.ways.values()) == {EXECUTED}
+        if (asked := ASKED.get(current_task())) is not None:
+            return asked.skipped.issuperset(within.leaves.values())
         if not self.wants_grad:
             return False
         try:
             return all(map(will_execute, within.leaves.values()))
         except RuntimeError:  # torch.autograd.grad takes some
             return False
-
-    def _usual_of(self, current: Pass, within: Within) -> Usual:
-        inner = self.inner_now()
-        tasks = (current.task,) if inner is None else (inner.task, inner.own)
-        return Usual(current, tasks, inner, within, self.record.segments)
 
     def _entered(self, task: int) -> Pass:
         """The pass of a task, after one that has failed."""
@@ -224,11 +224,6 @@ class Backward:
         for g in grads:
             if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
                 return
-        inner = self.inner_now()
-        if inner is not None:
-            if (use, slot) in inner.filed:
-                return
-            inner.filed.add((use, slot))
         makes_graph = torch.is_grad_enabled()
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
@@ -241,10 +236,11 @@ class Backward:
         received = self._note(use, slot, grads, hook, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
             received.keep(self._taken(use, node, grads, received.reached))
-        if inner is not None and self.record.on_arrival is not None:
-            for edge in use.edges.values():
-                inner.left[edge.name] -= 1
-                if not inner.left[edge.name] and edge.name not in inner.arriving:
+        running = self.running
+        for edge in use.edges.values() if running is not None and running.left else ():
+            if running is not None and edge.name in running.left:
+                running.left[edge.name] -= 1
+                if not running.left[edge.name]:
                     self.reached(edge.name, None)
         self.is_silent = runs_modules
 
@@ -277,13 +273,12 @@ class Backward:
             if current is not None:
                 return current, use.edges
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
-        inner, edges = self.inner_now(), use.edges
-        found = ((local, reach_of(e.node) if inner is None else inner.ways.get(e.name)) for local, e in edges.items())
+        found = ((local, reach_of(edge.node)) for local, edge in use.edges.items())
         ways = {local: way for local, way in found if way}
         if not ways:
             return None
-        task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
-        if captures and use.is_own and inner is None:
+        task, captures = current_task(), CAPTURED in ways.values()
+        if captures and use.is_own:
             self.check_captured([use.edges[local].parameter for local, way in ways.items() if way == CAPTURED])
         # If checkpointing makes the call again inside a pass, the call belongs to that pass, whatever task its gradient has.
         outer = None if use.recomputed_in is None else use.recomputed_in()
@@ -296,8 +291,6 @@ class Backward:
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self.record.file(current, use.within.forward)
-        if inner is None and self.wants_grad is False:
-            current.brought.update(edges[local].name for local in ways)
         return current, ways
 
     def _note(
@@ -313,7 +306,6 @@ class Backward:
         for number, grad in enumerate(grads, slot):
             if grad is not None:
                 grad = grad.detach() if live is None and not makes_graph and grad.requires_grad else grad
-                # A graph made by an inner pass may bring a part of the gradient around that pass, into the same use.
                 received.at[number] = grad = grad if (before := received.at[number]) is None else before + grad
                 received.versions[number] = version_of(grad)
         received.live = live or received.live
@@ -323,7 +315,7 @@ class Backward:
                 current.calls_of.setdefault(use.edges[local].name, []).append(use)
         if is_first:
             is_more = current.captures or makes_graph or current.is_hess or not self._is_usual(use.within)
-            self._usual = None if is_more else self._usual_of(current, use.within)
+            self._usual = None if is_more else Usual(current, use.within, self.record.segments)
         self.answered = True
         return received
 
@@ -360,11 +352,9 @@ class Backward:
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
         if running is not None and grad is not None and (uses or is_usual) and not (is_known or name in running.beside):
             running.note_along(name, grad)
-        is_around = running is not None and name in running.skipped and name not in running.brought
         if running is not None and (is_left or not self.wants_grad):
             own = not running.captures and (is_usual or any(use.is_own for use in uses))
-        if record.on_arrival is not None and not (is_around and self.inner is None):
-            self.reached(name, grad)
+        self.reached(name, grad)
         if running is not None and own and left is not None and is_left:
             running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
         if grad is None:
@@ -372,12 +362,10 @@ class Backward:
         if running is None or not (uses or is_usual):
             record.unseen[name] = record.forwards
             return
-        if not running.captures and self.inner is None:
+        if not running.captures:
             running.fills_grad |= self.wants_grad or not own
             if own and not self.wants_grad and parameter in record.names:
                 self._keeps[name], parameter.grad = parameter.grad, None
-            if is_around:
-                record.unseen[name] = record.forwards
 
     def accumulated(self, parameter: Tensor) -> None:
         """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
@@ -400,14 +388,9 @@ class Backward:
 
     def reached(self, name: str, grad: Tensor | None) -> None:
         """Passes a parameter to the function that reads its rows while the pass runs."""
-        record, running, inner = self.record, self.running, self.inner
-        if record.on_arrival is None or running is None:
-            return
-        if name in running.taken and (inner is not None or grad is None):  # already done at its last use
-            return
-        if inner is not None:
-            running.taken.add(name)
-        record.on_arrival(running, name, grad)
+        record, running = self.record, self.running
+        if record.on_arrival is not None and running is not None:
+            record.on_arrival(running, name, grad)
 
 
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:

@@ -50,7 +50,7 @@ class Ran:
     count: int = maxsize  # how many of the outputs are returned
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
     hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
-    ends_of_passes: list[Any] = field(default_factory=list)  # see `capture/lean.py`; shared by forwards with equal graphs
+    takers: list[list[int]] = field(default_factory=list)  # see `capture/lean.py`; shared by forwards with equal graphs
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:

@@ -14,13 +14,13 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.bypasses import watch_outputs
 from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
 from autograd_hacks.capture.kinds import Kinds, Known, Told
-from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
@@ -40,6 +40,7 @@ from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
     SIMPLE,
+    ByTensor,
     Tree,
     made_by,
     modules_of,
@@ -86,6 +87,7 @@ class Recorder:
         self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
         self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
+        self._kept = ByTensor[bool]()  # the tensors with a graph that modules kept when a forward had ended
 
     @property
     def settings(self) -> Settings:
@@ -101,6 +103,7 @@ class Recorder:
         self.backward.attached = True
         if not self.backward.wants_grad:
             self.backward.watch_behind()
+            lean.attach(self.backward)
             _HEARING.add(self)
             hear()
 
@@ -127,6 +130,7 @@ class Recorder:
         self.backward.detach()
         self.record.clear()
         self.pool.clear()
+        lean.detach(self.backward)
         _HEARING.discard(self)
         hear()
 
@@ -187,31 +191,35 @@ class Recorder:
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
-        self._ends = made_by(tensors_in(args, kwargs))
+        # What modules have kept since earlier forwards is given to this one, too.
+        self._ends = made_by([*tensors_in(args, kwargs), *self._kept.keys()])
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
         self.forward.look(known.told, known.samples)
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
-    def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
-        """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
+    def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
+        """Called when a forward has ended.  output: None if it has failed"""
         if self.tape is not None and (not path or self.forward.running == path):
             self.tape.stop()
         if not Switch.on() or self.forward.running != path:
-            return None
+            return
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
             place_by_sizes(noted, self.forward.within.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
-            return None
+            return
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         returned_count = len(outputs)
         modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(self.tree, outputs, self._began)
+            kept = _kept_by(self.tree, outputs, self._began)
+            outputs += kept
+            for x in kept:
+                self._kept[x] = True
         trained = partial(self._trained, parameters, path)
         given, within = (args, kwargs), self.forward.within
         ran = Ran(modules, trained, given, outputs, within, noted, self._ends, returned=output, count=returned_count)
@@ -219,10 +227,9 @@ class Recorder:
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)
         with plainly_saved():
-            returned = self._end(path, model, ran, output)
+            self._end(path, model, ran)
         self.batch = self.marks = None  # they hold the arguments
         self.backward.hooks_before, self._users_hooks = count(), []
-        return returned
 
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
@@ -241,7 +248,7 @@ class Recorder:
         watch(of, self._users_hooks, labels, samples)
         self.backward.watch_more = lambda first: watch_late(of, since(first), labels, samples)
 
-    def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
+    def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         known, self._known = self._known, None
         # Known by now.  No graph shows what reentrant checkpoints use.
         is_read = known is not None and known.told is self.kinds.static and not ran.is_covered
@@ -264,19 +271,15 @@ class Recorder:
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         ran.attach(partial(self._edge, ran), self.backward, again)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
-        is_lean = not (self.backward.wants_grad or told.returns_parameters) and may_stand_behind(told.kind, ran)
-        is_hooked = bool(self._users_hooks)
-        returned, outputs = None, ran.outputs
-        if is_lean:
-            returned, outputs = without_grad(self.backward, told.kind, ran, output, is_hooked)
+        if not (self.backward.wants_grad or told.returns_parameters or self._users_hooks):
+            lean.meet(self.backward, ran)
         layouts = _layouts(model, told, ran)
-        for x, layout in zip(outputs, layouts[: ran.count]):
+        for x, layout in zip(ran.outputs, layouts[: ran.count]):
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):
                 mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
         self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
-        return returned
 
     def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> None:
         """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read"""

@@ -23,7 +23,6 @@ from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.switch import NO_TASK
 from autograd_hacks.support.trees import ByTensor, plain, version_of
 
 NO_GRAD = 0, 0
@@ -70,10 +69,8 @@ class Pass:
     made: dict[str | int, Tensor | None] = field(default_factory=dict)
     # Of other gradients that arrived at parameters, what they are along directions, until rows are compared with it.
     along: dict[str, list[Tensor]] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
-    # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
-    skipped: set[str] = field(default_factory=set)
-    brought: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)  # parameters whose gradients the engine doesn't compute
+    left: dict[str, int] = field(default_factory=dict)  # of those, how many gradients are still to come to their uses
     beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
@@ -230,27 +227,12 @@ class Segment:
         return any(hook is not None and not hook.is_over for hook in hooks)
 
 
-@dataclass
-class Inner:
-    """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
-
-    task: int  # of the outer pass
-    keeps: bool  # whether it keeps its graph
-    ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
-    left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
-    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
-    filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
-    own: int = NO_TASK  # its own task
-
-
 class Usual(NamedTuple):
     """A pass through one forward that reaches all of its parameters, frees its graph and does nothing else.
 
     Of what comes to the forward's usual calls nothing is left to decide, so it is filed at once."""
 
     current: Pass
-    tasks: tuple[int, ...]  # its own, and that of a pass inside it
-    inner: Inner | None
     within: Within  # the forward
     segments: Sequence[Segment]  # the record's, as they were
 

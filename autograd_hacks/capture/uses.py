@@ -41,7 +41,7 @@ class Within:
     forward: the forward's number    told: what was read of it    samples: N, if its own arguments or outputs show it
     """
 
-    __slots__ = ("calls", "documents", "forward", "leaves", "plain", "refused", "samples", "told")
+    __slots__ = ("__weakref__", "calls", "documents", "forward", "leaves", "plain", "refused", "samples", "told")
 
     def __init__(self, forward: int, told: Told, samples: int | None) -> None:
         self.forward, self.told, self.samples = forward, told, samples

@@ -54,7 +54,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     links: see `Reader.links`; None as long as nobody has looked for them
-    ends_of_passes: see `Ran`
+    takers: see `Ran`
     planned: what follows from the graph about uses, by node; None as long as nobody has looked
     """
 
@@ -68,7 +68,7 @@ class Read:
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] | None = None
-    ends_of_passes: list[Any] = field(default_factory=list)
+    takers: list[list[int]] = field(default_factory=list)
     planned: dict[int, Planned] | None = None
 
     @cached_property
@@ -331,7 +331,7 @@ class Reader:
     def follow(self, found: Read) -> None:
         """Writes what was found into this forward."""
         nodes, ran, within, names = self.trace.nodes, self.ran, self.ran.within, self.ran.leaves
-        within.samples, ran.trace, ran.ends_of_passes = self.samples, self.trace, found.ends_of_passes
+        within.samples, ran.trace, ran.takers = self.samples, self.trace, found.takers
         within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.calls = found.calls

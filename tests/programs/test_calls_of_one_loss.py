@@ -1,0 +1,175 @@
+"""Losses of several calls of one model, whose graphs lead into each other: by arguments, and by what modules keep."""
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import Rows, assert_rows, joined, squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+Program = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Layers, and a state that calls keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unhooked = [nn.Linear(4, 8).double()]
+        self.state: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def forward(self, *xs: Tensor, what: str) -> Tensor | tuple[Tensor, Tensor]:
+        if what == "encode":
+            return self.first(xs[0]).tanh()
+        if what == "two":
+            h = self.first(xs[0]).tanh()
+            return self.second(h), h
+        if what == "decode":
+            return self.last(sum(x * (k + 1) for k, x in enumerate(xs)).tanh())
+        if what == "spike":
+            h = self.first(xs[0])
+            self.state = h if self.state is None else 0.5 * self.state + h
+            return self.last(self.state.tanh())
+        self.seen.append(self.first(xs[0]))  # a cache of keys
+        keys = torch.stack(self.seen, 1)
+        scores = (self.second(xs[0])[:, None] * keys).sum(2).softmax(1)
+        return self.last((scores[:, :, None] * keys).sum(1))
+
+
+def one_node(net: Net, x: Tensor) -> Tensor:
+    """Both arguments are outputs of one node."""
+    h = net(x, what="encode").repeat(1, 2)
+    return squares(net(*h.chunk(2, 1), what="decode"))
+
+
+def unhooked(net: Net, x: Tensor) -> Tensor:
+    return squares(net(*net.unhooked[0](x).chunk(2, 1), what="decode"))
+
+
+def one_of_another(net: Net, x: Tensor) -> Tensor:
+    z = net(x, what="encode")
+    return squares(net(z, z.tanh() * z.sum(1, keepdim=True), what="decode"))
+
+
+def views(net: Net, x: Tensor) -> Tensor:
+    return squares(net(x, what="encode") - net(x + 1, what="encode").cos())
+
+
+def cycle(net: Net, x: Tensor) -> Tensor:
+    z = net(x, what="encode").tanh()
+    y = net(z, what="decode")
+    return squares(y - x) + squares(net(y, what="encode") - z)
+
+
+def spikes(net: Net, x: Tensor) -> Tensor:
+    net.state = None
+    return squares(sum(net(x * t, what="spike") for t in (1, 2, 3)))
+
+
+def cached(net: Net, x: Tensor) -> Tensor:
+    net.seen = []
+    return sum((squares(net(x + t, what="attend")) for t in range(3)), x.new_zeros(len(x)))
+
+
+def two_kinds(net: Net, x: Tensor) -> Tensor:
+    net.state = None
+    return squares(net(x, what="spike")) + net(x, what="encode").sum(1)
+
+
+PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, cached, two_kinds)}
+
+
+def rows_of(net: Net, program: Program, x: Tensor) -> Rows:
+    """Each sample alone through a copy without hooks."""
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in net.named_parameters()}
+    for n in range(len(x)):
+        alone = Net().double()
+        alone.load_state_dict(net.state_dict())
+        alone.unhooked = net.unhooked
+        grads = torch.autograd.grad(program(alone, x[n : n + 1]).sum(), [*alone.parameters()], allow_unused=True)
+        for (name, p), g in zip(alone.named_parameters(), grads):
+            found[name].append(torch.zeros_like(p) if g is None else g)
+    return {name: torch.stack(own) if any(g.any() for g in own) else None for name, own in found.items()}
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rows_and_sums_while_the_pass_runs(name: str, param_grad: bool) -> None:
+    program, net, twin = PROGRAMS[name], Net().double(), copy.deepcopy(nn.Linear(4, 8).double())
+    twin.load_state_dict(net.unhooked[0].state_dict())
+    with autograd_hacks.add_hooks(net, param_grad=param_grad):
+        for step, samples in enumerate((3, 3, 1, 4, 4, 4)):
+            x = torch.randn(samples, 4, dtype=torch.float64)
+            net.unhooked[0].zero_grad()
+            with autograd_hacks.pause_hooks():
+                rows = rows_of(net, program, x)
+            if step % 2:
+                w = torch.rand(samples, dtype=torch.float64)
+                with autograd_hacks.during_backward(net, "norms", weights=w) as found:
+                    autograd_hacks.backward(program(net, x))
+                assert_close(found.norms, joined(rows).norm(dim=1))
+                for key, p in net.named_parameters():
+                    own = rows[key]
+                    assert_close(p.grad, None if own is None else torch.tensordot(w, own, 1))
+            else:
+                autograd_hacks.backward(program(net, x))
+                autograd_hacks.compute_grad1(net)
+                assert_rows(net, rows)
+            if name == "unhooked":
+                twin.zero_grad()
+                state = Net().double()
+                state.load_state_dict(net.state_dict())
+                state.unhooked = [twin]
+                program(state, x).mean().backward()
+                assert_close(net.unhooked[0].weight.grad, twin.weight.grad)
+
+
+def test_gradients_of_an_output_at_another() -> None:
+    """Outputs stay functions of each other, as saliency maps and gradients that are kept need it."""
+    net, found = Net().double(), list[Tensor]()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for param_grad in (True, False):
+        with autograd_hacks.add_hooks(net, param_grad=param_grad):
+            for _ in range(3):
+                out, h = net(x, what="two")
+                h.retain_grad()
+                found += torch.autograd.grad(out.sum(), h, retain_graph=True)
+                squares(out).sum().backward()
+                found.append(h.grad)
+    for mine, later in pairwise(found[::2]):
+        assert_close(mine, later)
+    for mine, later in pairwise(found[1::2]):
+        assert_close(mine, later)
+
+
+def test_other_ways_to_begin_a_pass() -> None:
+    """Whatever begins a pass, ``.grad`` stays, and torch's own function is back after the hooks."""
+    net, x, plain = Net().double(), torch.randn(3, 4, dtype=torch.float64), torch.autograd.backward
+    with autograd_hacks.add_hooks(net, param_grad=False):
+        for begin in (
+            lambda loss: loss.backward(),
+            lambda loss: plain(loss),
+            lambda loss: plain([loss], retain_graph=True),
+        ) * 2:
+            losses = views(net, x)
+            begin(losses.mean())
+            assert all(p.grad is None for p in net.parameters())
+            autograd_hacks.compute_grad1(net, loss_type="mean")
+            with autograd_hacks.pause_hooks():
+                assert_rows(net, rows_of(net, views, x))
+        g = torch.randn(3, 4, dtype=torch.float64)
+        for _ in range(3):  # the root is a use's node
+            net(x, what="decode").backward(g)
+            autograd_hacks.compute_grad1(net, loss_type="sum")
+            with autograd_hacks.pause_hooks():
+                found = torch.autograd.grad(net(x, what="decode"), net.last.weight, g)
+            assert_close(net.last.weight.grad1.sum(0), *found)
+    assert torch.autograd.backward is plain
