@@ -229,11 +229,11 @@ def _by_entry(
     return found
 
 
-def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool) -> Law:
+def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool, keeps_zeros: bool = False) -> Law:
     """The labels of a node's inputs, by asking it.  Raises Deferred."""
     if is_recomputed(node) and not may_recompute:
         raise Deferred
     try:
-        return Law(probed(node, labels, samples), was_asked=True)
+        return Law(probed(node, labels, samples, keeps_zeros), was_asked=True)
     except CannotAsk as error:
         return Law([None if ahead is None else MIXED for ahead, _ in node.next_functions], was_asked=True, why=str(error))

@@ -39,12 +39,15 @@ class CannotAsk(Exception):
     """A node can't be called by itself."""
 
 
-def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
-    """The labels at a node's inputs, from owned labels at its outputs.  Raises CannotAsk."""
+def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = False) -> list[Label]:
+    """The labels at a node's inputs, from owned labels at its outputs.  Raises CannotAsk.
+
+    keeps_zeros: whether entries that get nothing today have no owner, also where all others are in an output's order
+    """
     if node.name() == CHECKPOINT:
         raise CannotAsk("a reentrant checkpoint runs the forward again")
     if current_task() != NO_TASK:  # there, nodes compute only what the running pass needs
-        return outside_passes(partial(probed, node, outs, samples))
+        return outside_passes(partial(probed, node, outs, samples, keeps_zeros))
     metadata = made(node)
     if node.name() in COPIES and len(outs) == 1 and (copied := _copied(node, metadata[0], outs[0], samples)) is not None:
         return copied
@@ -73,7 +76,8 @@ def probed(node: Any, outs: Sequence[Label], samples: int) -> list[Label]:
         if ahead is None or not (_adds_up(whole[place], of_place[:2]) and _adds_up(more[place], [whole[place]] * 4)):
             found.append(None if ahead is None else MIXED)
         else:
-            found.append(_owners(of_place, samples, dict(zip((tuple(like.shape) for like in metadata), outs))))
+            in_order = {} if keeps_zeros else dict(zip((tuple(like.shape) for like in metadata), outs))
+            found.append(_owners(of_place, samples, in_order))
     return found
 
 

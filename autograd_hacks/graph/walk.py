@@ -27,6 +27,8 @@ from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
 
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
+ORDERS, ZEROS = "orders", "zeros"
+"""What nodes with saved values are asked for: where the samples are; also which entries get nothing."""
 
 
 class Meeting(NamedTuple):
@@ -104,14 +106,14 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     """Labels all gradients behind the roots, and finds the uses.
 
     Rules don't see what values hide, such as the branch that a ``where`` doesn't take.  So if samples seem to mix, the nodes
-    with saved values are asked before it is said.
+    with saved values are asked before it is said; and then also which entries get nothing, as behind a mask of blocks.
 
     roots: labels of the trace's roots, by their number
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     """
-    walk = _walked(trace, roots, samples, memory, settled, exact=False)
-    if walk.mixes:
-        again = _walked(trace, roots, samples, memory, settled, exact=True)
+    walk = _walked(trace, roots, samples, memory, settled)
+    for exact in (ORDERS, ZEROS) if walk.mixes else ():
+        again = _walked(trace, roots, samples, memory, settled, exact)
         if not again.mixes:
             again.by_values = True
             return again
@@ -119,7 +121,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
 
 
 def _walked(
-    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: bool
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: str = ""
 ) -> Walk:
     walk = Walk([[None] * len(own) for own in trace.shapes])
     if samples == 0:
@@ -156,11 +158,11 @@ def _walked(
         ahead, like = edges[k], None
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         alone = [edge is not None and own[edge[0]] for edge in ahead]
-        is_asked = exact and has_owners and (kind.has_operands or kind.law is not None)
-        if not (is_asked or Entries in there):
+        asks = exact if has_owners and (kind.has_operands or kind.law is not None) else ""
+        if not (asks or Entries in there):
             like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
         try:
-            law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, is_asked)
+            law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, asks)
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
@@ -200,7 +202,7 @@ def _walked(
 
 def _answer(
     trace: Trace, k: int, outs: Sequence[Label], ins: Sequence[Any], alone: Sequence[bool], samples: int,
-    may_recompute: bool, is_asked: bool,
+    may_recompute: bool, asks: str,
 ) -> Law:  # fmt: skip
     """What a node does to labels.  Raises Deferred.
 
@@ -213,8 +215,8 @@ def _answer(
                 for edge, is_own, sizes in zip(ahead, alone, ins)
             ]
         )
-    if is_asked and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-        return asked(node, outs, samples, may_recompute)
+    if asks and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+        return asked(node, outs, samples, may_recompute, asks == ZEROS)
     return law_of(trace.kinds[k], node, trace.numbers[k], outs, trace.shapes[k], ins, alone, samples, may_recompute)
 
 
