@@ -134,6 +134,12 @@ class Documents:
         parts = [gathered(form[at.to(device)], own.to(device), len(documents)) for documents, at, own in classes]
         return Grouping(Concatenation(parts), torch.cat([documents for documents, *_ in classes]).to(device), self.count)
 
+    def told_by_sizes(self, shape: Sequence[int]) -> Tensor | None:
+        """The document of each entry, where sizes alone say where positions are."""
+        return next(
+            (x for at in (Layout(), Layout(0, "N·T")) if (x := self.owners(shape, at, self.ids.device)) is not None), None
+        )
+
     @cached_property
     def most(self) -> int:
         """The largest number of documents in a sample; 0 for rows of tokens, which aren't checked."""
@@ -296,9 +302,13 @@ def _checked(told: object, shape: tuple[int, int], what: str, expected: str) -> 
 def check_told(where: Layout | None, what: str, shape: Sequence[int]) -> Layout:
     """Raises if it is unknown which positions rows belong to."""
     if where is None:
-        raise BatchSizeError(
-            f"{what}: made a tensor of shape {tuple(shape)}, in which the positions can't be assigned to documents. "
-            "Positions must be on axis 1 after the samples, or folded into axis 0. Leave its parameters out "
-            "(add_hooks(only=...)), or give each document as a padded sample of its own." + ON_SEGMENTS
-        )
+        raise BatchSizeError(unassigned(what, shape) + ON_SEGMENTS)
     return where
+
+
+def unassigned(what: str, shape: Sequence[int]) -> str:
+    return (
+        f"{what}: made a tensor of shape {tuple(shape)}, in which the positions can't be assigned to documents. "
+        "Positions must be on axis 1 after the samples, or folded into axis 0. Leave its parameters out "
+        "(add_hooks(only=...)), or give each document as a padded sample of its own."
+    )

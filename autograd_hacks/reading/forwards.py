@@ -21,11 +21,11 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Whose
 from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, varying
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, varying
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
-from autograd_hacks.probe.documents import Documents
+from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
@@ -173,7 +173,7 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[
     of_batch = [slot for slot in outside if samples > 1 and slot not in {*of_parameters, *hypothesis.losses}]
     mixed_outputs += [slot for slot in (*lost, *of_batch) if slot not in mixed_outputs]
     if ran.within.documents is not None:
-        mixed_outputs += _note_leaks(ran, ran.within.documents, best)
+        mixed_outputs += _note_leaks(ran, ran.within.documents, best, found)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     returned = [n for n in mixed_outputs if n < ran.count]
@@ -234,7 +234,7 @@ def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Ch
     return _under(ran, known, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
 
 
-def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
+def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> list[int]:
     """Notes the parameters whose gradients mix documents.  Returns the outputs whose entries no document is known for."""
     if documents.is_of_tokens or not documents.count:
         return []
@@ -258,6 +258,17 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
     if not labels or documents.most < 2:
         return untold
     walk = reader.walked_again(labels, documents.count)
+    for k, names in _takers(ran, reader, found).items():
+        for label, shape in zip(walk.labels[k], reader.trace.shapes[k]):
+            told = documents.told_by_sizes(shape)
+            # Another axis may have as many places as there are positions.  What padding gets is seen in the pass.
+            own = (
+                entries(label, shape, documents.count, told.device)
+                if isinstance(label, Owned) and told is not None
+                else None
+            )
+            if told is not None and (own is None or bool(((own != told) & (own >= 0) & (told >= 0)).any())):
+                documents.leaks.update(dict.fromkeys(names, unassigned(reader.trace.nodes[k].name(), shape)))
     at_node = reader.mixing(walk)[0] or "an output"
     for k in walk.mixed:
         name = ran.leaves.get(reader.trace.nodes[k])
@@ -268,6 +279,15 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen) -> list[int]:
                 "a block mask or cu_seqlens, and use an attention that reads it."
             )
     return untold
+
+
+def _takers(ran: Ran, reader: Reader, found: Read) -> dict[int, set[str]]:
+    """By node of a use, the parameters that have rows from there."""
+    names = {k: {name for j, _, _ in values for name in reader.below(j)} for k, (values, _) in found.uses.items()}
+    for noted, whose in zip(ran.noted, found.calls):
+        for node, _ in noted.hooks if whose is not None else ():
+            names.setdefault(reader.number.get(node, -1), set()).update(noted.call.known.names)
+    return {k: own for k, own in names.items() if k >= 0}
 
 
 def _note_nodes(ran: Ran, reader: Reader, found: Read) -> None:
