@@ -54,7 +54,7 @@ def add_hooks(
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
-    after a loss with derivatives, with reentrant checkpoints, and for parameters that have hooks of yours
+    after a loss with derivatives, and for parameters that have hooks of yours
     reuse: whether rows are written into an earlier step's memory, if nothing else refers to that memory
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are

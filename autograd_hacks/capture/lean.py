@@ -110,7 +110,7 @@ def may_stand_behind(kind: Kind, ran: Ran) -> bool:
         may_all = all(may_skip(ran.parameters[name]) for name in ran.leaves.values())
     except Nested:
         return False
-    return may_all and not ran.checkpoints  # torch.autograd.grad can't pass through these
+    return may_all and not ran.is_checkpointed  # torch.autograd.grad can't pass through these
 
 
 def without_grad(backward: Backward, kind: Kind, ran: Ran, output: Any, is_hooked: bool) -> tuple[Any, list[Tensor]]:

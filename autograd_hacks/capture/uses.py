@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -100,7 +99,6 @@ class Use:
     within: Within = field(repr=False)
     whose: Whose
     is_own: bool = True  # False if the layer was called by itself or by another model
-    recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
     versions: Versions = field(default_factory=list)  # of its arguments
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
