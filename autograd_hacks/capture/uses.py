@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.ways import Held, Stepwise, Transposed, Way
+from autograd_hacks.capture.ways import Held, Stepwise, Way
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
@@ -246,7 +246,7 @@ class NodeUse(Use):
     """
 
     plan: Planned
-    ways: dict[int, Stepwise | Transposed] = field(default_factory=dict)  # by input number, since a pass
+    ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
     def what(self) -> str:
@@ -262,7 +262,7 @@ class NodeUse(Use):
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
     ) -> dict[int, Form | Mapping[str, Form]]:
-        """The values' forms, by input number.  If there is no way back later: the forms of their parameters, by name.
+        """The values' forms, by input number.  If there is no way back in steps: the forms of their parameters, by name.
 
         node: the node itself, with its saved tensors
         """
@@ -275,7 +275,7 @@ class NodeUse(Use):
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
                     dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
-                    if not self._way(value, way, ahead).exists:
+                    if self._way(value, way, ahead) is None:
                         leaves = {self.edges[name].node: name for name in value.names}
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
@@ -284,11 +284,12 @@ class NodeUse(Use):
         self.precision = _coarsest(dtypes)
         return found
 
-    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | Transposed:
-        """The way back from a value, made when a pass first arrives.  nodes: those between"""
+    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
+        """The way back from a value, made when a pass first arrives; None if some node has no step.  nodes: those between"""
         found = self.ways.get(value.place)
         if found is None or (torch.is_grad_enabled() and not found.is_live):
-            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, nodes)
+            found = way.bound(nodes, self._kept)
+            self.ways |= {} if found is None else {value.place: found}
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:
