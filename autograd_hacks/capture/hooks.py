@@ -248,24 +248,6 @@ class Hooked(Shown):
         self._model, self._before = model, before  # before: the earlier settings, None if there were no hooks
         self._resting: Recorder | None = None  # the model's recorder while its hooks are off
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of `add_hooks` by name.  ``left_out`` lists the parameters that ``only`` left out.
-
-        Raises NothingRecorded if the hooks were removed.
-        """
-        recorder = self._resting or recorder_of(self._model)
-        kinds = recorder.kinds
-        return {
-            "batch_dim": kinds.batch_dim,
-            "probe": kinds.probes,
-            "param_grad": recorder.backward.wants_grad,
-            "reuse": recorder.pool.reuse,
-            "independent": kinds.independent,
-            "segments": recorder.segments,
-            "left_out": sorted(recorder.record.left_out),
-        }
-
     def remove(self) -> None:
         """Removes the hooks for good, as `remove_hooks` does.  Does nothing if there are no hooks."""
         if self._resting is not None:

@@ -132,8 +132,7 @@ class Stepwise:
         if overwritten_in(self.held):
             raise StaleRecord(
                 f"{', '.join(self.way.ends)}: changed in place after the forward (or another tensor did that its value is "
-                "made of), and per-sample gradients need the old value. Read them before optimizer.step() and before another "
-                "forward."
+                "made of), and rows need the old value. Read them before optimizer.step() and before another forward."
             )
         held = form.samples * form.held_size()
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
