@@ -15,7 +15,6 @@ from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.ways import Held, Stepwise, Way
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
-from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
@@ -145,13 +144,9 @@ class Use:
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
 
-    def forms(self, grads: OutputGrads, received: Mapping[Use, OutputGrads] | None = None) -> Mapping[str, Form]:
-        """{name in the use: form} for the parameters that a pass has reached, with a row for each sample.
-
-        received: the gradients of the pass, at all uses
-        """
-        is_unseen = self.whose.is_unseen
-        if self.samples is not None and (self.samples == 0 or (is_unseen and self._is_silent(grads, received or {}))):
+    def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        """{name in the use: form} for the parameters that a pass has reached, with a row for each sample."""
+        if self.samples is not None and (self.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))):
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
@@ -159,37 +154,14 @@ class Use:
             self.documents.check_padding(grads.at, self.place)
         return self._forms(grads)
 
-    def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether a use without any earlier gradient still has none, or only rounding of zero.
-
-        Raises UnseenGradient if it has more."""
-        if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
+    def _is_silent(self, grads: OutputGrads) -> bool:
+        """Whether a use to which no gradient leads from the outputs has none.  Raises UnseenGradient if it has some."""
+        if not any(bool(g.any()) for g in grads.at if g is not None):
             return True
         raise UnseenGradient(
             f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
             "unknown. Return it from forward together with the other outputs."
         )
-
-    def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether the gradient is no more than rounding, for every sample.
-
-        It is compared with the smallest row that another use gives the same parameter, so the samples needn't be known."""
-        eps = torch.finfo(grads.first.dtype).eps
-        for local, form in self._forms(grads).items():
-            name = self.edges[local].name
-            lengths = [
-                use._forms(at)[own].norms()
-                for use, at in received.items()
-                if use is not self and not use.whose.is_unseen
-                for own in at.reached
-                if use.edges[own].name == name
-            ]
-            if not lengths or len({len(x) for x in lengths}) > 1:
-                return False
-            least = torch.stack([x.detach() for x in lengths]).amax(0).min()
-            if not bool(magnitudes(form).norms().detach().max() <= 128 * eps * least):
-                return False
-        return True
 
 
 def _sum(before: Any, forms: Any) -> Any:

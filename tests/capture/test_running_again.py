@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Multiply, Product
-from oracle import assert_rows, joined, one_backward_per_sample, one_loss_at_a_time, squares
+from oracle import assert_rows, joined, one_loss_at_a_time, squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
 from torch import Tensor
@@ -140,15 +140,6 @@ def test_what_rows_depend_on_has_changed(changed: str) -> None:
             told = "overwritten in place" if changed == "the input" else r"before optimizer.step\(\)"
             with pytest.raises(StaleRecord, match=told):
                 autograd_hacks.compute_grad1(model)
-
-
-def test_a_loss_inside_a_part() -> None:
-    model, x = whole(lambda m, x: squares(multiply(m, x)).sum()), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        model[2](x).backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, lambda loss: loss[None], x, run=lambda x: model[2](x)))
 
 
 # Functions that run modules and passes in their backward, and return the parameters' gradients: solvers with an adjoint

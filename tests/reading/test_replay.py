@@ -55,13 +55,6 @@ def test_two_steps_are_right(what: str) -> None:
             autograd_hacks.verify(model, samples=2)
 
 
-def test_batches_of_other_sizes_and_of_none() -> None:
-    model = Patched().double()
-    with autograd_hacks.add_hooks(model):
-        for samples in (4, 1, 0, 3):
-            check(model, torch.randint(7, (samples, 3)), "sum")
-
-
 def test_the_same_dropout_mask() -> None:
     rate = Bare(lambda m, x: x + m.rate * torch.randn_like(x), rate=torch.tensor(0.3))  # that is learnt
     model, x = nn.Sequential(Noisy(), nn.Linear(3, 2), rate).double(), torch.randn(5, 3).double()
