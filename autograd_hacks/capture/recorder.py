@@ -55,8 +55,8 @@ KEPT = (
 )
 
 
-Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
-"""The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
+Settings = tuple[Kinds, bool, frozenset[str], Segments | None]
+"""The settings of `add_hooks`: the kinds, ``param_grad``, the names of left-out parameters, ``segments``."""
 
 
 class Recorder:
@@ -87,11 +87,11 @@ class Recorder:
 
     @property
     def settings(self) -> Settings:
-        return self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments
+        return self.kinds, self.backward.wants_grad, self.record.left_out, self.segments
 
     def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
-        self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments = settings
+        self.kinds, self.backward.wants_grad, self.record.left_out, self.segments = settings
         self._trained_before, self.record.told, self.forward.static = None, self.kinds.static, self.kinds.static
 
     def attach(self) -> None:
