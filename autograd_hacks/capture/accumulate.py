@@ -7,8 +7,7 @@ import torch.nn as nn
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Record
-from autograd_hacks.errors import ON_PASSES, NothingRecorded
-from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.errors import ON_PASSES
 
 
 def accumulate(model: nn.Module) -> Accumulation:
@@ -31,23 +30,12 @@ def accumulate(model: nn.Module) -> Accumulation:
     return Accumulation(model)
 
 
-class Accumulation(Shown):
+class Accumulation:
     """The result of `accumulate`: a context, which can also be started and stopped explicitly, any number of times."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._record: Record | None = None
-
-    def _table(self) -> Table:
-        kind = type(self._model).__name__
-        try:
-            record = recorder_of(self._model).record
-        except NothingRecorded:
-            return Table(f"<accumulate of a {kind}, whose hooks were removed>")
-        begun = self._record is not None or record.accumulating
-        so_far = f"{len(record.segments)} forward{'s' * (len(record.segments) != 1)} so far"
-        says = so_far if record.accumulating else "ended" if begun else "not begun"
-        return Table(f"<accumulate of a {kind}, {says}>", [("what", "so far"), *record.cells()] if begun else ())
 
     def start(self) -> None:
         """Starts to append rows.  Discards what was recorded before.

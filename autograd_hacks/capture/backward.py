@@ -47,8 +47,6 @@ class Backward:
         self.watch_more: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
-        self.unanswered = 0  # how many forwards there were since the last pass
-        self.called: set[int] = set()  # the layers (id) that were called since the last forward or pass
         # A parameter (name and id), and the state of its .grad.
         self._left: tuple[str, int, tuple[int, int] | None] | None = None
         self.is_silent = False  # whether passes record nothing
@@ -72,7 +70,7 @@ class Backward:
     def aside(self) -> Iterator[None]:
         """A context for other passes, which leaves this object unchanged."""
         with kept(self):
-            self.running, self._left, self.called = None, None, set()
+            self.running, self._left = None, None
             yield
 
     @contextmanager
@@ -118,7 +116,7 @@ class Backward:
                 self.watch_more(self.hooks_before)
                 self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)
-            self.running = Pass(task, losses, forwards_before=self.unanswered)
+            self.running = Pass(task, losses)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
@@ -143,9 +141,8 @@ class Backward:
 
     def _finish(self, ended: Pass) -> None:
         ended.finished, ended.made, self._usual = True, {}, None
-        self.running, self.unanswered, self._left = None, 0, None
+        self.running, self._left = None, None
         self.record.superseded, self.record.superseded_unseen = [], {}
-        self.called.clear()
         # After wrappers have changed the gradients at the end of the pass.
         call_at_end(partial(self._note_left, ended))
 
@@ -267,8 +264,8 @@ class Backward:
 
     def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
         """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
-        may_be_usual, leaves = not makes_graph and use.recomputed_in is None and bool(use.edges), use.within.leaves
-        if may_be_usual and all(id(edge.parameter) in leaves for edge in use.edges.values()):
+        leaves = use.within.leaves
+        if not makes_graph and use.edges and all(id(edge.parameter) in leaves for edge in use.edges.values()):
             current = self._usual_in(use.within)
             if current is not None:
                 return current, use.edges
@@ -280,16 +277,9 @@ class Backward:
         task, captures = current_task(), CAPTURED in ways.values()
         if captures and use.is_own:
             self.check_captured([use.edges[local].parameter for local, way in ways.items() if way == CAPTURED])
-        # If checkpointing makes the call again inside a pass, the call belongs to that pass, whatever task its gradient has.
-        outer = None if use.recomputed_in is None else use.recomputed_in()
-        outer = None if outer is None or outer.finished else outer
-        if outer is not None and captures and task != outer.task:  # a user's function brings it to the parameter
-            self.record.unseen |= dict.fromkeys([edge.name for edge in use.edges.values()], self.record.forwards)
-            return None
-        current = self._entered(task) if outer is None else outer
+        current = self._entered(task)
         current.captures |= captures
         current.higher_order |= makes_graph
-        current.ambiguous |= outer is not None and current.forwards_before > 1
         self.record.file(current, use.within.forward)
         return current, ways
 

@@ -37,7 +37,6 @@ def add_hooks(
     batch_dim: BatchDim = 0,
     probe: bool = True,
     param_grad: bool = True,
-    reuse: bool = True,
     independent: bool = False,
     only: str | Iterable[str] | None = None,
     segments: Segments | None = None,
@@ -54,8 +53,7 @@ def add_hooks(
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
-    after a loss with derivatives, with reentrant checkpoints, and for parameters that have hooks of yours
-    reuse: whether rows are written into an earlier step's memory, if nothing else refers to that memory
+    after a loss with derivatives, and for parameters that have hooks of yours
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
@@ -116,13 +114,13 @@ def add_hooks(
     record.is_settled, record.gathered = False, {}  # the next forward finds the whole parameters that replace shards
     try:
         _hook_all(recorder, model)
-        recorder.set((Kinds(model, batch_dim, probe, independent, replace), param_grad, reuse, record.left_out, segments))
+        recorder.set((Kinds(model, batch_dim, probe, independent, replace), param_grad, record.left_out, segments))
         recorder.attach()
     except BaseException:
         if known is None:
             _take_off(recorder, model)
         elif before is not None:
-            record.left_out = before[3]
+            record.left_out = before[2]
         raise
     return Hooked(model, before)
 
@@ -201,7 +199,7 @@ def hooked_copy(
     with torch.enable_grad():
         try:
             _hook_all(own, model)
-            own.set((recorder.kinds.for_copy(independent, told, knows), True, True, own.record.left_out, recorder.segments))
+            own.set((recorder.kinds.for_copy(independent, told, knows), True, own.record.left_out, recorder.segments))
             own.attach()
             yield own
         finally:
@@ -247,24 +245,6 @@ class Hooked(Shown):
     def __init__(self, model: nn.Module, before: Settings | None) -> None:
         self._model, self._before = model, before  # before: the earlier settings, None if there were no hooks
         self._resting: Recorder | None = None  # the model's recorder while its hooks are off
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of `add_hooks` by name.  ``left_out`` lists the parameters that ``only`` left out.
-
-        Raises NothingRecorded if the hooks were removed.
-        """
-        recorder = self._resting or recorder_of(self._model)
-        kinds = recorder.kinds
-        return {
-            "batch_dim": kinds.batch_dim,
-            "probe": kinds.probes,
-            "param_grad": recorder.backward.wants_grad,
-            "reuse": recorder.pool.reuse,
-            "independent": kinds.independent,
-            "segments": recorder.segments,
-            "left_out": sorted(recorder.record.left_out),
-        }
 
     def remove(self) -> None:
         """Removes the hooks for good, as `remove_hooks` does.  Does nothing if there are no hooks."""

@@ -63,13 +63,15 @@ def meet(backward: Backward, ran: Ran) -> None:
 
     What shows that a loss reads where they do are gradients.  In the first pass of a kind of forward they are compared."""
     told = ran.within.told
-    if ran.within.refused or told.mixing or told.mixed_outputs or told.kind.derives is not False or ran.checkpoints:
+    if ran.within.refused or told.mixing or told.mixed_outputs or told.kind.derives is not False:
+        return
+    if ran.within.calls is None or ran.is_checkpointed:
         return
     trace = ran.trace
     if not ran.takers:  # of all forwards with equal graphs
         own = {k for k in trace.leaves if trace.nodes[k] in ran.leaves}
         ran.takers.append([k for k, ahead in enumerate(trace.edges) if any(e is not None and e[0] in own for e in ahead)])
-    noted = ran.noted if ran.within.calls is None else compress(ran.noted, ran.within.calls)
+    noted = compress(ran.noted, ran.within.calls)  # but those whose rule gives no rows
     uses = [node for node, _ in ran.hooks] + [node for one in noted for node, _ in one.hooks]
     takers = [trace.nodes[k] for k in ran.takers[0]]
     is_own = backward.record.is_parameter

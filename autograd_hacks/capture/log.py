@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,16 +10,16 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import Whose, Within
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
-from autograd_hacks.support.graph import saved_by
+from autograd_hacks.support.graph import node_of, saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -35,12 +36,18 @@ _NONE: dict[str, Any] = {}
 _NO_NODES = frozenset[Node]()
 
 INSIDE_PASS = (
-    "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, and the graph "
-    "doesn't show where the samples are there. Call checkpoint(..., use_reentrant=False); in transformers "
+    "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, which can't "
+    "be followed. Call checkpoint(..., use_reentrant=False); in transformers "
     "gradient_checkpointing_enable({'use_reentrant': False}). Give a Function what it needs as arguments, and compute in "
-    "its backward without modules. Or, if axis 0 of every layer's input is the batch, add_hooks(model, probe=False)."
+    "its backward without modules."
 )
 """Why there are no rows of what a backward pass runs again."""
+TRANSFORMED = (
+    "got gradient through a forward inside torch.func (grad, vmap, jacrev, jvp). Its tensors end with the transform, so its "
+    "rows would be missing. Compute derivatives by torch.autograd.grad(create_graph=True), and rows of outputs by "
+    "per_sample_jacobian."
+)
+"""The same of what torch.func runs."""
 
 
 class Noted(NamedTuple):
@@ -99,23 +106,20 @@ class Forward:
 
     def is_on(self) -> bool:
         if is_transformed():  # inside torch.func's transforms tensors belong to one transform, and end with it
-            self.record.transformed = True
+            self.record.why_unseen = TRANSFORMED
             return False
         return Switch.on() and not is_traced() and not self.backward.is_silent
 
-    def begin(self, with_gradients: bool) -> None:
-        """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
+    def begin(self) -> None:
+        """Gives a forward its number."""
         record, backward = self.record, self.backward
         self.noted, self._random_states, self.hooks = [], {}, 0  # also what an interrupted forward has left
-        if current_task() == NO_TASK:  # else checkpointing computes something again: not a forward
-            backward.running = None  # left over from a pass that failed
-            record.comparing &= not backward.answered
-            record.transformed &= not backward.answered
-            record.forwards += 1
-            if with_gradients and not record.accumulating and record.segments:
-                record.free_what_was_read()
-            backward.unanswered += with_gradients
-            backward.answered = False
+        backward.running = None  # left over from a pass that failed
+        if backward.answered:
+            record.comparing, record.why_unseen, backward.answered = False, "", False
+        record.forwards += 1
+        if torch.is_grad_enabled() and not record.accumulating and record.segments:
+            record.free_what_was_read()
         self.look(record.told, self.within.samples)
 
     def look(self, told: Told, samples: int | None) -> None:
@@ -138,7 +142,6 @@ class Forward:
         drew = self._random_states.pop(layer, None) if self._random_states else None
         if output is None or not self.is_on():
             return output
-        task = self._locate(layer)
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
         known = self._known(path, layer)
         if known is None or not known.wanted or not torch.is_grad_enabled():
@@ -146,18 +149,20 @@ class Forward:
         outputs = tensors_of(output)
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
+        if current_task() != NO_TASK:
+            self.refuse_inside(outputs, [p for _, p, _ in known.wanted])
+            return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        live, running, within = (args, kwargs), self.backward.running, self.within
-        if self.running is None:
-            within = Within(self.record.forwards, self.record.told, within.samples)
-            if task != NO_TASK and self.record.told is not self.static:
-                within.refused = dict.fromkeys(known.names, INSIDE_PASS)
+        live = args, kwargs
+        if self.running is None:  # the layer is called by itself: a forward of its own
+            self.look(self.static, None)
+            self.begin()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call = LayerCall(
             known=known,
             number=len(self.noted),
-            within=within,
+            within=self.within,
             overwritten=(0, *versions_among(*known.tensors)),
             args=args,
             kwargs=kwargs,
@@ -166,8 +171,7 @@ class Forward:
             outputs=tuple([x.detach() for x in outputs]) if known.rule.recomputes else (),
             precision=autocast_dtype(outputs[0].device),
             slots=len(outputs),
-            is_own=self.running is not None or task != NO_TASK,
-            recomputed_in=None if running is None else weakref.ref(running),
+            is_own=self.running is not None,
             versions=versions_of(tensors_in(args, kwargs)),
             is_first=is_first,
         )
@@ -223,7 +227,6 @@ class Forward:
         put_on(node, hook)
         self.noted.append(Noted(call, ((node, hook),), inputs))
         self.hooks += 1
-        self.backward.called.add(id(known.layer))
         return True
 
     def _known(self, path: str, layer: nn.Module) -> Layer | None:
@@ -241,16 +244,19 @@ class Forward:
         known = self.layers[path] = Layer(path, layer, rule, wanted)
         return known
 
-    def _locate(self, layer: nn.Module) -> int:
-        """Finds the forward, or the backward pass, in which a layer is called.  Returns that pass's task."""
-        task, backward = current_task(), self.backward
-        if task != NO_TASK:
-            backward.enter(task)
-            return task
-        backward.running = None  # left over from a pass that failed
-        if self.running is None:  # the layer is called by itself: a forward of its own
-            self.look(self.static, None)
-            again = backward.answered or id(layer) in backward.called or not backward.called
-            self.begin(torch.is_grad_enabled() and again)
-        backward.called.add(id(layer))
-        return task
+    def refuse_inside(self, outputs: Iterable[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Refuses gradient that comes to parameters through outputs of what a backward pass runs again.
+
+        A checkpoint that isn't reentrant brings none: it only recomputes what the forward saved."""
+        if self.running is not None:  # the graph of that forward shows it
+            return
+        note = partial(_note_inside, weakref.ref(self.backward), self.backward.enter(current_task()), parameters)
+        for x in outputs:
+            if x.grad_fn is not None:
+                x.grad_fn.register_prehook(note)
+
+
+def _note_inside(backward: "weakref.ref[Backward]", outer: Pass, parameters: Sequence[Tensor], _: object) -> None:
+    own = backward()
+    if own is not None and own.hears() and any(reach_of(node_of(p)) for p in parameters):
+        own.answered, outer.refused, own.record.why_unseen = True, INSIDE_PASS, INSIDE_PASS

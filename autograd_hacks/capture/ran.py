@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,6 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.arrivals import AtNode, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.records import Pass
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.support.graph import (
@@ -97,11 +95,10 @@ class Ran:
     def _of_parameters(self) -> set[int]:
         return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
 
-    @cached_property
-    def checkpoints(self) -> list[Any]:
-        """The nodes of reentrant checkpoints."""
-        is_one = {kind for kind in set(self.trace.kinds) if kind.name == CHECKPOINT}
-        return [node for node, kind in zip(self.trace.nodes, self.trace.kinds) if kind in is_one] if is_one else []
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether there are reentrant checkpoints."""
+        return any(kind.name == CHECKPOINT for kind in set(self.trace.kinds))
 
     @property
     def is_covered(self) -> bool:
@@ -133,8 +130,8 @@ class Ran:
             found.append(list(seen))
         return found
 
-    def attach(self, edge_of: Callable[[str], Edge], receiver: Backward, recomputed_in: Pass | None = None) -> None:
-        """Sends the gradients at the uses' nodes to a receiver.  recomputed_in: the pass that made the nodes"""
+    def attach(self, edge_of: Callable[[str], Edge], receiver: Backward) -> None:
+        """Sends the gradients at the uses' nodes to a receiver."""
         for node, plan in self.uses.items():
             use = NodeUse(
                 plan=plan,
@@ -142,7 +139,6 @@ class Ran:
                 slots=plan.slots,
                 within=self.within,
                 whose=plan.whose,
-                recomputed_in=None if recomputed_in is None else weakref.ref(recomputed_in),
             )
             hook = AtNode(use, receiver)
             put_on(node, hook)

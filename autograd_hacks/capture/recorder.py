@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -36,7 +35,6 @@ from autograd_hacks.support.copies import Marks
 from autograd_hacks.support.internals import next_node, sequence_number
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
     SIMPLE,
@@ -58,8 +56,8 @@ KEPT = (
 )
 
 
-Settings = tuple[Kinds, bool, bool, frozenset[str], Segments | None]
-"""The settings of `add_hooks`: the kinds, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
+Settings = tuple[Kinds, bool, frozenset[str], Segments | None]
+"""The settings of `add_hooks`: the kinds, ``param_grad``, the names of left-out parameters, ``segments``."""
 
 
 class Recorder:
@@ -91,11 +89,11 @@ class Recorder:
 
     @property
     def settings(self) -> Settings:
-        return self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments
+        return self.kinds, self.backward.wants_grad, self.record.left_out, self.segments
 
     def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
-        self.kinds, self.backward.wants_grad, self.pool.reuse, self.record.left_out, self.segments = settings
+        self.kinds, self.backward.wants_grad, self.record.left_out, self.segments = settings
         self._trained_before, self.record.told, self.forward.static = None, self.kinds.static, self.kinds.static
 
     def attach(self) -> None:
@@ -149,29 +147,24 @@ class Recorder:
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called as a forward begins, of the model or of a part that is called by itself."""
-        if path and (self.forward.running is not None or (current_task() != NO_TASK)):
+        if current_task() != NO_TASK or (path and self.forward.running is not None):
             return
         self.forward.running = None
-        if current_task() == NO_TASK:
-            self.backward.is_silent = False  # a Function's backward may have failed
-        self._forget()
+        self.backward.is_silent = False  # a Function's backward may have failed
         if not path:
             check_whole(model)
         if is_on := Switch.on():
-            # Checkpointing first runs a model without gradients; only its input then requires them.
-            self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_in(args, kwargs)))
-            if self.forward.records():
-                self._look(path, model, args, kwargs)
+            self.forward.begin()
+        known = self._known = self._look(path, model, args, kwargs) if is_on and self.forward.records() else None
         # The model's own code runs next, and its gradients may be reduced over processes.
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
         self._hooks, self._own_hooks, self._began = count(), self.backward.hooks, next_node()
-        known, before = self._known, self.tape
+        before = self.tape
         self._stop()
-        is_asked = is_on and self.kinds.independent and current_task() == NO_TASK
-        if is_asked and known is not None and known.batch is not None:
+        if self.kinds.independent and known is not None and known.batch is not None:
             self.batch, self.marks = known.batch, Marks(self._modules(path, model))
             kept = [] if before is None else before.kept(self.marks.tensors)
             tapes = known.told.kind.tapes
@@ -179,31 +172,33 @@ class Recorder:
             self.tape.start()
         self.forward.is_taped = self.tape is not None
 
-    def _forget(self) -> None:
-        self._known = None
-
     def _stop(self) -> None:
         """Ends the tape of a forward."""
         if self.tape is not None:
             self.tape.stop()
         self.tape = self.batch = self.marks = None
 
-    def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds what is known of a forward as it begins."""
+    def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
+        """What is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
         # What modules have kept since earlier forwards is given to this one, too.
         self._ends = made_by([*tensors_in(args, kwargs), *self._kept.keys()])
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
-        known = self._known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
+        known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
         self.forward.look(known.told, known.samples)
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
+        return known
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         """Called when a forward has ended.  output: None if it has failed"""
         if self.tape is not None and (not path or self.forward.running == path):
             self.tape.stop()
-        if not Switch.on() or self.forward.running != path:
+        if not Switch.on():
+            return
+        if current_task() != NO_TASK and output is not None and self.forward.records():
+            self.forward.refuse_inside(tensors_of(output), [p for p in model.parameters() if p.requires_grad])
+        if self.forward.running != path:
             return
         self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
@@ -250,9 +245,7 @@ class Recorder:
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         known, self._known = self._known, None
-        # Known by now.  No graph shows what reentrant checkpoints use.
-        is_read = known is not None and known.told is self.kinds.static and not ran.is_covered
-        if known is not None and is_read and (self.kinds.probes or not ran.checkpoints):
+        if known is not None and known.told is self.kinds.static and not ran.is_covered:  # known by now
             self.kinds.is_covered = False
             args, kwargs = ran.arguments
             known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
@@ -268,8 +261,7 @@ class Recorder:
         if ran.within.calls is None:
             place_by_sizes(ran.noted, ran.within.samples)
         samples = ran.within.samples
-        again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        ran.attach(partial(self._edge, ran), self.backward, again)
+        ran.attach(partial(self._edge, ran), self.backward)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         if not (self.backward.wants_grad or told.returns_parameters or self._users_hooks):
             lean.meet(self.backward, ran)
@@ -290,8 +282,7 @@ class Recorder:
                 within.documents = documents_of(self.segments, *ran.arguments)
             if known is None:
                 return False
-            run = partial(ABOVE.read_forward, self, known, ran)
-            run() if current_task() == NO_TASK else outside_passes(run)
+            ABOVE.read_forward(self, known, ran)
             return self.kinds.independent and (told.kind.pending or not ABOVE.is_shown(self, ran, told, within.samples))
 
         def show() -> None:

@@ -49,7 +49,7 @@ def _may_be_read(x: Tensor) -> bool:
 
 @dataclass(eq=False)
 class Pass:
-    """One backward pass, including the passes that checkpointing runs inside it.  Parameters are known by name."""
+    """One backward pass, including the passes inside it.  Parameters are known by name."""
 
     task: int  # autograd's number for it
     losses: Announcement | None
@@ -59,10 +59,8 @@ class Pass:
     told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to those, and to one of the usual calls
     hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
-    forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
-    ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
     # By receiver (see `Link`), the gradient that the only known node has made for it, while it is on its way.  If this very
     # tensor arrives, nothing else has added to it.
@@ -246,7 +244,8 @@ class Record:
     superseded: list[Segment] = field(default_factory=list)  # replaced segments that the running pass may still reach
     superseded_unseen: dict[str, int] = field(default_factory=dict)
     why_empty: str = ""  # why there is nothing to read, if that needs an explanation
-    transformed: bool = False  # whether torch.func ran a layer since the last pass
+    # Why gradient may come by an unseen way, if something is known: torch.func or a backward pass ran a layer.
+    why_unseen: str = ""
     comparing: bool = False  # whether a created graph may lead around the hooks to the parameters
     # For `verify`: the arguments of the model's last forward with gradients.  Tensors are weak references.
     arguments: tuple[Any, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.ways import Held, Stepwise, Transposed, Way
+from autograd_hacks.capture.ways import Held, Stepwise, Way
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
-from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
@@ -100,7 +98,6 @@ class Use:
     within: Within = field(repr=False)
     whose: Whose
     is_own: bool = True  # False if the layer was called by itself or by another model
-    recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
     versions: Versions = field(default_factory=list)  # of its arguments
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
@@ -147,13 +144,9 @@ class Use:
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
 
-    def forms(self, grads: OutputGrads, received: Mapping[Use, OutputGrads] | None = None) -> Mapping[str, Form]:
-        """{name in the use: form} for the parameters that a pass has reached, with a row for each sample.
-
-        received: the gradients of the pass, at all uses
-        """
-        is_unseen = self.whose.is_unseen
-        if self.samples is not None and (self.samples == 0 or (is_unseen and self._is_silent(grads, received or {}))):
+    def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        """{name in the use: form} for the parameters that a pass has reached, with a row for each sample."""
+        if self.samples is not None and (self.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))):
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
@@ -161,37 +154,14 @@ class Use:
             self.documents.check_padding(grads.at, self.place)
         return self._forms(grads)
 
-    def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether a use without any earlier gradient still has none, or only rounding of zero.
-
-        Raises UnseenGradient if it has more."""
-        if not any(bool(g.any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
+    def _is_silent(self, grads: OutputGrads) -> bool:
+        """Whether a use to which no gradient leads from the outputs has none.  Raises UnseenGradient if it has some."""
+        if not any(bool(g.any()) for g in grads.at if g is not None):
             return True
         raise UnseenGradient(
             f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
             "unknown. Return it from forward together with the other outputs."
         )
-
-    def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether the gradient is no more than rounding, for every sample.
-
-        It is compared with the smallest row that another use gives the same parameter, so the samples needn't be known."""
-        eps = torch.finfo(grads.first.dtype).eps
-        for local, form in self._forms(grads).items():
-            name = self.edges[local].name
-            lengths = [
-                use._forms(at)[own].norms()
-                for use, at in received.items()
-                if use is not self and not use.whose.is_unseen
-                for own in at.reached
-                if use.edges[own].name == name
-            ]
-            if not lengths or len({len(x) for x in lengths}) > 1:
-                return False
-            least = torch.stack([x.detach() for x in lengths]).amax(0).min()
-            if not bool(magnitudes(form).norms().detach().max() <= 128 * eps * least):
-                return False
-        return True
 
 
 def _sum(before: Any, forms: Any) -> Any:
@@ -248,7 +218,7 @@ class NodeUse(Use):
     """
 
     plan: Planned
-    ways: dict[int, Stepwise | Transposed] = field(default_factory=dict)  # by input number, since a pass
+    ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
     def what(self) -> str:
@@ -264,7 +234,7 @@ class NodeUse(Use):
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
     ) -> dict[int, Form | Mapping[str, Form]]:
-        """The values' forms, by input number.  If there is no way back later: the forms of their parameters, by name.
+        """The values' forms, by input number.  If there is no way back in steps: the forms of their parameters, by name.
 
         node: the node itself, with its saved tensors
         """
@@ -277,7 +247,7 @@ class NodeUse(Use):
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
                     dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
-                    if not self._way(value, way, ahead).exists:
+                    if self._way(value, way, ahead) is None:
                         leaves = {self.edges[name].node: name for name in value.names}
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
@@ -286,11 +256,12 @@ class NodeUse(Use):
         self.precision = _coarsest(dtypes)
         return found
 
-    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | Transposed:
-        """The way back from a value, made when a pass first arrives.  nodes: those between"""
+    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
+        """The way back from a value, made when a pass first arrives; None if some node has no step.  nodes: those between"""
         found = self.ways.get(value.place)
         if found is None or (torch.is_grad_enabled() and not found.is_live):
-            found = self.ways[value.place] = way.bound(nodes, self._kept) or Transposed(way, nodes)
+            found = way.bound(nodes, self._kept)
+            self.ways |= {} if found is None else {value.place: found}
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:

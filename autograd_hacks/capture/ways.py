@@ -1,7 +1,7 @@
 """How a value at a use follows from parameters, and the way back: from the value's rows to the parameters' own.
 
 What follows from the graph alone is computed once and kept as numbers (`Way`).  In a pass, while the nodes still have what
-they saved, it becomes steps (`Stepwise`), or a second derivative where a node has no step (`Transposed`)."""
+they saved, it becomes steps (`Stepwise`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
@@ -19,8 +19,6 @@ from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
-from autograd_hacks.support.internals import SAVED, made
-from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import overwritten_in
 
 AT_ONCE = 2**20
@@ -125,8 +123,6 @@ def _nothing(name: str) -> Any:
 class Stepwise:
     """The way back in steps, each of which makes forms of forms."""
 
-    exists = True
-
     def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
         self.pulls: dict[str, Pull] = {}
@@ -134,7 +130,10 @@ class Stepwise:
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
         if overwritten_in(self.held):
-            raise _stale(self.way.ends)
+            raise StaleRecord(
+                f"{', '.join(self.way.ends)}: changed in place after the forward (or another tensor did that its value is "
+                "made of), and rows need the old value. Read them before optimizer.step() and before another forward."
+            )
         held = form.samples * form.held_size()
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
             return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
@@ -161,55 +160,3 @@ def _cast(form: Form, dtype: torch.dtype) -> Form:
     if form.like.dtype == dtype:
         return form
     return (Dense(form.dense().real) if form.like.is_complex() and not dtype.is_complex else form).to(dtype)
-
-
-class Transposed:
-    """φ's vector-Jacobian product, in a graph of its own that the user's passes don't free.
-
-    φ'(θ)ᵀ u is linear in u.  Differentiate its product with v by u: the gradient by v of that is φ'(θ)ᵀ again.
-    exists: whether torch has the second derivative
-
-    It is made when a pass arrives at the value.  Before that, weights may not be gathered; afterwards φ is freed.
-    """
-
-    is_live = True
-
-    def __init__(self, way: Way, nodes: Sequence[Any]) -> None:
-        self.names, leaves = list(way.ends), [nodes[k] for k in way.ends.values()]
-        own = made(nodes[0])[way.output]
-        with torch.enable_grad(), Switch.paused_here():
-            u = torch.zeros(own.shape, dtype=own.dtype, device=own.device, requires_grad=True)
-            edges = [GradientEdge(leaf, 0) for leaf in leaves]
-            # Not leaves: a derivative must not accumulate into these.
-            down = torch.autograd.grad([GradientEdge(nodes[0], way.output)], edges, [u.clone()], create_graph=True)
-            v = [torch.zeros_like(leaf.variable, requires_grad=True) for leaf in leaves]
-            try:
-                # torch divides these gradients by counts, but not the gradients of gradients.
-                self.exists = not any(getattr(node, f"{SAVED}scale_grad_by_freq", False) for node in nodes)
-                (self.up,) = torch.autograd.grad(down, u, [x.clone() for x in v], create_graph=True)
-            except RuntimeError as error:
-                if "derivative for" not in str(error):
-                    raise
-                self.exists = False
-        self.pulls = {name: partial(self._pulled, x) for name, x in zip(self.names, v)}
-
-    def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
-        """The parameters' forms, by name.  form: the value's"""
-        return {name: Chained(form, self.pulls[name], p.shape, p) for name, p in parameters.items()}
-
-    def _pulled(self, v: Tensor, rows: Tensor, batched: bool) -> Tensor:
-        options: dict[str, Any] = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
-        try:
-            with torch.enable_grad():
-                return torch.autograd.grad(self.up, v, rows.to(self.up.dtype), is_grads_batched=batched, **options)[0]
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise _stale(self.names) from error
-
-
-def _stale(names: Iterable[str]) -> StaleRecord:
-    return StaleRecord(
-        f"{', '.join(names)}: changed in place after the forward (or another tensor did that its value is made of), and "
-        "per-sample gradients need the old value. Read them before optimizer.step() and before another forward."
-    )

@@ -40,7 +40,7 @@ class Reduction:
         forward: the forward's number
         param_grad: whether there will be ordinary gradients to reduce
         """
-        if not (has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
+        if not (has_processes() and torch.is_grad_enabled()):
             return
         if Switch.on():
             self.release()
@@ -120,7 +120,7 @@ def check_whole(model: nn.Module) -> None:
     """Raises if hooks can't follow a forward of the model."""
     if "_is_replica" in vars(model):
         raise TypeError(_over_devices("this model"))
-    if Switch.on() and torch.is_grad_enabled() and current_task() == NO_TASK:
+    if Switch.on() and torch.is_grad_enabled():
         check_unsharded(model)
 
 

@@ -20,7 +20,6 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
 from autograd_hacks.errors import ProcessesDisagree
-from autograd_hacks.support.switch import NO_TASK, current_task
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +72,7 @@ def agreed(
 
 def begin(model: nn.Module, recorder: Recorder) -> None:
     """Called when a forward with gradients begins.  In the first one, all processes find the tensors that replace shards."""
-    if has_processes() and current_task() == NO_TASK and gathering(model):
+    if has_processes() and gathering(model):
         if not recorder.record.gathered:
             learn(model, recorder)
         recorder.record.shards = versions_of_shards(dict(model.named_parameters()))
@@ -82,7 +81,7 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
 def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], check: Callable[[], None]) -> None:
     """Reads a finished forward, and checks it if ``read`` says so.  Processes that hold shards do so together."""
     record, what = recorder.record, "could not check its forward"
-    mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
+    mesh = record.mesh if gathering(model) else None
     if mesh is None:
         if read():
             check()

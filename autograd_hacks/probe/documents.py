@@ -23,12 +23,6 @@ Segments: TypeAlias = str | Tensor | Callable[..., Tensor]
 TOKENS = "tokens"
 """A value of ``segments``: each position is a document of its own."""
 
-NOT_INSIDE = (
-    "documents can't be checked inside a reentrant checkpoint. Call checkpoint(..., use_reentrant=False); in "
-    "transformers gradient_checkpointing_enable({'use_reentrant': False})." + ON_SEGMENTS
-)
-"""Why documents have no rows if there is a reentrant checkpoint."""
-
 
 @dataclass(frozen=True, eq=False)
 class Documents:

@@ -18,7 +18,6 @@ from autograd_hacks.capture.kinds import NESTED, Known
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Whose
 from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, varying
@@ -358,11 +357,6 @@ def assume(ran: Ran) -> None:
     samples = ran.within.samples or 0
     reader = Reader(ran, samples or 1, at)
     found, reader.samples = reader.read(), samples
-    if ran.checkpoints:  # no graph shows what is behind them
-        found.mixed = {}
-        for n, noted in enumerate(ran.noted):
-            if found.calls[n] is None and not any(reader.is_own(node) for node, _ in noted.hooks):
-                found.calls[n] = Whose(noted.usual_layouts(samples))
     reader.follow(found)
 
 

@@ -125,7 +125,7 @@ class Gate:
                     self._take(number, call, name, scale(form, form.samples) if is_mean else form)
                 return
         check_seen(call, grads)
-        for local, form in call.forms(grads, recorded.received if call.whose.is_unseen else None).items():
+        for local, form in call.forms(grads).items():
             name, own = call.edges[local].name, form
             if is_mean:  # a mean loss was divided by N
                 own = scale(form, form.samples if call.documents is None else call.documents.losses)

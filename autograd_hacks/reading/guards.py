@@ -25,7 +25,6 @@ from autograd_hacks.errors import (
     VerificationFailed,
     where,
 )
-from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import overwritten_in
 
@@ -109,12 +108,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 f"came, so the remaining rows don't cover all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), or "
                 "the record (autograd_hacks.clear_backprops(model))." + ON_PASSES
             )
-        if recorded.ambiguous:
-            raise NothingRecorded(
-                "checkpointing recomputed layers in this backward pass, but several forward passes ran since the previous "
-                "one, so it is unknown to which the layers belong. Run each backward pass before the next forward, or use "
-                "torch.utils.checkpoint with use_reentrant=False."
-            )
     return record.segments
 
 
@@ -155,12 +148,8 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             "doesn't show where the loss combines it with the batch. Call autograd_hacks.backward(losses) with one loss "
             "per sample, or return the output once for each sample: log_std.expand_as(mean)."
         )
-    if record.transformed:
-        raise UnseenGradient(
-            f"{', '.join(past)}: got gradient through a forward inside torch.func (grad, vmap, jacrev, jvp). Its tensors "
-            "end with the transform, so its rows would be missing. Compute derivatives by "
-            "torch.autograd.grad(create_graph=True), and rows of outputs by per_sample_jacobian."
-        )
+    if record.why_unseen:
+        raise UnseenGradient(f"{', '.join(past)}: {record.why_unseen}")
     uses = [use for recorded in record.passes for use, _ in recorded.witnesses()]
     if uses and not any(use.is_own for use in uses):
         raise UnseenGradient(
@@ -195,8 +184,6 @@ def check_documents(recorder: Recorder) -> None:
 
 def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
     """Raises if rows of documents were requested, but a use's forward has no documents, or its documents mix."""
-    if use.documents is None and is_asked and use.recomputed_in is not None:
-        raise SamplesMixed(NOT_INSIDE)
     if use.documents is None and is_asked:
         raise BatchSizeError(
             f"{use.place}: ran by itself, or before add_hooks(segments=...), so its documents are unknown. Call the hooked "

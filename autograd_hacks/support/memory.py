@@ -20,13 +20,12 @@ class Pool:
     """Memory by key.  A tensor that the pool made and got back is reused if nobody else holds it."""
 
     def __init__(self) -> None:
-        self.reuse = True
         self._made: dict[str, weakref.ref[Tensor]] = {}
         self._held: dict[str, list[Tensor]] = {}
 
     def give_back(self, key: str, tensor: Tensor | None) -> None:
         """Takes memory back if the pool made it."""
-        if self.reuse and tensor is not None and key in self._made and self._made[key]() is tensor:
+        if tensor is not None and key in self._made and self._made[key]() is tensor:
             self._held[key] = [tensor]
 
     def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -36,7 +35,7 @@ class Pool:
             return box[0]
         box = None  # free the old memory before allocating the new
         new = like.new_empty(tuple(shape))
-        if self.reuse and new.nbytes >= SMALL:
+        if new.nbytes >= SMALL:
             self._made[key] = weakref.ref(new)
         return new
 

@@ -145,7 +145,7 @@ def write_where_it_saves(
     forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool
     with grads.reading():
         plain, _ = without_factor(forms)
-        saved = {name: form.saving(fresh=not pool.reuse and form.like.is_cpu) for name, form in plain.items()}
+        saved = {name: form.saving() for name, form in plain.items()}
         for name in sorted([name for name in saved if saved[name] > 0], key=lambda name: saved[name], reverse=True):
             form, key = forms[name], f"clipped rows of {name}"
             if (size := written_bytes(form)) <= left:

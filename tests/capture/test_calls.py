@@ -30,20 +30,22 @@ def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequent
         assert_means(early)
 
 
-def test_keyword_calls() -> None:
-    model = Bare(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 2).double())
-    check_batches(model, batch()[0])
+def at_two_paths() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2))
 
 
-def test_lazy_layers_once_materialised() -> None:
-    model = nn.Sequential(nn.LazyConv1d(2, 2), nn.Flatten(), nn.LazyLinear(2)).double()
-    check_batches(model, torch.randn(4, 3, 5, dtype=torch.float64))
-
-
-def test_layers_used_at_two_paths_are_one() -> None:
-    layer = nn.Linear(3, 3).double()
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2).double())
-    check_batches(model, batch()[0])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: Bare(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 2)), (5, 3)),
+        (lambda: nn.Sequential(nn.LazyConv1d(2, 2), nn.Flatten(), nn.LazyLinear(2)), (4, 3, 5)),
+        (at_two_paths, (5, 3)),
+    ],
+    ids=["by keyword", "lazy layers", "at two paths"],
+)
+def test_ways_to_call_layers(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    check_batches(build().double(), torch.randn(shape, dtype=torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")

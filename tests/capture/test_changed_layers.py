@@ -208,16 +208,6 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
             check(model, x)
 
 
-def test_functional_call_of_a_hooked_model_with_a_parameter_of_its_own() -> None:
-    model, x = scaled(), torch.randn(4, 3)
-    with autograd_hacks.add_hooks(model):
-        check(model, x)
-        others = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
-        squares(torch.func.functional_call(model, others, x)).sum().backward()
-        assert all(p.grad is not None for p in others.values())
-        check(model, x)
-
-
 # Forwards whose graph is one that is known, and those whose graph only looks so
 
 

@@ -55,23 +55,6 @@ def test_layers_that_begin_to_train(name: str, param_grad: bool) -> None:
 
 
 @PARAM_GRAD
-def test_a_part_that_is_called_by_itself(param_grad: bool) -> None:
-    """The features of a discriminator."""
-    model, x = made("mlp")
-
-    def of_features() -> Tensor:
-        h = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model[0](h).tanh().sum(), h, create_graph=True)
-        return slope.square().sum(1) + squares(model(x))
-
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        _penalty(model, x)
-        check_step(model, lambda: squares(model(x)))
-        for _ in range(2):
-            check_step(model, of_features)
-
-
-@PARAM_GRAD
 def test_a_weight_that_the_loss_reads(param_grad: bool) -> None:
     model, x = made("mlp")
 
@@ -132,24 +115,6 @@ def test_layers_by_themselves_beside_the_model(param_grad: bool) -> None:
             assert_same(found(model), one_loss_at_a_time(model, losses))
         autograd_hacks.clear_backprops(model)
         _penalty(model, x)
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_what_belongs_to_no_sample_is_that_of_the_batch(drops: bool) -> None:
-    """A recurrent layer, run for each sample, that also returns something of the whole batch, and draws or not."""
-
-    def odd(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = m.recur(x)[0]
-        return nn.functional.dropout(y, 0.5 if drops else 0.0), y.mean()
-
-    model, x = nn.Sequential(Bare(odd, recur=nn.LSTM(3, 2, batch_first=True))).double(), torch.randn(3, 4, 3).double()
-    found = []
-    for is_hooked in (False, True):
-        if is_hooked:
-            autograd_hacks.add_hooks(model)
-        torch.manual_seed(0)
-        found.append(model(x)[1])
-    torch.testing.assert_close(*found)
 
 
 def routed(m: nn.Module, x: Tensor) -> Tensor:

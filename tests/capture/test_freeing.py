@@ -2,13 +2,11 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Patched
 from oracle import squares
 from rarely import crossed
 from steps import alive, assert_right, batch, mlp, step
@@ -105,27 +103,6 @@ def test_strays_do_not_pile_up(model: nn.Sequential) -> None:
     for _ in range(20):
         F.linear(batch()[0], model[0].weight).sum().backward()
     assert len(record.unseen) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "times"),
-    [
-        (lambda model, x: squares(model(x)).mean().backward(), 1000),
-        (lambda model, x: model(x), 1000),
-        (lambda model, x: (squares(model(x)).mean().backward(), autograd_hacks.compute_grad1(model)), 100),
-    ],
-    ids=["steps", "forwards", "read steps"],
-)
-def test_many_steps_leave_nothing_behind(step: Callable[[nn.Module, Tensor], object], times: int) -> None:
-    model, tokens = Patched(), torch.randint(7, (4, 3))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(12):  # constants, too
-            step(model, tokens)
-        before = alive(Tensor)
-        for _ in range(times):
-            step(model, tokens)
-        assert alive(Tensor) <= before
 
 
 def test_tensors_that_replaced_parameters_are_freed() -> None:

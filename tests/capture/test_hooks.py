@@ -52,7 +52,7 @@ def test_removing_leaves_the_model_as_it_was(remove: Callable[[nn.Module, Any], 
     assert traces(model) != before
     remove(model, handle)
     assert traces(model) == before
-    for gone in (lambda: handle.settings, handle.on, lambda: autograd_hacks.compute_grad1(model)):
+    for gone in (handle.on, lambda: autograd_hacks.compute_grad1(model)):
         with pytest.raises(NothingRecorded):
             gone()
 
@@ -188,18 +188,6 @@ def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
     assert not any(hasattr(p, "grad1") for p in plain.parameters())
 
 
-def test_settings_are_what_it_was_told() -> None:
-    model = mlp()
-    default = {"batch_dim": 0, "probe": True, "param_grad": True, "reuse": True, "independent": False, "segments": None}
-    assert autograd_hacks.add_hooks(model).settings == {**default, "left_out": []}
-    told = autograd_hacks.add_hooks(model, batch_dim=1, probe=False, reuse=False, independent=True, only="0.*")
-    own = {"batch_dim": 1, "probe": False, "reuse": False, "independent": True, "left_out": ["2.bias", "2.weight"]}
-    assert told.settings == {**default, **own}
-    told.off()
-    assert told.settings == {**default, **own}
-    assert not autograd_hacks.add_hooks(mlp(), param_grad=False).settings["param_grad"]
-
-
 def test_floors_above_have_registered_all_that_capture_asks_of_them() -> None:
     assert vars(ABOVE).keys() == Above.__annotations__.keys()
 
@@ -212,7 +200,7 @@ def test_describe_is_that_of_the_model() -> None:
     assert handle.describe() == autograd_hacks.describe(model)
     assert [row.parameter for row in handle.describe(trained=True).rows] == ["0.bias", "2.weight", "2.bias"]
     names = {n for n in dir(handle) if not n.startswith("_")}
-    assert names == {"remove", "pause", "clear", "accumulate", "settings", "describe", "on", "off"}
+    assert names == {"remove", "pause", "clear", "accumulate", "describe", "on", "off"}
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

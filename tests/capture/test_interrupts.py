@@ -32,20 +32,6 @@ AT_MOST = 5
 Line = tuple[str, int]
 
 
-class Drawing(nn.Module):
-    """Draws from a generator of its own, and counts in a buffer and in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.draws, self.seen = nn.Linear(4, 4), torch.Generator().manual_seed(3), [0]
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.seen.append(self.seen[-1] + 1)
-        return self.layer(x) * torch.rand((), generator=self.draws)
-
-
 def watched() -> nn.Module:
     """With users' hooks that store, and with a part that is run again."""
     model = Bare(lambda m, x: m.last(m.inside(x).tanh()), inside=BareVector(), last=nn.Linear(4, 2), stored=[])
@@ -62,7 +48,6 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
     "lstm": lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)),
     "checkpointed": lambda: Checkpointed(False),
-    "drawing": Drawing,
     "watched": watched,
 }
 CASES = [(name, param_grad) for name in ZOO for param_grad in (True, False)]
@@ -141,40 +126,9 @@ def everywhere() -> dict[str, Any]:
     }
 
 
-def slots(model: nn.Module) -> dict[str, Any]:
-    """Each module's own objects but its hooks, under all names."""
-    return {
-        f"{path}.{name}": value
-        for path, part in model.named_modules(remove_duplicate=False)
-        for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items())
-        if not name.startswith("_") and name not in ("training", "weight", "compile")
-    }
-
-
 def users_hooks(model: nn.Module) -> list[Any]:
     hooks = [hook for part in model.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
     return [hook for hook in hooks if not type(hook).__module__.startswith("autograd_hacks")]
-
-
-def states(model: nn.Module) -> list[Any]:
-    """What a forward changes: buffers, generators, lists; as text, to compare."""
-    found: list[Any] = [value.tolist() for value in model.buffers()]
-    for part in model.modules():
-        for value in vars(part).values():
-            found += [value.get_state().tolist()] if isinstance(value, torch.Generator) else []
-            found += [len(value)] if type(value) is list else []
-    return found
-
-
-def states_on_the_way(name: str) -> list[list[Any]]:
-    """Those that two plain steps come through, of each thing."""
-    model, seen = fresh(name), []
-    for part in model.modules():
-        part.register_forward_pre_hook(lambda *_: seen.append(states(model)))
-        part.register_forward_hook(lambda *_: seen.append(states(model)))
-    for _ in range(2):
-        plain_step(model)
-    return [[snapshot[n] for snapshot in seen] for n in range(len(seen[0]))]
 
 
 def check_after(
@@ -194,9 +148,6 @@ def check_after(
     for trained in (twin, model):
         trained.load_state_dict(plain.state_dict())
         trained.zero_grad()
-        for part, other in zip(trained.modules(), plain.modules()):
-            if isinstance(part, Drawing):
-                part.draws.set_state(other.draws.get_state())
     reference = copy.deepcopy(plain)
     plain_step(reference)
     plain_step(twin)
@@ -216,17 +167,12 @@ def check_after(
     assert not any(part._compiled_call_impl for part in model.modules()), where
 
 
-def interrupt_at(name: str, param_grad: bool, at: int, allowed: list[list[Any]]) -> None:
+def interrupt_at(name: str, param_grad: bool, at: int) -> None:
     model = fresh(name)
-    kept, hooks, before = slots(model), users_hooks(model), everywhere()
+    hooks, before = users_hooks(model), everywhere()
     interrupt = Interrupt(at)
     error = interrupt.run(lambda: program(model, param_grad))  # held, with the frames that it came through
     where = interrupt.lines[at] if at < len(interrupt.lines) else ("", 0)
-    now = slots(model)
-    assert now.keys() == kept.keys(), where
-    assert all(now[key] is value for key, value in kept.items() if isinstance(value, Tensor | list)), where
-    for value, ways in zip(states(model), allowed):
-        assert value in ways, where
     check_after(model, name, param_grad, before, hooks, where)
     del error
 
@@ -235,9 +181,9 @@ def interrupt_at(name: str, param_grad: bool, at: int, allowed: list[list[Any]])
 @pytest.mark.parametrize(("name", "param_grad"), [*CASES[::3], *rarely(*(case for n, case in enumerate(CASES) if n % 3))])
 def test_an_interrupt_at_any_line(name: str, param_grad: bool) -> None:
     """A sample of the lines, another in each case; AT_MOST may be raised to look at all of them."""
-    allowed, lines, case = states_on_the_way(name), moments(name, param_grad), CASES.index((name, param_grad))
+    lines, case = moments(name, param_grad), CASES.index((name, param_grad))
     for at in lines[case * 7 % (len(lines) // AT_MOST) :: len(lines) // AT_MOST]:
-        interrupt_at(name, param_grad, at, allowed)
+        interrupt_at(name, param_grad, at)
 
 
 def test_an_interrupt_inside_a_layer_freezes_nothing() -> None:
@@ -263,17 +209,6 @@ def test_an_interrupt_inside_a_layer_freezes_nothing() -> None:
     autograd_hacks.remove_hooks(model)
     plain_step(model)
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_copy_of_an_interrupted_layer_has_no_guard() -> None:
-    model = Last(nn.LSTM(4, 3, batch_first=True))
-    autograd_hacks.add_hooks(model, param_grad=False)
-    twin = copy.deepcopy(model)
-    assert twin.layer._compiled_call_impl is None
-    plain_step(twin)
-    assert all(p.grad is not None for p in twin.parameters())
-    autograd_hacks.remove_hooks(model)
-    assert "_compiled_call_impl" not in vars(model.layer)
 
 
 @pytest.mark.filterwarnings("ignore")

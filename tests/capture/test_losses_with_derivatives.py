@@ -249,14 +249,6 @@ def test_torch_func_inside_a_loss_is_noticed() -> None:
             autograd_hacks.compute_grad1(model, "sum")
 
 
-def test_describe_says_how_parameters_are_read() -> None:
-    model, x = made("recurrent")
-    with autograd_hacks.add_hooks(model):
-        step(model, gradient_penalty, x)
-        told = {row.parameter: row.how for row in autograd_hacks.describe(model).rows}
-    assert told["out.weight"].startswith("rule linear")
-
-
 @crossed(body=BODIES, param_grad=[True, False])
 def test_every_way_to_meet_the_batch(body: str, param_grad: bool) -> None:
     torch.manual_seed(0)

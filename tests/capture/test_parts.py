@@ -9,12 +9,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
 from rarely import crossed
-from steps import assert_right, check
+from steps import check
 from torch import Tensor
 from twin import Bare, check_right
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed, UnseenGradient
+from autograd_hacks.errors import UnseenGradient
 
 
 def tokens() -> nn.Module:
@@ -68,14 +68,6 @@ def test_a_part_after_one_that_failed() -> None:
                 call(torch.randn(4, 5, 2).double())
             check(model, x, run=lambda x: model.encoder(x))
             check(model, x[:, 0, :3].repeat(1, 2)[:, :4], run=lambda x: model.head(x))
-
-
-def test_a_part_that_mixes_samples() -> None:
-    model = whole_net(scaled(mixes=True)).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model.encoder(torch.randn(4, 5, 3).double())).mean().backward()
-        with pytest.raises(SamplesMixed, match=r"reaches other samples"):
-            autograd_hacks.compute_grad1(model)
 
 
 def test_a_part_with_time_first() -> None:
@@ -144,16 +136,6 @@ def test_a_loss_that_reads_a_layer_whose_output_is_not_returned(param_grad: bool
     model = keeping(aside, side=nn.Linear(4, 1), scale=torch.ones(4))
     batches = [(torch.randn(5, 3).double(), what) for what in ("", "scored", "scaled", "", "scaled", "scored")]
     check_right(model, *batches, run=losses, total="each", param_grad=param_grad)
-
-
-def test_what_is_kept_may_be_read_without_a_gradient_and_inside() -> None:
-    model, x = keeping(lambda m, x: keep(m, x) * m.aux.sum(1, keepdim=True)), torch.randn(5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            model.zero_grad()
-            losses = squares(model(x))
-            (losses.mean() + 0 * model.aux.detach().mean(0).square().sum()).backward()
-            assert_right(model, x)
 
 
 def test_the_output_may_be_taken_from_where_it_is_kept() -> None:

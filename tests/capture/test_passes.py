@@ -38,20 +38,6 @@ def test_batched_gradients_are_no_record(model: nn.Module) -> None:
     assert_right(model, x, y)
 
 
-def test_heads_with_backward_passes_of_their_own() -> None:
-    """Each is called after the backward of the one before; all come through the same trunk."""
-    model = nn.ModuleDict({"trunk": nn.Linear(3, 4), "left": nn.Linear(4, 2), "right": nn.Linear(4, 2)}).double()
-    for seed in range(2):
-        x, _ = batch(5, seed)
-        model.zero_grad()
-        with autograd_hacks.add_hooks(model):
-            features = model["trunk"](x).tanh()
-            for head in (model["left"], model["right"]):
-                squares(head(features)).mean().backward(retain_graph=True)
-            autograd_hacks.compute_grad1(model)
-            assert_means(model)
-
-
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> None:
     cell, x = nn.GRUCell(2, 3).double(), torch.randn(4, 3, 2).double()
@@ -131,14 +117,6 @@ def test_two_forwards_in_one_loss_add(model: nn.Module) -> None:
     assert_rows(model, expected)
 
 
-def test_a_backward_from_a_later_forward_replaces(model: nn.Module) -> None:
-    first, second = squares(model(batch()[0]), batch()[1]), squares(model(batch(seed=1)[0]), batch(seed=1)[1])
-    first.mean().backward()
-    model.zero_grad()
-    second.mean().backward()
-    assert_right(model, *batch(seed=1))
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module, set_to_none: bool) -> None:
     """As a trainer accumulates gradients, without ``accumulate``."""
@@ -163,27 +141,6 @@ def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module
         model[0].weight.square().sum().backward()
     step(model, *batch())
     assert_right(model, *batch())
-
-
-def test_alternating_gan_steps() -> None:
-    generator, critic = mlp(), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)).double()
-    autograd_hacks.add_hooks(generator)
-    autograd_hacks.add_hooks(critic)
-
-    for seed in range(2):
-        noise, real = batch(seed=seed)
-        fake = generator(noise).detach()
-        squares(critic(torch.cat([real, -fake]))).mean().backward()
-        autograd_hacks.compute_grad1(critic)
-        both = torch.cat([real, -fake])
-        with autograd_hacks.pause_hooks():
-            assert_rows(critic, one_backward_per_sample(critic, squares, both))
-
-        squares(critic(generator(noise))).mean().backward()
-        autograd_hacks.compute_grad1(generator)
-        with autograd_hacks.pause_hooks():
-            rows = one_backward_per_sample(generator, lambda out: squares(critic(out)), noise)
-        assert_rows(generator, rows)
 
 
 # What a record is and how long it lives: training loops of every kind read the rows they should

@@ -1,7 +1,6 @@
 """Parameters that no layer's rule covers, read where they meet the batch: rows are those of each loss alone."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -116,8 +115,6 @@ BODIES: dict[str, Body] = {
     "checkpointed": lambda net, h: checkpoint(Bare(lambda m, h: h @ m.held[0].weight, held=[net]), h, use_reentrant=False),
     "routed": routed,
 }
-AGAIN = {"checkpointed"}
-"""Those in which something must be run again."""
 
 
 @crossed(body=BODIES, param_grad=[True, False])
@@ -131,11 +128,6 @@ def test_rows(body: str, param_grad: bool) -> None:
             for parameter in model.parameters():
                 parameter.grad = None if parameter.grad1 is None else parameter.grad1.sum(0)
             optimizer.step()
-        used = {name for name, p in model.named_parameters() if p.grad1 is not None}
-        again = {row.parameter: row.how for row in autograd_hacks.describe(model).rows if "run again" in row.how}
-        again = {name: how for name, how in again.items() if name in used}
-        assert body in AGAIN or not again
-    assert torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.parametrize("body", [body for body in BODIES if body not in ("dropped", "drawn")])
@@ -159,77 +151,6 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: str) -> None:
                 else:
                     assert (x_now is None) == (x_before is None)
                     assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]  # both are there
-
-
-def test_a_forward_that_goes_another_way() -> None:
-    """Another number of calls, other functions."""
-    calls = [0]
-
-    def body(net: Net, h: Tensor) -> Tensor:
-        for _ in range(calls[0]):
-            h = h * net.scale
-        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if calls[0] == 3 else h + net.token
-
-    def run(model: nn.Module, x: Tensor, number: int) -> Tensor:
-        calls[0] = number
-        return squares(model(x))
-
-    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(), n) for n in (1, 2, 3, 1)], run=run, total="each")
-
-
-class Failure(Exception):
-    pass
-
-
-@pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
-def test_a_forward_that_fails_leaves_no_mode_on(error: type[BaseException]) -> None:
-    def body(net: Net, h: Tensor) -> Tensor:
-        h = h * net.scale
-        if body.fails:  # type: ignore[attr-defined]  # a function's own
-            raise error
-        return h
-
-    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for fails in (False, True, False):
-            body.fails = fails  # type: ignore[attr-defined]  # a function's own
-            if fails:
-                with pytest.raises(error):
-                    model(x)
-                assert torch._C._len_torch_function_stack() == 0
-            else:
-                check_losses(model, lambda: squares(model(x)))
-
-
-def test_with_a_mode_of_the_users_own() -> None:
-    class Counting(torch.overrides.TorchFunctionMode):
-        calls = 0
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.calls += 1
-            return func(*args, **(kwargs or {}))
-
-    def body(net: Net, h: Tensor) -> Tensor:
-        with counting:
-            return net.normed(h * net.scale) * net.table[0]
-
-    counting = Counting()
-    check_right(Net(body).double(), *[(torch.randn(4, 5, 3).double(),)] * 2, total="each")
-    assert counting.calls
-
-
-def test_beside_attention() -> None:
-    """Which has a mode of its own while it runs."""
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def body(net: Net, h: Tensor) -> Tensor:
-        h = h * net.scale
-        return net.table[0] * net.get_submodule("attention")(h, h, h)[0]
-
-    for param_grad in (True, False):
-        model = Net(body)
-        model.add_module("attention", attention)
-        check_right(model.double(), *[(torch.randn(4, 5, 3).double(),)] * 3, total="each", param_grad=param_grad)
 
 
 def test_one_position_first_and_as_many_as_samples_later() -> None:

@@ -8,16 +8,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import Multiply, Product
-from oracle import assert_rows, joined, one_backward_per_sample, one_loss_at_a_time, squares
+from oracle import assert_rows, joined, one_loss_at_a_time, squares
 from rarely import crossed
-from steps import check, check_batches, check_losses, count_forwards
+from steps import check, check_batches, check_losses
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from twin import Bare, check_right
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
+from autograd_hacks.errors import StaleRecord
 
 How = Callable[[nn.Module, Tensor], Tensor]
 
@@ -62,12 +62,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "choosy": lambda: whole(lambda m, x: torch.stack([multiply(m, row) if row[0] > 0 else row for row in x])),
     "iterating": lambda: whole(iterating, u=nn.Buffer(torch.ones(3)), generator=torch.Generator().manual_seed(2)),
 }
-MIXING: dict[str, How] = {
-    "the mean": lambda m, x: multiply(m, x) - x.mean(0),
-    "the mean, detached": lambda m, x: multiply(m, x) - x.mean(0).detach(),
-    "a little": lambda m, x: (multiply(m, x) - x.mean(0)) * 1e-6 + x,
-    "the last sample, detached": lambda m, x: multiply(m, x + x[-1:].detach().clamp(min=0.1)),
-}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -104,18 +98,6 @@ def test_rows(kind: str, param_grad: bool) -> None:
             assert_close(norms, joined(expected).norm(dim=1))
         how = [row.how for row in autograd_hacks.describe(model).rows if row.parameter.startswith("2.")]
         assert {each.startswith("graph: ") for each in how} == {True}
-
-
-def test_it_runs_once_a_step() -> None:
-    model = whole()
-    calls, counts = count_forwards(model[2]), []
-    with autograd_hacks.add_hooks(model):
-        for n in (3, 9, 3, 9):
-            calls.clear()
-            squares(model(torch.randn(n, 3).double())).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            counts.append(len(calls))
-    assert counts == [1] * 4
 
 
 def counting(m: nn.Module, x: Tensor) -> Tensor:
@@ -158,37 +140,6 @@ def test_what_rows_depend_on_has_changed(changed: str) -> None:
             told = "overwritten in place" if changed == "the input" else r"before optimizer.step\(\)"
             with pytest.raises(StaleRecord, match=told):
                 autograd_hacks.compute_grad1(model)
-
-
-@crossed(alone=[True, False], probe=[True, False], kind=MIXING)
-def test_samples_that_mix_inside(kind: str, probe: bool, alone: bool) -> None:
-    model, x = whole(MIXING[kind]), 2 * torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
-    with autograd_hacks.add_hooks(model, probe=probe, independent=True):
-        squares((model[2] if alone else model)(x)).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-
-def test_a_part_that_takes_no_other_samples() -> None:
-    def of_sorted(m: nn.Module, x: Tensor) -> Tensor:
-        if (x[1:, 0] < x[:-1, 0]).any():
-            raise ValueError("unsorted")
-        return multiply(m, x)
-
-    model, x = whole(of_sorted), torch.arange(12.0).view(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        check(model, x, run=lambda x: model[2](x))
-    with autograd_hacks.add_hooks(model, independent=True), pytest.raises(ProbeFailed, match="ValueError: unsorted"):
-        model[2](x)
-
-
-def test_a_loss_inside_a_part() -> None:
-    model, x = whole(lambda m, x: squares(multiply(m, x)).sum()), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        model[2](x).backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, lambda loss: loss[None], x, run=lambda x: model[2](x)))
 
 
 # Functions that run modules and passes in their backward, and return the parameters' gradients: solvers with an adjoint
@@ -240,10 +191,6 @@ def _batch(n: int = 4) -> Tensor:
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_rows_are_those_of_each_sample(param_grad: bool) -> None:
     check_batches(flow(), *[_batch(n) for n in (4, 4, 3, 1, 5)], param_grad=param_grad)
-
-
-def test_a_sum_of_losses_through_the_field() -> None:
-    check_right(flow(), *[(_batch(n),) for n in (4, 3, 1)], total="sum")
 
 
 def test_after_a_backward_that_failed() -> None:

@@ -14,9 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.testing import assert_close
@@ -83,12 +81,6 @@ def by_columns(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(net, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
 
 
-def along_sequences(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    layers = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
-    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-    return parallelize_module(net, mesh, {"": enter, **layers, "3": RowwiseParallel(output_layouts=Shard(1))})
-
-
 def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     def enter(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(args[0], mesh, [Replicate()]),)
@@ -98,7 +90,7 @@ def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def tensor_parallelism_is_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
-    for cut in (by_columns, along_sequences, copied_to_all):
+    for cut in (by_columns, copied_to_all):
         for hooks in ("before", "after"):
             for probe in (True, False):
                 for frozen in (True, False):

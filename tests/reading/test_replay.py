@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Choosy, Noisy, Patched
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import check
 from torch import Tensor
 from twin import Bare
@@ -55,13 +55,6 @@ def test_two_steps_are_right(what: str) -> None:
             autograd_hacks.verify(model, samples=2)
 
 
-def test_batches_of_other_sizes_and_of_none() -> None:
-    model = Patched().double()
-    with autograd_hacks.add_hooks(model):
-        for samples in (4, 1, 0, 3):
-            check(model, torch.randint(7, (samples, 3)), "sum")
-
-
 def test_the_same_dropout_mask() -> None:
     rate = Bare(lambda m, x: x + m.rate * torch.randn_like(x), rate=torch.tensor(0.3))  # that is learnt
     model, x = nn.Sequential(Noisy(), nn.Linear(3, 2), rate).double(), torch.randn(5, 3).double()
@@ -75,57 +68,3 @@ def test_the_same_dropout_mask() -> None:
             torch.manual_seed(seed)
             with autograd_hacks.pause_hooks():
                 assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x))))
-
-
-def experts(m: nn.Module, x: Tensor) -> Tensor:
-    """Each row to the expert that it chooses: rows are gathered, and put back."""
-    rows = x.reshape(-1, 3)
-    scores = m.gate(rows).softmax(1)
-    best, out = scores.argmax(1), torch.zeros_like(rows)
-    for expert in range(2):
-        at = (best == expert).nonzero()[:, 0]
-        out = out.index_add(0, at, rows[at] @ m.weights[expert] * scores[at, expert, None])
-    return out.view_as(x)
-
-
-@pytest.mark.parametrize("positions", [(), (3,), (4, 2)])
-def test_routed_experts(positions: tuple[int, ...]) -> None:
-    middle = Bare(experts, gate=nn.Linear(3, 2), weights=torch.randn(2, 3, 3))
-    model = nn.Sequential(nn.Linear(3, 3), middle, nn.Linear(3, 2)).double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):  # a new route each time
-            x = torch.randn(4, *positions, 3).double()
-            check(model, x)
-
-
-def test_weights_that_were_moved_before_reading() -> None:
-    """What a node kept is taken as the gradient comes by."""
-    model, x = nn.Sequential(nn.Linear(3, 3), Choosy()).double(), torch.randn(5, 3).double()
-    expected = one_backward_per_sample(model, squares, x)
-    with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-        autograd_hacks.compute_grad1(model)
-        assert_rows(model, expected)
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.5])
-def test_a_generator_of_the_modules_own(strength: float) -> None:
-    def noise(m: nn.Module, x: Tensor) -> Tensor:
-        return m.layer(x) + m.strength * torch.rand(x.shape, generator=m.draws, dtype=x.dtype)
-
-    draws = torch.Generator().manual_seed(3)
-    model = Bare(noise, layer=nn.Linear(3, 3), strength=torch.tensor(strength), draws=draws).double()
-    x = torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            model.zero_grad()
-            state = model.draws.get_state()
-            squares(model(x)).mean().backward()
-            after = model.draws.get_state()
-            autograd_hacks.compute_grad1(model)
-            assert torch.equal(model.draws.get_state(), after)
-            with autograd_hacks.pause_hooks():
-                model.draws.set_state(state)
-                (row,) = torch.autograd.grad(squares(model(x))[1], model.strength)
-            torch.testing.assert_close(model.strength.grad1[1], row)

@@ -229,21 +229,6 @@ def test_a_check_of_independence_changes_nothing(program: Callable[[], Program])
     assert found[0] == found[1]
 
 
-def test_a_hook_that_removes_itself_does_so_in_the_models_own_forward() -> None:
-    model, x, calls = Net(), torch.randn(4, 3), []
-
-    def once(*_: Any) -> None:
-        calls.append(1)
-        handle.remove()
-
-    with autograd_hacks.add_hooks(model):
-        handle = model.first.register_forward_hook(once)
-        autograd_hacks.verify(model, args=(x,))
-        assert not calls
-        model(x), model(x)
-        assert len(calls) == 1
-
-
 class Single:
     """An object of which there can be no second one."""
 
@@ -342,15 +327,6 @@ def test_an_object_among_the_arguments_is_copied() -> None:
     with autograd_hacks.add_hooks(model):
         autograd_hacks.verify(model, args=(x, queue))
     assert (queue.at, queue.log, float(queue.keys.sum())) == (0, {"lengths": [0]}, 0.0)
-
-
-def test_parameters_of_zeros_stay_zeros() -> None:
-    """Checks of independence run copies with small numbers in their place."""
-    model = Net()
-    nn.init.zeros_(model.last.weight)
-    with autograd_hacks.add_hooks(model, independent=True):
-        squares(model(torch.randn(4, 3))).mean().backward()
-        assert not model.last.weight.any()
 
 
 def test_a_forward_may_write_into_wrappers_of_tensors() -> None:

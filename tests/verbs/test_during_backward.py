@@ -13,7 +13,6 @@ from refused import check_each
 from steps import alive, assert_means, at_most, rows_joined, rows_of
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
@@ -231,24 +230,6 @@ def test_samples_that_mix_or_disagree() -> None:
     model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
         (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
-
-
-def test_a_layer_in_two_checkpoints_that_run_inside_of_the_pass() -> None:
-    """The pass comes to the second of its calls before the first is run again."""
-    inner, out, x = nn.Linear(4, 4).double(), nn.Linear(4, 2).double(), torch.randn(5, 4).double()
-    model = nn.ModuleList([inner, out])
-
-    def losses() -> Tensor:
-        h = x.clone().requires_grad_()
-        for _ in range(2):
-            h = checkpoint(lambda h: inner(h).tanh(), h, use_reentrant=True)
-        return squares(out(h))
-
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            loss = losses().mean()
-            with pytest.raises(RuntimeError, match="checkpoints share"), autograd_hacks.during_backward(model, "norms"):
-                loss.backward()
 
 
 def test_reading_inside() -> None:

@@ -1,7 +1,6 @@
 """Memory of ``grad1``: used again from step to step, and never what someone else holds; and rows of some parameters."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from nets import MODELS
 from oracle import one_loss_at_a_time, squares
 from rarely import crossed
-from steps import assert_right, batch, check, step
+from steps import batch, check, step
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -70,23 +69,6 @@ def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hol
     else:
         rows = torch.as_tensor(held[0] if isinstance(held, list) else held)
         assert_close(rows, expected[0] if rows.shape == expected.shape[1:] else expected)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_memory_is_not_reused_where_that_is_turned_off(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    autograd_hacks.add_hooks(model, reuse=False)
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    before = weakref.ref(model[0].weight.grad1)
-    with monkeypatch.context() as patched:  # what would be written into it
-        patched.setattr(memory, "_holders", lambda alone: pytest.fail("the old rows were looked at"))
-        step(model, *batch(seed=1))
-        autograd_hacks.compute_grad1(model)
-    assert before() is None
-    assert_right(model, *batch(seed=1))
-    autograd_hacks.clip_grad1_norm_(model, 1.0)
-    (hook,) = (hook for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
-    assert not hook.recorder.pool._held
 
 
 @pytest.mark.usefixtures("nothing_is_small")

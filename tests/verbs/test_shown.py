@@ -170,12 +170,6 @@ def test_gradients_whose_model_is_gone_and_whose_input_was_overwritten(model: nn
 def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
     x = torch.randn(5, 1, 4, 4)
     autograd_hacks.add_hooks(model)
-    accumulation = autograd_hacks.accumulate(model)
-    assert repr(accumulation) == "<accumulate of a Sequential, not begun>"
-    with accumulation:
-        model(x).sum().backward()
-        assert "1 forward so far" in repr(accumulation)
-    assert "ended" in repr(accumulation)
     with autograd_hacks.during_backward(model, "norms") as streamed:
         assert "nothing yet" in repr(streamed)
         model(x).sum().backward()
@@ -185,8 +179,6 @@ def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
     ekfac = model[2].weight.ekfac
     assert repr(ekfac) == "EKFAC of 2.weight: 3 × 8, 388 B"
     assert "eigenvectors" in str(ekfac)
-    autograd_hacks.remove_hooks(model)
-    assert "removed" in repr(accumulation)
 
 
 # The table of how each parameter's per-sample gradients are known
