@@ -34,17 +34,18 @@ def count_sequences(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[s
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     """x: T N I, or N T I with batch_first, or packed    states: layers·directions N H."""
     x: Tensor | PackedSequence = call.argument(0, "input")
+    packed = x if isinstance(x, PackedSequence) else None
     if not isinstance(x, PackedSequence):
         needs_batch(x, at_least=3, layout="(N, T, I) for batch_first, else (T, N, I)")
-        x = x.transpose(0, 1) if layer.batch_first else x
-    running = _padded(x, torch.ones_like(x.data[:, :1], dtype=torch.bool)) if isinstance(x, PackedSequence) else None
 
     def by_time(y: Tensor) -> Tensor:
-        return _padded(x, y) if isinstance(x, PackedSequence) else y.transpose(0, 1) if layer.batch_first else y
+        return _padded(packed, y) if packed is not None or not layer.batch_first else y.transpose(0, 1)
 
-    states = _states(layer, call.argument(1, "hx"), x.data, count_sequences(layer, call.args, call.kwargs))
-    inputs, hidden, masks = _layers(layer, call, x, states)
-    hidden.append(by_time(call.outputs[0]).to(inputs[0].dtype))
+    data = x.data if packed is not None else by_time(x.data)
+    running = None if packed is None else _padded(packed, torch.ones_like(data[:, :1], dtype=torch.bool))
+    states = _states(layer, call.argument(1, "hx"), data, count_sequences(layer, call.args, call.kwargs))
+    inputs, hidden, masks = _layers(layer, call, data, packed, states)
+    hidden.append(by_time(call.outputs[0]).to(data.dtype))
     g, *last = call.grads
     g = torch.zeros_like(hidden[-1]) if g is None else by_time(g)
     forms: dict[str, Form] = {}
@@ -77,22 +78,17 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     return forms
 
 
-def _padded(packed: PackedSequence, data: Tensor) -> Tensor:
-    """rows ... -> T N ..., in the user's order, with zeros after each sequence's end"""
-    return pad_packed_sequence(packed._replace(data=data))[0]
+def _padded(packed: PackedSequence | None, data: Tensor) -> Tensor:
+    """rows ... -> T N ..., in the user's order, with zeros after each sequence's end; ``data`` if nothing is packed"""
+    return data if packed is None else pad_packed_sequence(packed._replace(data=data))[0]
 
 
 def _layers(
-    layer: nn.RNNBase, call: Call, x: Tensor | PackedSequence, states: Sequence[State]
+    layer: nn.RNNBase, call: Call, data: Tensor, packed: PackedSequence | None, states: Sequence[State]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
     """The layers' inputs, T N ·; the outputs of all but the last, computed again; and dropout's masks on these."""
-    packed = x if isinstance(x, PackedSequence) else None
-
-    def by_time(y: Tensor) -> Tensor:
-        return y if packed is None else _padded(packed, y)
-
-    inputs, hidden, masks = [by_time(x.data)], list[Tensor](), list[Tensor | None]()
-    directions, data = len(states) // layer.num_layers, x.data
+    inputs, hidden, masks = [_padded(packed, data)], list[Tensor](), list[Tensor | None]()
+    directions = len(states) // layer.num_layers
     alone: nn.RNNBase = object.__new__(type(layer))  # one of its layers
     with call.running_again(), torch.no_grad():
         for depth in range(layer.num_layers - 1):
@@ -104,12 +100,12 @@ def _layers(
             given = data if packed is None else packed._replace(data=data)
             data = alone.forward(given, tuple(start) if len(start) > 1 else start[0])[0]
             data = data if packed is None else data.data
-            hidden.append(by_time(data))
+            hidden.append(_padded(packed, data))
             # Packed, as in the forward pass, so that the random numbers fall on the same entries.
             mask = F.dropout(torch.ones_like(data), layer.dropout) if layer.dropout and call.training else None
-            masks.append(mask if mask is None else by_time(mask))
+            masks.append(mask if mask is None else _padded(packed, mask))
             data = data if mask is None else data * mask
-            inputs.append(by_time(data))
+            inputs.append(_padded(packed, data))
     return inputs, hidden, masks
 
 
@@ -149,6 +145,18 @@ def _cells(gates: Tensor, start: Tensor, running: Tensor | None) -> Tensor:
     return torch.stack(cells)
 
 
+def _slopes(
+    layer: nn.RNNBase | nn.RNNCellBase, gates: Sequence[Tensor], state: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The state after each step, and for each of its parts the derivatives by all gates and by ``state``: T N K H."""
+    with torch.enable_grad():
+        leaves = [y.detach().requires_grad_() for y in (*gates, *state)]
+        after = _after(layer, leaves[: len(gates)], leaves[len(gates) :])
+        slopes = [torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in after]
+    size = after[0].shape[2]
+    return [y.detach() for y in after], [torch.cat([y.unflatten(2, (-1, size)) for y in own], 2) for own in slopes]
+
+
 def _through_time(
     layer: nn.RNNBase | nn.RNNCellBase, call: Call, suffix: str, start: State, last: Sequence[Tensor | None],
     x: Tensor, h: Tensor, g: Tensor, running: Tensor | None = None,
@@ -169,15 +177,10 @@ def _through_time(
     maps = [F.linear(x, weight_ih, *biases[:1]), F.linear(before, weight_hh, *biases[1:])]
     gates = maps if is_gru else [maps[0] + maps[1]]
     cells = [_cells(gates[0], c, running) for c in start[1:]]
-    with torch.enable_grad():
-        leaves = [y.detach().requires_grad_() for y in (*gates, *([before] if is_gru else cells))]  # others have h in gates
-        after = _after(layer, leaves[: len(gates)], leaves[len(gates) :])
-        slopes = [torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in after]
-    full = after[0].detach()
+    after, sides = _slopes(layer, gates, [before] if is_gru else cells)  # others have h in their gates
+    full = after[0]
     shown = full if projection is None else full @ projection.mT
     call.check_same([h], [shown if running is None else shown.where(running, 0)])
-    # The derivatives of each state by all gates and by the states before: T N K H.
-    sides = [torch.cat([y.unflatten(2, (-1, full.shape[2])) for y in own], 2) for own in slopes]
     if running is not None:
         sides = [own.where(running[..., None], 0) for own in sides]
     count = maps[0].shape[2] // full.shape[2]  # of gates
