@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autograd_hacks.graph.axes import AXES, Axes, broadcast
+from autograd_hacks.graph.axes import AXES, broadcast
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
@@ -52,12 +52,6 @@ RAGGED = frozenset("nonzero masked_select repeat_interleave unique_consecutive _
 """Operations of which the first axis of the result is as long as values say."""
 TAKING = frozenset("index_select gather embedding index _unsafe_index".split())  # noqa: SIM905
 """Operations that take the entries of their first tensor to which an index points."""
-ENTRYWISE = frozenset(
-    """bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not isnan isinf isfinite
-    isposinf isneginf floor_divide __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
-    signbit heaviside gcd lcm square relu6 rrelu_with_noise""".split()  # noqa: SIM905
-)
-"""Operations without a derivative that compute entry by entry."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,7 @@ class Step:
             return registered(self)[o]
         if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
             return self._of_loss(o)
-        entry = AXES.get(self.name, Axes() if self.name in ENTRYWISE else None)
+        entry = AXES.get(self.name)
         if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             return None
         if entry.rule is None:
