@@ -137,19 +137,6 @@ def test_a_list_of_whole_batches_of_one() -> None:
         assert all(torch.allclose(p.grad1[0], p.grad) for p in model.parameters())
 
 
-@pytest.mark.parametrize("sizes", [[5, 6, 7], [5, 5, 5], [5, 5, 5, 5]], ids=str)
-def test_a_list_of_images(sizes: list[int]) -> None:
-    model = Bare(
-        lambda m, images: m.out(torch.cat([m.conv(x[None]).mean((2, 3)) for x in images])),
-        conv=nn.Conv2d(3, 4, 3),
-        out=nn.Linear(4, 2),
-    ).double()
-    images = [torch.randn(3, n, n).double() for n in sizes]
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.arange(len(sizes)), run=lambda n: model([images[k] for k in n]))
-
-
 def test_a_list_of_whole_batches() -> None:
     model = Bare(
         lambda m, levels: m.scale * sum(layer(x) for layer, x in zip(m.layers, levels)).tanh(),
