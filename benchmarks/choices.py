@@ -2,7 +2,7 @@
 
     python benchmarks/choices.py                          on the CPU
     python benchmarks/choices.py --device cuda            on a GPU
-    python benchmarks/choices.py --device cuda --write    measures the card's costs first, and writes them to costs.json
+    python benchmarks/choices.py --device cuda --write    measures the device's costs first, and writes them to costs.json
 
 For each shape the ways that `autograd_hacks.forms.cost` chooses from are timed: norms by products and by writing rows out;
 then norms and a weighted sum each by itself, and both from rows in held memory, and in new; then a sparse projection to 512
@@ -100,12 +100,11 @@ def measure(form: Form) -> tuple[str, float, float, float]:
 
 
 def write(device: torch.device, size: int) -> None:
-    """Measures what a device's steps cost, and adds them to the table, under the card's name."""
+    """Measures what a device's steps cost, and writes them to the table."""
     table = json.loads(TABLE.read_text())
-    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
-    table[name] = measured(device, size)
+    table[device.type] = measured(device, size)
     TABLE.write_text(json.dumps(table, indent=2) + "\n")
-    print(f"{TABLE}: {name}: {table[name]}")
+    print(f"{TABLE}: {device.type}: {table[device.type]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

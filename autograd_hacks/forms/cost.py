@@ -1,17 +1,18 @@
 """The costs of verbs, by which they choose the cheaper way.  All estimates are in this module.
 
 The unit is a multiplication in a large matrix product in single precision, on the device at hand: about 0.02 ns on one core.
-The numbers are in ``costs.json``, by device or by card; ``python benchmarks/choices.py`` compares what is chosen with the
-clock, and ``--device cuda --write`` measures a card's numbers and adds them there.
+The numbers are in ``costs.json``: a CPU's were measured; a GPU's follow from an H100's 33.5 · 10¹² multiplications and
+3.35 · 10¹² bytes a second.  ``python benchmarks/choices.py`` compares what is chosen with the clock; ``--write`` measures
+a device again.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from math import inf, log2, prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,8 @@ T = TypeVar("T")
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
-LANES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""Multiplications that a multiprocessor does at once, by compute capability, where these aren't 128."""
-INTENSITY = 30.0
-"""Multiplications in single precision while a number is moved, for cards that don't report it: between an A100's and an
-H100's."""
+DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities of cards with units for float64: P100 to B200."""
 
 
 @dataclass(frozen=True)
@@ -51,46 +49,15 @@ class Costs:
 
 
 def costs_of(device: torch.device) -> Costs:
-    """The measured costs of this device or card; for other cards, estimates from how fast they multiply and read."""
     return _costs_of(device.type, device.index)
 
 
 @lru_cache
 def _costs_of(kind: str, index: int | None) -> Costs:
     table = json.loads(TABLE.read_text())
-    if kind != "cuda":
-        return Costs(**table.get(kind, table["cpu"]))
-    card = torch.cuda.get_device_properties(index)
-    return Costs(**table[card.name]) if card.name in table else costs_by_bandwidth(card)
-
-
-def costs_by_bandwidth(card: Any) -> Costs:
-    """The costs of a GPU that has not been timed: numbers that go to or from its memory, and kernels that are launched.
-
-    card: torch.cuda.get_device_properties
-    """
-    capability = (card.major, card.minor)
-    clock, memory_clock = (1e3 * getattr(card, name, 0) for name in ("clock_rate", "memory_clock_rate"))
-    rate = card.multi_processor_count * LANES.get(capability, 128) * (clock or 1.5e9)  # multiplications a second
-    bandwidth = 2 * memory_clock * getattr(card, "memory_bus_width", 0) / 8  # bytes a second
-    moved = 4 * rate / bandwidth if bandwidth else INTENSITY
-    return Costs(
-        short=1.3,
-        kernel=1.0,
-        cut=3 * moved,
-        run=0.0,
-        write=moved,
-        read=moved,
-        fresh=0.0,  # torch keeps a card's memory
-        pair=6 * moved,  # both products are written and read, theirs is written and read
-        shift=3 * moved,
-        call=8 * 5e-6 * rate,  # seconds between two kernels that the host launches one after the other
-        matrix=0.0,
-        scatter=4 * moved,
-        place=2 * moved,
-        fft=moved / 8,
-        double=2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else 64,  # P100 to B200 have units for it
-    )
+    costs = Costs(**table.get(kind, table["cpu"]))
+    has_double = kind != "cuda" or torch.cuda.get_device_capability(index) in DOUBLE
+    return costs if has_double else replace(costs, double=64)
 
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:

@@ -10,7 +10,6 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import costs_of
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, looks_free, members, pairs_of, row_norms, slices_of
-from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
@@ -204,8 +203,7 @@ class Bags(Factored):
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         check_is_map(random)
         if isinstance(random, SparseMap):
-            chunks = self.chunks(budget // 2, self.entries)
-            return torch.cat([Outer(part._counts(), part.g).project(random, budget // 2) for _, part in chunks])
+            return super().project(random, budget)
         wide, along = self.wide(), self.new_sums(self.samples, random.dim)
         for columns, u, v in random.columns(along):
             along[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
@@ -220,15 +218,11 @@ class Bags(Factored):
 
     def _of_table(self, table: Tensor) -> Tensor:
         """c · table, (N, F).  table: entries F"""
-        return F.embedding_bag(
-            self.index, table.contiguous(), self._starts(), mode="sum", per_sample_weights=self.scale.to(table)
-        )
+        # Where each bag begins; `torch.bincount` would make the host wait for the largest.
+        starts = torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))
+        return F.embedding_bag(self.index, table.contiguous(), starts, mode="sum", per_sample_weights=self.scale.to(table))
 
     def _counts(self) -> Tensor:
         """c, (N, entries)."""
         slots = self.bags * self.entries + self.index
         return self.scale.new_zeros(self.samples * self.entries).index_add(0, slots, self.scale).view(-1, self.entries)
-
-    def _starts(self) -> Tensor:
-        """Where each bag begins; `torch.bincount` would make the host wait for the largest."""
-        return torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))

@@ -137,7 +137,7 @@ def _agree(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
     # weights.
     eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, precision or seen.dtype))
     factor = max((1e3 if eps < 1e-6 else 20) * eps, 20 * unit_of_products(seen, (MATMUL, RNN)))
-    out = out.detach().to(seen.dtype)
+    seen, out = seen.detach(), out.detach().to(seen.dtype)
     if not seen.numel() or seen.is_meta:
         return True
     error, size = (float(torch.linalg.vector_norm(x, torch.inf)) for x in (out - seen, seen))

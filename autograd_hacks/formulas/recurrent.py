@@ -1,6 +1,8 @@
-"""RNN, LSTM, GRU and their cells.  Every time step is computed again as linear maps, with one backward pass through all.
+"""RNN, LSTM, GRU and their cells: backpropagation through time, by one law.
 
-In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
+A step computes gates by two linear maps, of the input and of the state; entry j of the new state depends on entry j of each
+gate and of the old state alone.  The layer returned its state h after every step, so the gates of all steps are computed
+again at once, and their derivatives too.  Only the cell state c and the gradients at states need loops over time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.formulas.call import Call, needs_batch
-from autograd_hacks.formulas.lstm import lstm
 
 State = tuple[Tensor, ...]
 """h, or h and c, each N H"""
@@ -29,136 +30,177 @@ def count_sequences(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[s
     return x.shape[0 if layer.batch_first or x.ndim < 3 else 1]
 
 
+@torch.no_grad()
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
-    """x: T N I, or N T I with batch_first, or packed    states: layers·directions N H.
-
-    Every layer, direction and time step is computed again by linear maps.  A weight's gradient sums over its map's uses."""
-    x, packing = call.argument(0, "input"), None
-    if isinstance(x, PackedSequence):
-        packing = _Packing(x)
-        x = packing.pad(x.data)
-    else:
+    """x: T N I, or N T I with batch_first, or packed    states: layers·directions N H."""
+    x: Tensor | PackedSequence = call.argument(0, "input")
+    packed = x if isinstance(x, PackedSequence) else None
+    if not isinstance(x, PackedSequence):
         needs_batch(x, at_least=3, layout="(N, T, I) for batch_first, else (T, N, I)")
-        x = x.transpose(0, 1) if layer.batch_first else x
-    states = _states(layer, call.argument(1, "hx"), x)
-    if isinstance(layer, nn.LSTM) and not (packing or layer.proj_size) and not x.is_meta:
-        return lstm(layer, call, x, states)
-    maps, last, directions = _Maps(call), list[State](), 2 if layer.bidirectional else 1
-    with call.running_again():
-        for depth in range(layer.num_layers):
-            sides = []
-            for direction in range(directions):
-                suffix = f"_l{depth}" + "_reverse" * direction
-                out, state = _run(layer, maps, suffix, x, states[depth * directions + direction], packing, direction == 1)
-                sides.append(out)
-                last.append(state)
-            x = torch.cat(sides, 2)
-            if layer.dropout and call.training and depth < layer.num_layers - 1:
-                # Packed, as in the forward pass, so that the random numbers fall on the same entries.
-                x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
-        out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
-        return maps.forms([out, *[torch.stack(parts) for parts in zip(*last)]])
+
+    def by_time(y: Tensor) -> Tensor:
+        return _padded(packed, y) if packed is not None or not layer.batch_first else y.transpose(0, 1)
+
+    data = x.data if packed is not None else by_time(x.data)
+    running = None if packed is None else _padded(packed, torch.ones_like(data[:, :1], dtype=torch.bool))
+    states = _states(layer, call.argument(1, "hx"), data, count_sequences(layer, call.args, call.kwargs))
+    inputs, hidden, masks = _layers(layer, call, data, packed, states)
+    hidden.append(by_time(call.outputs[0]).to(data.dtype))
+    g, *last = call.grads
+    g = torch.zeros_like(hidden[-1]) if g is None else by_time(g)
+    forms: dict[str, Form] = {}
+    directions = 2 if layer.bidirectional else 1
+    for depth in reversed(range(layer.num_layers)):
+        by_input = []
+        for side, parts in enumerate(zip(hidden[depth].chunk(directions, 2), g.chunk(directions, 2))):
+            place, suffix = depth * directions + side, f"_l{depth}" + "_reverse" * side
+            ends = [None if end is None else end[place] for end in last]
+            turned = [y.flip(0) if side else y for y in (inputs[depth], *parts, *([] if running is None else [running]))]
+            found, by_gates = _through_time(layer, call, suffix, states[place], ends, *turned)
+            forms |= found
+            if depth:
+                by_input.append((by_gates.flip(0) if side else by_gates) @ call.read("weight_ih" + suffix))
+        if depth:
+            g, mask = torch.stack(by_input).sum(0), masks[depth - 1]
+            g = g if mask is None else g * mask
+    return forms
 
 
+@torch.no_grad()
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
-    """x: N I    states: N H.  The step is computed again as linear maps."""
+    """x: N I    states: N H."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")
     needs_batch(x, at_least=2, layout="(N, input_size)")
     parts = state if isinstance(state, tuple) else () if state is None else (state,)
     states = tuple(parts) or (x.new_zeros(len(x), layer.hidden_size),) * (2 if isinstance(layer, nn.LSTMCell) else 1)
-    maps = _Maps(call)
-    with call.running_again():
-        return maps.forms(_step(layer, maps(x, "ih"), maps(states[0], "hh"), states))
+    h = call.outputs[0].to(x.dtype)
+    forms, _ = _through_time(layer, call, "", states, call.grads, x[None], h[None], torch.zeros_like(h)[None])
+    return forms
 
 
-def _run(
-    layer: nn.RNNBase, maps: _Maps, suffix: str, x: Tensor, state: State, packing: _Packing | None, backwards: bool
-) -> tuple[Tensor, State]:
-    """One layer in one direction.  x: T N I.  Returns the outputs, T N H, and the last state."""
-    by_input = maps(x, "ih" + suffix)
-    outputs = [state[0]] * len(x)
-    for t in reversed(range(len(x))) if backwards else range(len(x)):
-        after = _step(layer, by_input[t], maps(state[0], "hh" + suffix), state)
-        if layer.proj_size:
-            after = (maps(after[0], "hr" + suffix), *after[1:])
-        if packing:  # a sequence that has ended, or not yet begun, keeps its state
-            after = tuple(torch.where(packing.running[t], new, old) for new, old in zip(after, state))
-        state = after
-        outputs[t] = state[0]
-    return torch.stack(outputs), state
+def _padded(packed: PackedSequence | None, data: Tensor) -> Tensor:
+    """rows ... -> T N ..., in the user's order, with zeros after each sequence's end; ``data`` if nothing is packed"""
+    return data if packed is None else pad_packed_sequence(packed._replace(data=data))[0]
 
 
-def _step(layer: nn.RNNBase | nn.RNNCellBase, i: Tensor, h: Tensor, state: State) -> State:
-    """The state after a step.  i, h: N gates·H, the outputs of the input's map and of the state's map"""
-    if isinstance(layer, nn.LSTM | nn.LSTMCell):
-        take, keep, new, show = (i + h).chunk(4, 1)
-        c = keep.sigmoid() * state[1] + take.sigmoid() * new.tanh()
-        return show.sigmoid() * c.tanh(), c
-    if isinstance(layer, nn.GRU | nn.GRUCell):
-        (i_reset, i_update, i_new), (h_reset, h_update, h_new) = i.chunk(3, 1), h.chunk(3, 1)
-        update, new = (i_update + h_update).sigmoid(), (i_new + (i_reset + h_reset).sigmoid() * h_new).tanh()
-        return (new + update * (state[0] - new),)
-    return ((i + h).tanh() if layer.nonlinearity == "tanh" else (i + h).relu(),)
+def _layers(
+    layer: nn.RNNBase, call: Call, data: Tensor, packed: PackedSequence | None, states: Sequence[State]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """The layers' inputs, T N ·; the outputs of all but the last, computed again; and dropout's masks on these."""
+    inputs, hidden, masks = [_padded(packed, data)], list[Tensor](), list[Tensor | None]()
+    directions = len(states) // layer.num_layers
+    alone: nn.RNNBase = object.__new__(type(layer))  # one of its layers
+    with call.running_again(), torch.no_grad():
+        for depth in range(layer.num_layers - 1):
+            names = [n for n in layer._flat_weights_names if n.removesuffix("_reverse").endswith(f"_l{depth}")]
+            vars(alone).update(vars(layer) | {"num_layers": 1, "dropout": 0.0, "batch_first": False})
+            alone._flat_weights, alone.input_size = [call.read(n) for n in names], data.shape[-1]
+            alone._flat_weights_names, alone._flat_weight_refs = [], []  # by which torch would look whether these are new
+            start = [torch.stack(parts) for parts in zip(*states[depth * directions : (depth + 1) * directions])]
+            given = data if packed is None else packed._replace(data=data)
+            data = alone.forward(given, tuple(start) if len(start) > 1 else start[0])[0]
+            data = data if packed is None else data.data
+            hidden.append(_padded(packed, data))
+            # Packed, as in the forward pass, so that the random numbers fall on the same entries.
+            mask = F.dropout(torch.ones_like(data), layer.dropout) if layer.dropout and call.training else None
+            masks.append(mask if mask is None else _padded(packed, mask))
+            data = data if mask is None else data * mask
+            inputs.append(_padded(packed, data))
+    return inputs, hidden, masks
 
 
-def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor) -> list[State]:
+def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor, samples: int) -> list[State]:
     """The state before the first step, for each layer and direction."""
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     if given is not None:
-        return list(zip(*given)) if isinstance(given, tuple) else [(h,) for h in given]
-    h, c = (x.new_zeros(x.shape[1], size) for size in (layer.proj_size or layer.hidden_size, layer.hidden_size))
+        return list(zip(*(s.to(x.dtype) for s in (given if isinstance(given, tuple) else (given,)))))
+    h, c = (x.new_zeros(samples, size) for size in (layer.proj_size or layer.hidden_size, layer.hidden_size))
     return [(h, c) if isinstance(layer, nn.LSTM) else (h,)] * count
 
 
-class _Maps:
-    """A layer's linear maps, which remember their inputs and outputs.
+def _after(layer: nn.RNNBase | nn.RNNCellBase, gates: Sequence[Tensor], state: Sequence[Tensor]) -> State:
+    """The state after a step.
 
-    A weight's factors are the map's inputs and the gradients at its outputs."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.uses: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (x, y) by the map's name
-
-    def __call__(self, x: Tensor, name: str) -> Tensor:
-        """x Wᵀ + b with the named weight of the layer, and its bias if there is one.  x: N I, or T N I"""
-        has_bias = f"bias_{name}" in self.call.state
-        y = F.linear(x, self.call.read(f"weight_{name}"), self.call.read(f"bias_{name}") if has_bias else None)
-        if not y.requires_grad:  # if nothing that it was computed from requires gradients
-            y.requires_grad_()
-        self.uses.setdefault(name, []).append((x.detach(), y))
-        return y
-
-    def forms(self, outputs: Sequence[Tensor]) -> dict[str, Form]:
-        """{name: form} for the parameters of all maps, by one backward pass from the layer's outputs."""
-        self.call.check_same(self.call.outputs, outputs)
-        roots, given = zip(*((out, g) for out, g in zip(outputs, self.call.grads) if g is not None))
-        ys = [y for uses in self.uses.values() for _, y in uses]
-        grads = iter(torch.autograd.grad(roots, ys, given, allow_unused=True, materialize_grads=True))
-        forms: dict[str, Form] = {}
-        for name, uses in self.uses.items():
-            left = torch.cat([_samples_first(next(grads)) for _ in uses], 1)
-            forms[f"weight_{name}"] = Outer(left, torch.cat([_samples_first(x) for x, _ in uses], 1))
-            forms[f"bias_{name}"] = Dense(left.sum(1))  # the layer may not have it
-        return forms
+    gates: (..., gates·H), the sum of both maps' outputs, or for GRU both    state: c before the step, or for GRU h
+    """
+    if isinstance(layer, nn.LSTM | nn.LSTMCell):
+        take, keep, new, show = gates[0].chunk(4, -1)
+        c = keep.sigmoid() * state[0] + take.sigmoid() * new.tanh()
+        return show.sigmoid() * c.tanh(), c
+    if isinstance(layer, nn.GRU | nn.GRUCell):
+        (i_reset, i_update, i_new), (h_reset, h_update, h_new) = (own.chunk(3, -1) for own in gates)
+        update, new = (i_update + h_update).sigmoid(), (i_new + (i_reset + h_reset).sigmoid() * h_new).tanh()
+        return (new + update * (state[0] - new),)
+    return (gates[0].tanh() if layer.nonlinearity == "tanh" else gates[0].relu(),)
 
 
-def _samples_first(x: Tensor) -> Tensor:
-    """x: N F, or T N F.  Returns N T F."""
-    return x[:, None] if x.ndim == 2 else x.transpose(0, 1)
+def _cells(gates: Tensor, start: Tensor, running: Tensor | None) -> Tensor:
+    """c before each step."""
+    take, keep, new, _ = gates.chunk(4, -1)
+    added, kept, cells = take.sigmoid() * new.tanh(), keep.sigmoid(), [start]
+    if running is not None:
+        added, kept = added.where(running, 0), kept.where(running, 1)
+    for t in range(len(gates) - 1):
+        cells.append(torch.addcmul(added[t], kept[t], cells[t]))
+    return torch.stack(cells)
 
 
-class _Packing:
-    """Where each row of packed data goes in a padded batch, whose samples are in the user's order."""
+def _slopes(
+    layer: nn.RNNBase | nn.RNNCellBase, gates: Sequence[Tensor], state: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The state after each step, and for each of its parts the derivatives by all gates and by ``state``: T N K H."""
+    with torch.enable_grad():
+        leaves = [y.detach().requires_grad_() for y in (*gates, *state)]
+        after = _after(layer, leaves[: len(gates)], leaves[len(gates) :])
+        slopes = [torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in after]
+    size = after[0].shape[2]
+    return [y.detach() for y in after], [torch.cat([y.unflatten(2, (-1, size)) for y in own], 2) for own in slopes]
 
-    def __init__(self, packed: PackedSequence) -> None:
-        self.packed = packed
-        self.running = self.pad(torch.ones_like(packed.data[:, :1], dtype=torch.bool))  # T N 1: whether it has a step t
 
-    def pad(self, data: Tensor) -> Tensor:
-        """rows ... -> T N ..., with zeros after each sequence's end"""
-        return pad_packed_sequence(self.packed._replace(data=data))[0]
+def _through_time(
+    layer: nn.RNNBase | nn.RNNCellBase, call: Call, suffix: str, start: State, last: Sequence[Tensor | None],
+    x: Tensor, h: Tensor, g: Tensor, running: Tensor | None = None,
+) -> tuple[dict[str, Form], Tensor]:  # fmt: skip
+    """One layer in one direction: the forms of its parameters, and the gradients at the input's map, T N gates·H.
 
-    def pack(self, padded: Tensor) -> Tensor:
-        """T N ... -> rows ..., the longest first in each step"""
-        order, is_row = self.packed.sorted_indices, self.running[..., 0]
-        return padded[is_row] if order is None else padded[:, order][is_row[:, order]]
+    start: the state before the first step    last: gradients at the state after the last one
+    x, h, g: T N ·, in this direction's order: the input, h after each step, and its gradient
+    running: T N 1, for packed sequences whether one has a step t; one that has ended, or not yet begun, keeps its state
+    """
+    start, is_gru = tuple(s.to(h.dtype) for s in start), isinstance(layer, nn.GRU | nn.GRUCell)
+    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if layer.bias else ()))
+    weight_ih, weight_hh, *biases = (call.read(name + suffix) for name in names)
+    projection = call.read("weight_hr" + suffix) if getattr(layer, "proj_size", 0) else None
+    before = torch.cat([start[0][None], h[:-1]])
+    if running is not None:
+        before[1:] = before[1:].where(running[:-1], start[0])
+    maps = [F.linear(x, weight_ih, *biases[:1]), F.linear(before, weight_hh, *biases[1:])]
+    gates = maps if is_gru else [maps[0] + maps[1]]
+    cells = [_cells(gates[0], c, running) for c in start[1:]]
+    after, sides = _slopes(layer, gates, [before] if is_gru else cells)  # others have h in their gates
+    full = after[0]
+    shown = full if projection is None else full @ projection.mT
+    call.check_same([h], [shown if running is None else shown.where(running, 0)])
+    if running is not None:
+        sides = [own.where(running[..., None], 0) for own in sides]
+    count = maps[0].shape[2] // full.shape[2]  # of gates
+    by_leaf, by_shown = torch.empty_like(sides[0]), torch.zeros_like(h)
+    by = [torch.zeros_like(s) if end is None else end for s, end in zip(start, (*last, None, None))]
+    for t in reversed(range(len(x))):
+        by_shown[t] = by[0] = by[0] + g[t]
+        at_full, *at_cells = by if projection is None else (by[0] @ projection, *by[1:])
+        own = torch.mul(sides[0][t], at_full[:, None], out=by_leaf[t])
+        for side, y in zip(sides[1:], at_cells):
+            own.addcmul_(side[t], y[:, None])
+        of_map, states = own[:, (len(gates) - 1) * count :][:, :count].flatten(1), own[:, len(gates) * count :].unbind(1)
+        now = [torch.addmm(states[0], of_map, weight_hh)] if is_gru else [of_map @ weight_hh, *states]
+        by = now if running is None else [new.where(running[t], old) for new, old in zip(now, by)]
+    by_gates, by_map = (by_leaf[:, :, k * count : (k + 1) * count].flatten(2) for k in (0, len(gates) - 1))
+    found = {"ih": (by_gates, x), "hh": (by_map, before)}
+    if projection is not None:
+        found["hr"] = by_shown if running is None else by_shown.where(running, 0), full
+    forms: dict[str, Form] = {}
+    for name, (left, right) in found.items():
+        forms[f"weight_{name}{suffix}"] = Outer(left.transpose(0, 1), right.transpose(0, 1))
+        forms[f"bias_{name}{suffix}"] = Dense(left.sum(0))  # the layer may not have it
+    return forms, by_gates

@@ -129,7 +129,10 @@ threshold copy _to_copy tril triu trunc uniform where xlogy zero frexp standard_
 rand_like randn_like native_dropout_backward gelu_backward elu_backward hardswish_backward hardtanh_backward
 leaky_relu_backward log_sigmoid_backward rrelu_with_noise_backward sigmoid_backward softplus_backward softshrink_backward
 tanh_backward threshold_backward hardshrink_backward silu_backward mish_backward hardsigmoid_backward prelu_kernel_backward
-fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"""
+fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not isnan isinf isfinite isposinf
+isneginf floor_divide __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ signbit heaviside
+gcd lcm square relu6"""
 AXES.update(dict.fromkeys(_ENTRYWISE.split(), Axes()))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from autograd_hacks.graph.axes import AXES, axis
 from autograd_hacks.graph.label import Links, Shape
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.tape_laws import MASKS, OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
-from autograd_hacks.graph.values import Indexed
+from autograd_hacks.graph.tape_laws import OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
+from autograd_hacks.graph.values import MASKS, Indexed
 from autograd_hacks.probe.tape import FRESH, Site, Tape
 
 _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatten".split())  # noqa: SIM905 a list of words to be read

@@ -13,19 +13,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from autograd_hacks.graph.axes import AXES, Axes, axis, broadcast
+from autograd_hacks.graph.axes import AXES, broadcast
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
     MIXED,
-    NOBODY,
     Entries,
     Label,
     Links,
     Owned,
-    Shape,
     Shapes,
     entries,
     is_owned,
@@ -35,10 +32,9 @@ from autograd_hacks.graph.label import (
     tidied,
 )
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.values import VALUES, Indexed
+from autograd_hacks.graph.values import MASKS, VALUES, of_mask
 from autograd_hacks.probe.tape import READ
 
-MASKS = (torch.bool, torch.uint8)
 OVERWRITING = frozenset("copy fill zero bernoulli uniform normal random exponential geometric cauchy log_normal".split())  # noqa: SIM905 a list of words to be read
 """Operations of which nothing that was in the tensor before is left, if they write into one."""
 UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())  # noqa: SIM905
@@ -54,12 +50,8 @@ PUTTING = frozenset("index_put _index_put_impl index_copy scatter masked_scatter
 """Operations that write into a tensor without reading it."""
 RAGGED = frozenset("nonzero masked_select repeat_interleave unique_consecutive _unique2 unique_dim".split())  # noqa: SIM905
 """Operations of which the first axis of the result is as long as values say."""
-ENTRYWISE = frozenset(
-    """bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not isnan isinf isfinite
-    isposinf isneginf floor_divide __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
-    signbit heaviside gcd lcm square relu6 rrelu_with_noise""".split()  # noqa: SIM905
-)
-"""Operations without a derivative that compute entry by entry."""
+TAKING = frozenset("index_select gather embedding index _unsafe_index".split())  # noqa: SIM905
+"""Operations that take the entries of their first tensor to which an index points."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,11 @@ class Step:
 
     @cached_property
     def values(self) -> Any:
-        return self.read()
+        """What its law reads.  In a tensor without samples indices may point anywhere, but it counts what a mask chooses."""
+        values = self.read(False)
+        is_moved = self.reached[0] or self.name not in TAKING
+        given = values if isinstance(values, list) else [values]
+        return self.read() if is_moved or any(x is not None and x.dtype in MASKS for x in given) else values
 
     @property
     def name(self) -> str:
@@ -141,7 +137,7 @@ class Step:
             return registered(self)[o]
         if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
             return self._of_loss(o)
-        entry = AXES.get(self.name, Axes() if self.name in ENTRYWISE | OVERWRITING else None)
+        entry = AXES.get(self.name)
         if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             return None
         if entry.rule is None:
@@ -162,6 +158,14 @@ class Step:
         """The labels of its tensors, from that of result number o.  Raises Unshown."""
         if (law := _BY_VALUES.get(self.name)) is not None:
             return law(self, label, samples)
+        if self.operation.read and (by_values := VALUES.get(self.name)) is not None:
+            is_apart = self.name in TAKING and not self.reached[0]
+            ins = [None, *self.ins[1:]] if is_apart else self.ins
+            given = {name: self.given[name] for name in by_values.reads}
+            found = by_values.law(label, 0, self.outs, ins, samples, read=lambda _: self.values, **given)
+            if found is None:
+                raise Unshown
+            return found
         if (move := MOVES.get(self.name)) is not None:
             found = move.law(label, o, self.outs, self.ins, samples, **self._numbers(move.reads))
             if found is not None:
@@ -184,113 +188,6 @@ def _law(names: str) -> Callable[[Law], Law]:
     return enter
 
 
-def _taken(step: Step, label: Owned, samples: int) -> Label:
-    """The label of a tensor of which an index takes entries.  If no samples are in it, the index isn't read."""
-    return _moved(step, label, samples, step.ins[:1])[0] if step.reached[0] else None
-
-
-def _moved(step: Step, label: Owned, samples: int, ins: Shapes) -> list[Label]:
-    """The labels of the tensors whose entries are moved, by the law of the operation's node."""
-    law = VALUES[step.name]
-    found = law.law(
-        label, 0, step.outs, ins, samples, read=lambda _: step.values,
-        **{name: step.given[name] for name in law.reads},
-    )  # fmt: skip
-    if found is None:
-        raise Unshown
-    return found
-
-
-@_law("index_select")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    own, index = step.ins
-    d = axis(step.given["dim"], len(own or ()))
-    return [_taken(step, label, samples), linked(label, [d] * len(index or ()), index or ())]
-
-
-@_law("gather")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    return [_taken(step, label, samples), label]
-
-
-@_law("embedding")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    index = step.ins[1] or ()
-    return [_taken(step, label, samples), linked(label, range(len(index)), index)]
-
-
-@_law("index _unsafe_index")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    indices = step.read(False)
-    if step.reached[0] or any(index is not None and index.dtype in MASKS for index in indices):
-        indices = step.values
-    return [_taken(step, label, samples), *_of_indices(indices, Indexed(indices, step.ins[0] or ()), label, samples)]
-
-
-def _of_indices(indices: Sequence[Tensor | None], by: Indexed, label: Owned, samples: int) -> list[Label]:
-    """The labels of indices, from that of the entries that they point to."""
-    found: list[Label] = []
-    for index in indices:
-        if index is None:
-            found.append(None)
-            continue
-        sizes = [1] * (by.axes - index.ndim) + list(index.shape)
-        if index.dtype in MASKS:
-            rows = linked(label, [by.start], by.shape)
-            found.append(_of_mask(index, rows, by.shape, samples))
-            continue
-        links = [by.start + d if size == by.shape[d] else ALONE for d, size in enumerate(sizes)]
-        own = linked(label, links[by.axes - index.ndim :], index.shape)
-        found.append(own)
-    return found
-
-
-def _of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
-    """The label of a mask, from that of the entries that it chooses."""
-    if not is_owned(rows):
-        return rows
-    found = torch.full(mask.shape, NOBODY, device=mask.device)
-    found[mask.bool()] = entries(rows, shape, samples, mask.device).expand(*shape)
-    return Entries(found)
-
-
-@_law("index_add index_copy index_reduce")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    own, index, source = step.ins
-    d = axis(step.given["dim"], len(own or ()))
-    moved = _moved(step, label, samples, [own, source])
-    return [moved[0], linked(moved[1], [d] * len(index or ()), index or ()) if is_owned(moved[1]) else moved[1], moved[1]]
-
-
-@_law("scatter scatter_add scatter_reduce")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    return _moved(step, label, samples, step.ins)
-
-
-@_law("index_put _unsafe_index_put _index_put_impl")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    by = Indexed(step.values, step.outs[0] or ())
-    moved = _moved(step, label, samples, [step.ins[0], step.ins[-1]])
-    at = by.read(entries(label, step.outs[0] or (), samples, by.indices[0].device))
-    return [moved[0], *_of_indices(step.values, by, Entries(at), samples), moved[1]]
-
-
-@_law("masked_select")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    moved = _moved(step, label, samples, step.ins[:1])
-    mask, own = step.values, step.ins[0] or ()
-    whole = torch.broadcast_shapes(mask.shape, torch.Size(own))
-    chosen = _of_mask(mask.expand(whole), label, step.outs[0] or (), samples)
-    return [*moved, linked(chosen, broadcast(whole, mask.shape), mask.shape) if is_owned(chosen) else chosen]
-
-
-@_law("masked_scatter")
-def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    """What a place gets depends on how many places before it are chosen."""
-    moved = _moved(step, label, samples, [step.ins[0], step.ins[2]])
-    return [moved[0], MIXED, moved[1]]
-
-
 @_law("as_strided")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """Entries of memory, which begins with the tensor's first one unless the operation says otherwise."""
@@ -309,7 +206,7 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
     count = (step.outs[0] or (0,))[0]
     rows = linked(label, [0], (count,))
-    return [_of_mask(step.values != 0, rows, (count,), samples)]
+    return [of_mask(step.values != 0, rows, (count,), samples)]
 
 
 @_law("bincount")

@@ -2,6 +2,9 @@
 
 A law is called as in `moves.py`, with ``read`` too: ``read(name)`` gives a saved tensor.
 A law reads only if the samples lie on an axis on which entries are moved, so the walk knows on which values it rests.
+
+Laws hold for nodes and for operations on a tape.  A gradient reaches no index and no mask, so a node has no inputs for
+these; an operation has them among its inputs, where they stand among its arguments, and gets their labels too.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from autograd_hacks.graph.label import (
 from autograd_hacks.graph.moves import Law, Move, entering
 
 VALUES: dict[str, Move] = {}
+MASKS = (torch.bool, torch.uint8)
 Read = Callable[[str], Any]
 
 
@@ -100,25 +104,30 @@ def _narrowed(found: Tensor, own: Shape) -> Label:
     return Entries(found.reshape(found.shape[found.ndim - len(own) :]))
 
 
+def _first(label: Owned, sizes: Sizes) -> Label:
+    """The label of a tensor of which an index takes entries, if it takes none; None if no samples are in the tensor."""
+    return None if sizes.ins[0] is None else label
+
+
 # Along one axis.
 
 
 @value("index_select", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
-    d = axis(dim, sizes.n)
-    if d not in varying(label) or not sizes.own:
-        return [label]
-    index = read("index").view([-1 if k == d else 1 for k in range(sizes.n)])
-    return [_scattered(label, d, index, sizes.out, sizes.own, samples)]
+    d, found = axis(dim, sizes.n), _first(label, sizes)
+    if d in varying(label) and sizes.own:
+        index = read("index").view([-1 if k == d else 1 for k in range(sizes.n)])
+        found = _scattered(label, d, index, sizes.out, sizes.own, samples)
+    return [found, *(linked(label, [d] * len(own or ()), own or ()) for own in sizes.ins[1:])]
 
 
 @value("gather", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
-    if not sizes.out:
-        return [label]
-    d = axis(dim, sizes.n)
-    found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if d in varying(label) else label
-    return [_as_long(found, sizes.own) if is_owned(found) else found]
+    d, found = axis(dim, sizes.n), _first(label, sizes)
+    if sizes.out and is_owned(found):
+        found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if d in varying(label) else label
+        found = _as_long(found, sizes.own) if is_owned(found) else found
+    return [found, *[label] * (len(sizes.ins) - 1)]
 
 
 @value("sort topk", reads="dim")
@@ -137,7 +146,9 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
         index = [-1 if k == d else 1 for k in range(sizes.n)]
         return _gathered(label, d, read("index").view(index), sizes.out, samples) if d in varying(label) else label
 
-    return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
+    _, *index, source = sizes.ins
+    moved = None if source is None else of(source)
+    return [label, *(linked(moved, [d] * len(own or ()), own or ()) if is_owned(moved) else moved for own in index), moved]
 
 
 @value("scatter scatter_add scatter_reduce", reads="dim")
@@ -160,13 +171,22 @@ def _as_long(label: Owned, own: Shape) -> Owned:
 # Indices of several axes, and masks.
 
 
+def of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
+    """The label of a mask, from that of the entries that it chooses."""
+    if not is_owned(rows):
+        return rows
+    found = torch.full(mask.shape, NOBODY, device=mask.device)
+    found[mask.bool()] = entries(rows, shape, samples, mask.device).expand(*shape)
+    return Entries(found)
+
+
 class Indexed:
     """x[i, j, ...] with None for axes that aren't indexed: where the axes of x and of the indices are in the result."""
 
     def __init__(self, indices: Sequence[Tensor | None], whole: Shape) -> None:
         given: list[Tensor | None] = []
         for index in indices:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            is_mask = index is not None and index.dtype in MASKS
             given += index.nonzero().unbind(1) if is_mask and index is not None else [index]
         self.dims = [d for d, index in enumerate(given) if index is not None]
         there = [index if index.dtype == torch.long else index.long() for index in given if index is not None]
@@ -197,6 +217,20 @@ class Indexed:
         found = found.view(*sizes, *found.shape[1:]).permute([axes.index(d) for d in range(len(axes))])
         return tidied(Entries(found), self.whole, samples)
 
+    def labels(self, indices: Sequence[Tensor | None], label: Owned, samples: int) -> list[Label]:
+        """The labels of indices, from that of the entries that they point to."""
+        found: list[Label] = []
+        for index in indices:
+            if index is None:
+                found.append(None)
+            elif index.dtype in MASKS:
+                found.append(of_mask(index, linked(label, [self.start], self.shape), self.shape, samples))
+            else:
+                sizes = [1] * (self.axes - index.ndim) + list(index.shape)
+                links = [self.start + d if size == self.shape[d] else ALONE for d, size in enumerate(sizes)]
+                found.append(linked(label, links[self.axes - index.ndim :], index.shape))
+        return found
+
     def read(self, at: Tensor) -> Tensor:
         """The label of the result, from that of the whole."""
         at = at.expand([self.whole[d] if d in self.dims else at.shape[d] for d in range(at.ndim)])
@@ -208,20 +242,26 @@ class Indexed:
 
 @value("index _unsafe_index")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
-    by = Indexed(read("indices"), sizes.own)
+    indices, found = read("indices"), _first(label, sizes)
+    by = Indexed(indices, sizes.own)
     moved = range(by.start, by.start + by.axes)
-    if isinstance(label, One) or not set(varying(label)).isdisjoint(moved):
-        return [by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)]
-    return [linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(sizes.own))], sizes.own)]
+    if is_owned(found) and (isinstance(label, One) or not set(varying(label)).isdisjoint(moved)):
+        found = by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)
+    elif is_owned(found):
+        found = linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(sizes.own))], sizes.own)
+    return [found, *(by.labels(indices, label, samples) if len(sizes.ins) > 1 else ())]
 
 
 @value("index_put _unsafe_index_put _index_put_impl")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
-    found: list[Label] = [label, *[None] * (len(sizes.ins) - 1)]
-    if len(sizes.ins) > 1 and (own := sizes.ins[1]) is not None:
-        by = Indexed(read("indices"), sizes.out)
-        found[1] = _narrowed(by.read(entries(label, sizes.out, samples, by.indices[0].device)), own)
-    return found
+    _, *given, source = sizes.ins
+    if not given and source is None:
+        return [label, None]
+    indices = read("indices")
+    by = Indexed(indices, sizes.out)
+    at = by.read(entries(label, sizes.out, samples, by.indices[0].device))
+    moved = None if source is None else _narrowed(at, source)
+    return [label, *(by.labels(indices, Entries(at), samples) if given else ()), moved]
 
 
 @value("masked_select")
@@ -231,7 +271,8 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     order = entries(label, sizes.out, samples, mask.device).expand(sizes.out)
     found = torch.full(mask.shape, NOBODY, dtype=order.dtype, device=order.device)
     found[mask] = order
-    return [_narrowed(found, own)]
+    chosen: Owned = Entries(found)
+    return [_narrowed(found, own), *(linked(chosen, broadcast(mask.shape, at or ()), at or ()) for at in sizes.ins[1:])]
 
 
 @value("masked_scatter")
@@ -243,17 +284,21 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
         whole[: len(at)] = at
         return Entries(whole.view(*own))
 
-    found = [None if own is None else of(own) for own in sizes.ins[1:]]
-    return [None if sizes.ins[0] is None else linked(label, broadcast(sizes.out, sizes.own), sizes.own), *found]
+    first, *mask, source = sizes.ins  # what a place gets depends on how many places before it the mask chooses
+    found = [None if first is None else linked(label, broadcast(sizes.out, first), first), *[MIXED] * len(mask)]
+    return [*found, None if source is None else of(source)]
 
 
 @value("embedding")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     """The rows of a table of activations."""
+    found = _first(label, sizes)
     if set(varying(label)) <= {sizes.n - 1} and not isinstance(label, One):
-        return [linked(label, [ALONE, sizes.n - 1], sizes.own)]
-    by = Indexed([read("indices"), None], sizes.own)
-    return [by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)]
+        found = linked(label, [ALONE, sizes.n - 1], sizes.own)
+    elif found is not None:
+        by = Indexed([read("indices"), None], sizes.own)
+        found = by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)
+    return [found, *(linked(label, range(len(own or ())), own or ()) for own in sizes.ins[1:])]
 
 
 @value("_pack_padded_sequence", reads="batch_first")

@@ -15,6 +15,7 @@ What it can't show: kernels, streams, precision, and operations that a GPU doesn
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,11 +39,6 @@ aten = torch.ops.aten
 PACKAGE = f"{Path(autograd_hacks.__file__).parent}{os.sep}"
 TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 ELSEWHERE = torch.device("meta")
-CARD = SimpleNamespace(
-    name="pretend", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=2_619_000,
-    memory_bus_width=5120,
-)  # fmt: skip
-"""What torch would say of the card: an H100's figures, by which the cost model chooses as it does there."""
 
 QUESTIONS = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2, aten.unique_dim,
@@ -146,8 +141,8 @@ class Pretending(TorchDispatchMode):
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """The mode, and the cost model as it is with the pretend card."""
-    kept, known = cost._costs_of, cost.costs_by_bandwidth(CARD)
+    """The mode, and the cost model as it is with a GPU."""
+    kept, known = cost._costs_of, cost.Costs(**json.loads(cost.TABLE.read_text())["cuda"])
     made = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:

@@ -1,9 +1,8 @@
-"""What steps cost, by device: the table's numbers for cards that were timed, and those of arithmetic for others."""
+"""What steps cost, by device."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import choices
@@ -13,13 +12,6 @@ import torch
 
 from autograd_hacks.forms import cost
 from autograd_hacks.forms.positions import Windows
-
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
-    clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
-)  # fmt: skip
-GAMES = SimpleNamespace(**{**vars(H100), "name": "a card for games", "major": 8, "minor": 9, "memory_bus_width": 384})
-SILENT = SimpleNamespace(name="a card that tells little", major=9, minor=0, multi_processor_count=132)
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +26,10 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     cost._costs_of.cache_clear()
 
 
-def test_what_a_card_costs_follows_from_its_bandwidth() -> None:
-    """33.5 · 10¹² multiplications and 3.35 · 10¹² bytes a second: 40 multiplications while a number is moved."""
-    costs = cost.costs_by_bandwidth(H100)
-    assert costs.write == costs.read == pytest.approx(40, rel=0.01)
-    assert costs.double == 2
-    assert cost.costs_by_bandwidth(GAMES).double == 64
-    assert cost.costs_by_bandwidth(GAMES).write > 500
-    assert cost.costs_by_bandwidth(SILENT).write == cost.INTENSITY
-
-
-def test_a_card_that_was_timed_has_its_own_numbers(table: Path) -> None:
-    own = {**json.loads(table.read_text())["cpu"], "write": 123}
-    table.write_text(json.dumps({**json.loads(table.read_text()), H100.name: own}))
-    with mock.patch.object(torch.cuda, "get_device_properties", return_value=H100):
-        assert cost.costs_of(torch.device("cuda", 0)).write == 123
-    with mock.patch.object(torch.cuda, "get_device_properties", return_value=GAMES):
-        assert cost.costs_of(torch.device("cuda", 1)) == cost.costs_by_bandwidth(GAMES)
+@pytest.mark.parametrize(("capability", "double"), [((9, 0), 2), ((8, 9), 64)])
+def test_cards_without_units_for_float64(capability: tuple[int, int], double: float) -> None:
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert cost.costs_of(torch.device("cuda", 0)).double == double
 
 
 def test_other_devices_cost_what_a_cpu_does() -> None:

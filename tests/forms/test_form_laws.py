@@ -11,7 +11,20 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Concatenation, Dense, Form, Outer, RandomMap, SparseMap, add, group, outer, scale
+from autograd_hacks.forms import (
+    Concatenation,
+    Dense,
+    Form,
+    Outer,
+    RandomMap,
+    SparseMap,
+    add,
+    group,
+    outer,
+    projection,
+    scale,
+)
+from autograd_hacks.forms.directions import along, directions
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -38,13 +51,15 @@ def written_out(random: RandomMap) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-@given(cases())
-def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
+@given(cases(), st.booleans())
+def test_every_verb_equals_its_definition(case: tuple[Form, Form], sketches: bool) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
     many, random = torch.randn(2, form.samples, dtype=torch.float64), RandomMap("p", form.shape, 40, 3)
     sparse = SparseMap("p", form.shape, 12, 3, 2)
     written, others = rows_of(form), rows_of(other)
+    with patch.object(projection, "sketches_factors", return_value=sketches):
+        sketch = form.project(sparse)
     for got, definition, by_hand in [
         (form.dot(v), Form.dot(form, v), written @ v.flatten()),
         (form.weighted_sum(w), Form.weighted_sum(form, w), (w @ written).view(form.shape)),
@@ -54,7 +69,7 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
         (form.second_moment(w, v), Form.second_moment(form, w, v), (w @ (written - v.flatten()) ** 2).view(form.shape)),
         (form.reduce(torch.tanh), Form.reduce(form, torch.tanh), written.tanh().sum(0).view(form.shape)),
         (form.project(random), Form.project(form, random), written @ written_out(random)),
-        (form.project(sparse), Form.project(form, sparse), written @ map_of(sparse)),
+        (sketch, Form.project(form, sparse), written @ map_of(sparse)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
         (form.cross(form), Form.cross(form, form), written.mT @ written),
@@ -62,6 +77,16 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
     ]:
         assert_close(got, definition)
         assert_close(got, by_hand)
+
+
+@given(one)
+def test_terms_along_directions_add_up_to_the_rows(form: Form) -> None:
+    u, v = at = directions("a.weight", 3, form.shape, torch.double, torch.device("cpu"))
+    rows = form.dense().sum(0).detach()
+    expected = torch.einsum("ko,oi,ki->k", u, rows.reshape(u.shape[1], v.shape[1]), v)
+    with torch.no_grad():
+        assert_close(form.terms(u, v).sum(1), expected)
+    assert_close((along(rows, at) * v).sum(1), expected)
 
 
 @pytest.mark.parametrize("budget", [1, 2**26])
@@ -123,7 +148,10 @@ def test_verbs_can_be_differentiated(form: Form) -> None:
     s = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     scaled = scale(form, s)
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
+    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0, 2)
     for quantity, power in [
+        (scaled.project(random).sum(), 1),
+        (scaled.project(sparse).sum(), 1),
         (scaled.dense().sum(), 1),
         (scaled.dot(v).sum(), 1),
         (scaled.weighted_sum(w).sum(), 1),

@@ -43,21 +43,7 @@ def test_slices_that_calls_read_become_one_form() -> None:
     assert list(total.entries) == [(0, 1), (1, 2), (3, 4)]
     assert all(type(part) is Outer for part in total.parts)
     assert_close(total.dense(), sum(embedded(e, form, 5) for e, form in zip(experts, forms)))
-    assert_close(total.norms(), total.dense().flatten(1).norm(dim=1))
     assert total.cuts_well
-    w, v = torch.rand(3).double(), torch.randn(shape).double()
-    assert_close(total.weighted_sum(w), torch.einsum("n,neoi->eoi", w, total.dense()))
-    assert_close(total.dot(v), total.dense().flatten(1) @ v.flatten())
-
-
-def test_slices_that_overlap_in_part_are_added_up() -> None:
-    one, other, whole = outer(3, 2), outer(2, 2), outer(4, 2)
-    total = add([Placed({(0, 3): one}, torch.Size((4, 2))), whole, Placed({(2, 4): other}, torch.Size((4, 2)))])
-    written = embedded(0, one, 4) + whole.dense() + embedded(2, other, 4)
-    assert_close(total.dense(), written)
-    assert_close(total.norms(), written.flatten(1).norm(dim=1))
-    assert_close(total.weighted_sum(torch.ones(3).double()), written.sum(0))
-    assert_close(total.gram(total), written.flatten(1) @ written.flatten(1).mT)
 
 
 def test_norms_of_slices_overflow_only_where_the_true_norm_does() -> None:

@@ -42,13 +42,6 @@ def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Ten
             check(model, x)
 
 
-def test_a_lookup_of_a_number() -> None:
-    model = Bare(
-        lambda m, x: m.out(torch.tanh(x + m.task(torch.tensor(1)))), task=nn.Embedding(3, 4), out=nn.Linear(4, 2)
-    ).double()
-    check_batches(model, torch.randn(5, 4).double(), torch.randn(3, 4).double())
-
-
 @pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize(
     "ids",
@@ -90,15 +83,6 @@ def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: 
         for _ in range(2):
             check_losses(model, losses)
         autograd_hacks.verify(model, samples=2)
-
-
-@crossed(steps=[2, 4, 5], kind=[nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_with_time_first(kind: type[nn.RNNBase], steps: int) -> None:
-    for samples in (2, 4, 5):
-        model = Bare(lambda m, x: m.out(m.layer(x)[0]), layer=kind(3, 3), out=nn.Linear(3, 3)).double()
-        x = torch.randn(steps, samples, 3).double()
-        with autograd_hacks.add_hooks(model):
-            check_losses(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
 
 
 class Pair(nn.Module):

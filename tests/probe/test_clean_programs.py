@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from mixing import MIXING, SIZES, WITHOUT_GRADIENT, AtEnd, alone, check_refused,
 from nets import Between
 from oracle import squares
 from rarely import rarely
-from steps import check, check_losses
+from steps import check
 from torch import Tensor
 from twin import Bare
 
@@ -201,14 +200,6 @@ def test_attention_masks(kind: torch.dtype) -> None:
                     check(model, x, run=lambda x, own=args, model=model: model(x, *own))
 
 
-def test_dropout_is_no_mixing() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)).double()
-    with autograd_hacks.add_hooks(model):
-        for samples in SIZES:
-            x = data(samples)
-            check_losses(model, lambda x=x: squares(model(x)))
-
-
 def act_norm(m: nn.Module, x: Tensor) -> Tensor:
     """Takes its shift and scale from its first batch, which mixes the samples of that."""
     if not m.is_set:
@@ -229,29 +220,3 @@ def test_what_mixes_in_its_first_step_alone() -> None:
                 check(model, data(samples))
             for _ in range(4):
                 check(model, data(samples))
-
-
-@pytest.mark.parametrize("has_axis", [True, False])
-def test_learnt_positions_several_at_first_and_one_later(has_axis: bool) -> None:
-    def positions(model: nn.Module, x: Tensor) -> Tensor:
-        x = x[:, : model.length]
-        at = torch.arange(x.shape[1])
-        return model.b(model.a(x) + model.emb(at[None] if has_axis else at))
-
-    for samples in SIZES:
-        for lengths in ((5, 1, 3), (1, 5, 1), (samples, 1, samples)):
-            model = clean(positions, emb=nn.Embedding(64, 4)).double()
-            with autograd_hacks.add_hooks(model):
-                for model.length in lengths:
-                    assert model(data(samples, 33, 3)).shape == (samples, model.length, 2)
-                    check(model, data(samples, 33, 3))
-
-
-def test_each_signature_is_proven_by_itself() -> None:
-    """Training or not, with and without a mask."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    with autograd_hacks.add_hooks(model):
-        for training in (False, True, False, True):
-            model.train(training)
-            with pytest.raises(PerSampleGradientError) if training else nullcontext():
-                check(model, data(8))

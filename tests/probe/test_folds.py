@@ -34,18 +34,6 @@ def test_a_length_of_one_at_first(fold: str) -> None:
     check_batches(model, *(torch.randn(n, t, 2, 3).double() for n, t in ((4, 1), (2, 3), (4, 1), (4, 4), (3, 2))), verify=1)
 
 
-def test_samples_in_the_middle_of_a_fold() -> None:
-    """H·N·T rows are no layout that the probe knows; the module around is run again, each sample by itself."""
-
-    def middle(m: nn.Module, x: Tensor) -> Tensor:
-        samples, steps, heads, _ = x.shape
-        rows = m.layer(x.permute(2, 0, 1, 3).reshape(-1, 3))
-        return rows.view(heads, samples, steps, 3).permute(1, 2, 0, 3)
-
-    model = Bare(middle, layer=nn.Linear(3, 3)).double()
-    check_batches(model, torch.randn(4, 3, 2, 3).double(), torch.randn(3, 4, 5, 3).double(), verify=1)
-
-
 def test_a_square_mask_of_samples_by_positions() -> None:
     def masked(m: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
         out = torch.zeros_like(x)

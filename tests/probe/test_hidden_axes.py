@@ -31,27 +31,6 @@ def test_weights_of_zero_hide_no_axis(folded: bool, steps: int) -> None:
         check(model, x)
 
 
-def test_a_dead_layer_hides_no_axis() -> None:
-    def dead(m: nn.Module, x: Tensor) -> Tensor:
-        h = x.transpose(0, 1)
-        return (m.last(m.first(h).relu()) + h).transpose(0, 1)
-
-    model = Bare(dead, first=nn.Linear(3, 3), last=nn.Linear(3, 3)).double()
-    nn.init.constant_(model.first.bias, -100.0)
-    check_batches(model, torch.randn(4, 4, 3).double(), verify=1)
-
-
-def test_a_large_feature_hides_no_change() -> None:
-    def large_net(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.first(x.transpose(0, 1))
-        h = torch.cat([h[..., :2], torch.full_like(h[..., 2:], -1e6)], -1)
-        return m.last(h * torch.tensor([1.0, 1.0, 1e-6])).transpose(0, 1)
-
-    model, x = Bare(large_net, first=nn.Linear(3, 3), last=nn.Linear(3, 3)), torch.randn(3, 3, 3)
-    with autograd_hacks.add_hooks(model):
-        check(model, x)
-
-
 def test_positions_of_which_only_the_first_counts() -> None:
     model = Bare(
         lambda m, x: m.layer(x + m.positions(torch.arange(3)))[:, 0], layer=nn.Linear(3, 3), positions=nn.Embedding(3, 3)

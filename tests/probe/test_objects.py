@@ -152,14 +152,6 @@ def test_mixing_by_an_object_that_the_model_is_given() -> None:
     check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))
 
 
-def test_other_objects_that_the_model_is_given() -> None:
-    """What they hold is not seen, and has no need to be."""
-    model = net(lambda h: h)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.randn(4, 3).double(), run=lambda x: model(Hiding(x)))
-
-
 def test_the_user_s_own_objects_stay() -> None:
     """What the model is given keeps its tensors, and what a model keeps of what it returned is what it returned."""
 

@@ -21,12 +21,9 @@ from mixing import (
 )
 from nets import Between
 from oracle import squares
-from rarely import crossed, rarely
+from rarely import rarely
 from torch import Tensor
 from twin import Bare
-
-import autograd_hacks
-from autograd_hacks.errors import PerSampleGradientError
 
 
 @pytest.mark.parametrize("place", [Between, *rarely(AtEnd, InFront)])
@@ -40,31 +37,6 @@ def test_samples_that_mix_are_refused_at_every_step(what: str, place: type[Betwe
         else:
             check_refused(model, (data(samples),), (data(samples),))
         check_refused(model, (data(samples),), (data(samples),), independent=True)
-
-
-@crossed(place=[Between, AtEnd], what=["pairs", "swapped halves", "detached", "hard negatives"])
-def test_other_sizes_are_proven_too(what: str, place: type[Between]) -> None:
-    """One sample or two, which prove little, first; and more at each step."""
-    independent = what in WITHOUT_GRADIENT
-    model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
-    check_refused(model, (data(8),), (data(4),), (data(17),), independent=independent)
-    first, *rest = (1, 2, 4, 8, 17, 64)
-    model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
-    with autograd_hacks.add_hooks(model, independent=independent):
-        for samples in (first, *rest):
-            model.zero_grad()
-            squares(model(data(samples))).mean().backward()
-            if samples > 2:
-                with pytest.raises(PerSampleGradientError):
-                    autograd_hacks.compute_grad1(model)
-
-
-def test_nine_edges_between_sixty_four_samples() -> None:
-    edges = torch.tensor([(3, 17), (22, 5), (40, 41), (8, 60), (1, 2), (33, 12), (50, 51), (7, 55), (62, 0)]).T
-
-    for place in (Between, AtEnd):
-        model = place(lambda h: h.index_add(0, edges[0], h[edges[1]])).double()
-        check_refused(model, *[(data(64),)] * 3)
 
 
 @pytest.mark.parametrize("samples", SIZES)

@@ -71,26 +71,6 @@ def test_a_recurrent_layer_of_ones_own_on_packed_sequences(lengths: list[int], h
             check(model, torch.arange(len(x)), run=lambda n: model(pack(n)))
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
-@pytest.mark.parametrize("head", ["padded", "rows"])
-def test_a_recurrent_layer_of_torchs_on_packed_sequences(kind: type[nn.RNNBase], head: str) -> None:
-    model, x = sequences(kind(3, 4), head), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for lengths in ([2, 5, 1, 4], [3, 3, 3, 3]):
-            pack = packed_of(x, torch.tensor(lengths))
-            check(model, torch.arange(4), run=lambda n, pack=pack: model(pack(n)))
-
-
-@pytest.mark.parametrize("head", ["last", "padded", "rows"])
-def test_packed_sequences_of_other_lengths_later(head: str) -> None:
-    """Of equal lengths at first: the rows are T·N then, and of later ones not, though they may be as many."""
-    model = sequences(steps(), head)
-    with autograd_hacks.add_hooks(model):
-        for lengths in ([3, 3, 3, 3], [2, 5, 1, 4], [3, 3, 2], [1], [6, 2, 4]):
-            pack = packed_of(torch.randn(len(lengths), 6, 3).double(), torch.tensor(lengths))
-            check(model, torch.arange(len(lengths)), run=lambda n, pack=pack: model(pack(n)))
-
-
 def test_packed_sequences_that_are_sorted() -> None:
     model = sequences(steps(), "last")
     parts = [torch.randn(n, 3).double() for n in (4, 3, 1)]
@@ -149,33 +129,12 @@ def test_a_list_of_samples(lengths: list[int], how: str, bare: bool) -> None:
             check_losses(model, lambda: squares(model(parts)))
 
 
-def test_lists_of_samples_of_other_lengths_later() -> None:
-    model = listed("joined", bare=True)
-    with autograd_hacks.add_hooks(model):
-        for lengths in ([3, 3, 3], [4, 2, 3], [1, 1, 1], [2, 5], [2, 2, 1, 7]):
-            parts = [torch.randn(n, 3).double() for n in lengths]
-            check(model, torch.arange(len(parts)), run=lambda n, parts=parts: model([parts[k] for k in n]))
-
-
 def test_a_list_of_whole_batches_of_one() -> None:
     model, parts = listed("each", bare=True), [torch.randn(1, 3).double() for _ in range(2)]
     with autograd_hacks.add_hooks(model, batch_dim=([0, 0],)):
         squares(model(parts).flatten()[None]).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert all(torch.allclose(p.grad1[0], p.grad) for p in model.parameters())
-
-
-@pytest.mark.parametrize("sizes", [[5, 6, 7], [5, 5, 5], [5, 5, 5, 5]], ids=str)
-def test_a_list_of_images(sizes: list[int]) -> None:
-    model = Bare(
-        lambda m, images: m.out(torch.cat([m.conv(x[None]).mean((2, 3)) for x in images])),
-        conv=nn.Conv2d(3, 4, 3),
-        out=nn.Linear(4, 2),
-    ).double()
-    images = [torch.randn(3, n, n).double() for n in sizes]
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.arange(len(sizes)), run=lambda n: model([images[k] for k in n]))
 
 
 def test_a_list_of_whole_batches() -> None:

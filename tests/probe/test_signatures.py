@@ -7,33 +7,13 @@ import torch
 import torch.nn as nn
 from nets import Between
 from oracle import squares
-from steps import check, check_batches
-from torch import Tensor
+from steps import check
 from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.kinds import MOST
-from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.probe.batch import kept_samples
-
-
-@pytest.mark.parametrize("lengths", [(5, 4), (4,)])
-def test_layers_that_are_skipped_at_first(lengths: tuple[int, ...]) -> None:
-    """Layers by turns, on T N F."""
-
-    def skipping(m: nn.Module, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        for number in m.chosen:
-            x = torch.tanh(m.layers[number](x))
-        return x.transpose(0, 1)
-
-    model = Bare(skipping, layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(3))).double()
-    with autograd_hacks.add_hooks(model):
-        for steps in lengths:
-            x = torch.randn(4, steps, 3).double()
-            for model.chosen in ([0], [0], [1], [1], [2], [2], [2, 1, 0]):
-                check(model, x)
 
 
 def test_a_number_that_changes_each_step_makes_few_kinds() -> None:
@@ -43,31 +23,6 @@ def test_a_number_that_changes_each_step_makes_few_kinds() -> None:
             squares(model(x, step, 1 / (1 + step))).mean().backward()
         check(model, x, None, lambda x: model(x, 99, 0.5))
         assert len(recorder_of(model).kinds.seen) <= 5
-
-
-def test_a_number_that_decides_whether_samples_mix() -> None:
-    def mix(h: Tensor, kind: int) -> Tensor:
-        return h - h.mean(0) if kind == 3 else h * (kind + 1)
-
-    model, x = Between(mix).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for kind in (0, 1, 2):
-            check(model, x, None, lambda x, kind=kind: model(x, kind))
-        squares(model(x, 3)).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-        check(model, x, None, lambda x: model(x, 0))
-
-
-def test_a_layer_that_is_called_more_often_than_before() -> None:
-    def unrolled(m: nn.Module, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 5)
-        for t in range(x.shape[1]):
-            h = m.cell(x[:, t], h)
-        return h
-
-    model = Bare(unrolled, cell=nn.RNNCell(3, 5)).double()
-    check_batches(model, *(torch.randn(4, steps, 3).double() for steps in (2, 5, 3, 7)), verify=1)
 
 
 def test_the_number_of_kinds_is_bounded() -> None:

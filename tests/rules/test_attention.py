@@ -1,6 +1,5 @@
 """Attention in every configuration: rows against a backward pass for each sample's loss."""
 
-import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from oracle import squares
 from steps import check, check_losses
 from torch import Tensor
-from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
@@ -75,41 +73,6 @@ def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
 
     with autograd_hacks.add_hooks(layer):
         check_losses(layer, losses)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_layers(batch_first: bool, norm_first: bool) -> None:
-    """Through their children."""
-    encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=norm_first)
-    decoder = nn.TransformerDecoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=norm_first)
-    x, memory = torch.randn(3, 5, 4).double(), torch.randn(3, 2, 4).double()
-    model = nn.ModuleList([encoder, decoder]).double()
-    if batch_first:
-        with autograd_hacks.add_hooks(model):
-            check_losses(model, lambda: squares(decoder(encoder(x), encoder(memory))))
-    else:
-        layer = nn.TransformerEncoderLayer(4, 2, 6, norm_first=norm_first).double()
-        with autograd_hacks.add_hooks(layer):
-            check_losses(layer, lambda: squares(layer(torch.arange(60.0).sin().view(5, 3, 4).double()).transpose(0, 1)))
-
-
-def test_attention_of_which_only_the_output_projection_trains() -> None:
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
-    layer.in_proj_weight.requires_grad_(False)
-    layer.in_proj_bias.requires_grad_(False)
-    with autograd_hacks.add_hooks(layer):
-        layer(x, x, x)[0].pow(2).sum().backward()
-        autograd_hacks.compute_grad1(layer, "sum")
-        assert_close(layer.out_proj.weight.grad1.sum(0), layer.out_proj.weight.grad)
-        assert not hasattr(layer.in_proj_weight, "grad1")
-
-
-def test_a_dropout_that_is_set_after_add_hooks() -> None:
-    layer, x = nn.MultiheadAttention(4, 2, dropout=0, batch_first=True).double(), torch.randn(3, 5, 4).double()
-    with autograd_hacks.add_hooks(layer):
-        layer.dropout = 0.5
-        check_losses(layer, lambda: squares(layer(x, x, x)[0]))
 
 
 def test_an_appended_key_without_ordinary_gradients() -> None:

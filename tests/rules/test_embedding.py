@@ -66,17 +66,6 @@ def test_a_sparse_embedding_has_dense_rows() -> None:
         torch.testing.assert_close(layer.weight.grad1.sum(0), layer.weight.grad.to_dense())
 
 
-def test_tied_embedding_and_decoder() -> None:
-    def language(m: nn.Module, tokens: Tensor) -> Tensor:
-        at = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return m.decode(m.norm(torch.tanh(m.embed(tokens) + m.embed(tokens.flip(1)) + m.positions(at))))
-
-    embed, decode = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-    decode.weight = embed.weight
-    model = Bare(language, embed=embed, positions=nn.Embedding(5, 4), norm=nn.LayerNorm(4), decode=decode)
-    check_batches(model.double(), torch.randint(6, (3, 5)))
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_tables_read_by_32_bit_integers(mode: str) -> None:
     bag, table = nn.EmbeddingBag(5, 2, mode=mode, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)

@@ -10,19 +10,9 @@ from nets import Inside
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from steps import check, check_batches
 from torch import Tensor
-from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
-
-
-def test_bilinear() -> None:
-    def pair(bias: bool) -> nn.Module:
-        return Bare(lambda m, x: m.layer(x[..., :2], input2=x[..., 2:]), layer=nn.Bilinear(2, 3, 4, bias=bias))
-
-    for shape in ((4, 5), (3, 2, 5)):
-        for bias in (True, False):
-            check_batches(pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -177,27 +167,3 @@ def test_adaptive_softmax_with_one_target_in_a_cluster(targets: list[int]) -> No
         model(x, y).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, own)
-
-
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer than this torch")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_linear_cross_entropy(reduction: str) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(5, 4).double(), torch.tensor([0, 2, -100, 1, 2])
-    layer = nn.LinearCrossEntropyLoss(4, 3, weight=torch.rand(3).double(), reduction=reduction, bias=True, ignore_index=-100)
-    layer = layer.double()
-
-    def each() -> Tensor:
-        logits = layer.linear(x)
-        if reduction == "mean":  # with the batch's own denominator
-            whole = nn.functional.cross_entropy(logits, y, layer.weight, reduction="none")
-            return whole / layer.weight[y[y >= 0]].sum()
-        return nn.functional.cross_entropy(logits, y, layer.weight, reduction="none")
-
-    for model in (layer, Inside(layer)):
-        with autograd_hacks.add_hooks(model):
-            model(x, y).sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_loss_at_a_time(model, each))
-        model.zero_grad()
