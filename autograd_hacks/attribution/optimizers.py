@@ -42,22 +42,6 @@ def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling
     return (row * column).clamp(min=least**2).rsqrt() if least else row.rsqrt() * column.rsqrt()
 
 
-def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
-    """Torch's update is P M, or M P on the smaller side, for a polynomial P of M Mᵀ or Mᵀ M that its steps give."""
-    a, b, c = group["ns_coefficients"]
-    buffer = state["momentum_buffer"]
-    on_left = buffer.shape[0] <= buffer.shape[1]
-    m = (buffer if on_left else buffer.mT).double()
-    size = m.norm().clamp(min=group["eps"])
-    m, p = m / size, torch.eye(len(m), dtype=m.dtype, device=m.device) / size
-    for _ in range(group["ns_steps"]):
-        square = m @ m.mT
-        polynomial = b * square + c * square @ square
-        m, p = a * m + polynomial @ m, a * p + polynomial @ p
-    p = p.to(buffer)
-    return (p, None) if on_left else (None, p)
-
-
 def of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
     return None
 
@@ -67,7 +51,6 @@ SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]],
     ("RMSprop",): _of_rmsprop,
     ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
     ("Adafactor",): _of_adafactor,
-    ("Muon",): _of_muon,
     ("SGD",): of_sgd,
 }
 """{names of torch's or transformers' classes: the scaling, from a parameter's state and its group's settings}"""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks import pause_hooks
-from autograd_hacks.check.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
+from autograd_hacks.check.comparisons import WHOLE, CheckedRows, Comparison, Gradients, counted, exact
 from autograd_hacks.errors import (
     A_LOSS_EACH,
     ON_CHECKING,
@@ -56,10 +56,10 @@ def check_rows(
 
     batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
     loss: returns N losses, one for each sample
-    rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; (N,), norms over all parameters
-    that train; or (N, N), their Gram matrix.  A shared parameter may have any of its names.  A parameter without rows, or
+    rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; or (N,), norms over all
+    parameters that train.  A shared parameter may have any of its names.  A parameter without rows, or
     with None, appears in the table as "not given"
-    coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms and Gram matrices over all
+    coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms over all
     parameters cover a parameter if they would be wrong without it; the table calls the others "unknown"
     tolerance: the largest relative error of a sample's row that counts as right; by default 4 ε^(3/4) with ε of the coarsest
     dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
@@ -71,7 +71,7 @@ def check_rows(
     The forward draws the random numbers that a step would draw now.  With dropout, first set the generator to the state from
     which the engine's forward started.  The model, ``.grad``, buffers, generators and what a loss function names don't
     change, but what the object of a loss that is a method holds may.  Rows are compared sample by sample, so memory is that
-    of a step, a copy of the model and one or two gradients (for a Gram matrix up to 256 MiB more), and that of a second step
+    of a step, a copy of the model and one or two gradients, and that of a second step
     where rows are checked again.
 
     Returns a table with a line for each parameter, and the share that was given.  Raises VerificationFailed with that table
@@ -108,7 +108,7 @@ def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
             "check_rows was given a list for the batch, which is one argument; expected a tuple, which is unpacked: "
             "tuple(batch)" + ON_CHECKING
         )
-    kinds = "a mapping from names of parameters to tensors, N norms, or an N × N Gram matrix"
+    kinds = "a mapping from names of parameters to tensors, or N norms"
     given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
         mend = _from_array(x) or ". From autograd_hacks.per_sample_grads give dense()."
@@ -155,12 +155,12 @@ def _comparison(
     shapes = {name: p.shape for name, p in known.items()}
     basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance, dtype)
     if isinstance(rows, Tensor):
-        if rows.shape not in ((n,), (n, n)):
+        if rows.shape != (n,):
             raise ValueError(
                 f"check_rows was given a tensor of shape {tuple(rows.shape)}, but the loss returned {counted(n, 'number')}; "
-                f"expected norms of shape {(n,)} or a Gram matrix of shape {(n, n)}" + ON_CHECKING
+                f"expected norms of shape {(n,)}" + ON_CHECKING
             )
-        return Gram(rows, *basis) if rows.ndim == 2 else Comparison({WHOLE: (None, rows)}, "norms", *basis)
+        return Comparison({WHOLE: (None, rows)}, "norms", *basis)
     places = {name: _place(model, name, known) for name in given}
     if not given:
         raise ValueError("check_rows was given a mapping without rows: it is empty, or all of it is None" + ON_CHECKING)

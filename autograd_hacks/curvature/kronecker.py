@@ -28,9 +28,7 @@ with only A's diagonal.
 
 Large tensors.  A B above ``limit``, as for a head of 50,000 words, is replaced by its diagonal.
 
-Vectors.  A bias or a norm's weight has A = 1 and its own block, P × P, as B.  For a bias this is exactly reduce's B.  With
-``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which with expand treats positions as
-samples; with ``kfac_bias='joint'`` it is one more column of that weight, whose input is 1, as in kronfluence.
+Vectors.  A bias or a norm's weight has A = 1 and its own block, P × P, as B.  For a bias this is exactly reduce's B.
 
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
 Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments; Gao et al. 2021 (arXiv:2011.10741).
@@ -38,19 +36,16 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two tr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.extending import OneHot, Positions, Windows, kinds_of
+from autograd_hacks.extending import OneHot, Positions, Windows
 from autograd_hacks.forms import BUDGET, Form
 
 APPROXIMATIONS = ("expand", "reduce")
-BIASES = ("exact", "shared", "joint")
 
 
 class KFAC(tuple[Tensor, Tensor]):
@@ -126,24 +121,20 @@ def is_empty(form: Form) -> bool:
     return bool(found) and all(own.inputs.shape[1] == 0 for own in found)
 
 
-def lay_of(form: Form, joint: bool = False) -> Lay | str:
-    """How a parameter is made of matrices, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
+def lay_of(form: Form) -> Lay:
+    """How a parameter is made of matrices."""
     found = positions_of(form)
     size = found[0].rows.stop - found[0].rows.start if found else 0
     kinds_of_blocks = {(p.rows.stop - p.rows.start, p.rows.start % size, p.is_turned, p.inputs.shape[2:],
                         p.gradients[0].shape[2:], type(p.inputs)) for p in found}  # fmt: skip
     entries = form.shape[:1].numel()
     if len(kinds_of_blocks) != 1 or found[0].rows.start % size or entries % size:  # no products, or cut into unequal slices
-        if joint:
-            return f"its gradients ({kinds_of(form)}) are not sums of products, so its bias can't be one of their inputs"
         axes = next((k for k, axis in enumerate(form.shape) if axis > 1), 0)
         rows = form.shape[axes]
         return Lay(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
     first = found[0]
     is_table = isinstance(first.inputs, OneHot)
-    if joint and is_table:
-        return "it is a table, and a bias can't be one of its inputs"
-    return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
+    return Lay(first.inputs.shape[2], first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
 def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
@@ -166,21 +157,6 @@ def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
             yield slice(entries.start * each, entries.stop * each), block.matrix().view(block.samples, -1, lay.fan_out)
 
 
-def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
-    """Whether a bias is added to a weight's outputs, so that its rows are the sums of the gradients there."""
-    blocks = positions_of(weight.wide())
-
-    def sums(of: Callable[[Tensor], Tensor]) -> Tensor:
-        by_block = [[_added(of(g), own.owners, samples) for g in own.gradients] for own in blocks]
-        return torch.cat([torch.cat(each, 1) for each in zip(*by_block)])
-
-    rows, found = sums(lambda g: g), bias.wide().matrix()
-    if found.shape != rows.shape:
-        return False
-    tolerance = torch.finfo(bias.like.dtype).eps ** 0.5 * sums(torch.abs)
-    return not bool(((found - rows).abs() > tolerance).any())
-
-
 Memory = Callable[[tuple[int, ...], Tensor], Tensor]
 """Returns memory of a shape and like a tensor."""
 
@@ -193,12 +169,10 @@ class Factors(NamedTuple):
     positions: Tensor  # how many A has; a number for each block; 0 for parameters treated by their rows
 
 
-def factors_of(
-    form: Form, lay: Lay, kfac_approx: str, batches: Sequence[int], joint: bool = False, memory: Memory | None = None
-) -> Factors:
+def factors_of(form: Form, lay: Lay, kfac_approx: str, batches: Sequence[int], memory: Memory | None = None) -> Factors:
     """The sums for a parameter that is made of matrices as ``lay`` says.
 
-    batches: the micro-batches' numbers of samples    joint: whether the inputs have a 1 behind them    memory: for A
+    batches: the micro-batches' numbers of samples    memory: for A
     """
     shape_a, shape_b = lay.factors
     b = form.new_sums(*shape_b)
@@ -210,11 +184,11 @@ def factors_of(
             _add_products(b, rows)
         return Factors(a, b, counts)
     for own, samples, at in products_of(form, lay, batches):
-        counts[at] += _add(a[at], b[at], own, kfac_approx == "reduce", samples, joint)
+        counts[at] += _add(a[at], b[at], own, kfac_approx == "reduce", samples)
     return Factors(a, b, counts)
 
 
-def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, joint: bool) -> Tensor | int:
+def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int) -> Tensor | int:
     """Adds the sums of one block to A and B, in place.  Returns the number of positions."""
     inputs = own.inputs
     if reduces:
@@ -225,7 +199,7 @@ def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, join
         if isinstance(inputs, OneHot):
             _add_squares(a, inputs, present, own.owners, shares)
         else:
-            means = _added(inputs_of(own, joint), own.owners, samples) / shares.clamp(min=1)
+            means = _added(inputs_of(own), own.owners, samples) / shares.clamp(min=1)
             _add_products(a, means[:, None])
         return (shares > 0).sum()
     for gradient in own.gradients:
@@ -234,18 +208,15 @@ def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, join
         words = inputs.index if own.present is None else inputs.index[own.present]
         a += words.flatten().bincount(minlength=len(a)).to(a.dtype)
     else:
-        _add_products(a, inputs_of(own, joint))
+        _add_products(a, inputs_of(own))
     return inputs.shape[0] * inputs.shape[1] if own.present is None else own.present.sum()
 
 
-def inputs_of(own: Positions, joint: bool) -> Tensor:
-    """The inputs of a parameter that is not a table, M T I, followed by a 1 if ``joint``."""
+def inputs_of(own: Positions) -> Tensor:
+    """The inputs of a parameter that is not a table, M T I."""
     inputs = own.inputs.written() if isinstance(own.inputs, Windows) else own.inputs
     assert isinstance(inputs, Tensor)  # no table
-    if not joint:
-        return inputs
-    ones = torch.ones_like(inputs[..., :1]) if own.present is None else own.present[..., None].to(inputs)
-    return torch.cat([inputs, ones], -1)
+    return inputs
 
 
 def _add_products(total: Tensor, x: Tensor) -> Tensor:
@@ -272,19 +243,3 @@ def _add_squares(a: Tensor, inputs: OneHot, present: Tensor, owners: Tensor | No
     counts = present.new_zeros(len(slots)).index_add_(0, place.flatten(), present.flatten())
     means = counts / shares[slots // inputs.entries, 0].clamp(min=1)
     a.index_add_(0, slots % inputs.entries, means.square())
-
-
-# Layers.
-
-
-def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """{bias: weight} of the layers that have both of these, the weight a matrix, and that no other layer shares.
-    names: some parameters'"""
-    by_id = {id(model.get_parameter(name)): name for name in names}
-    layers = [{what: by_id.get(id(p)) for what, p in layer._parameters.items()} for layer in model.modules()]
-    count = Counter(name for layer in layers for name in layer.values())
-    pairs = [(layer.get("bias"), layer.get("weight")) for layer in layers]
-    both = {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}
-    axes = {name: model.get_parameter(name).ndim for pair in both.items() for name in pair}
-    # A norm's weight is no matrix, and its bias shares no factor with it.
-    return {bias: weight for bias, weight in both.items() if axes[weight] > 1 and axes[bias] == 1}

@@ -101,7 +101,11 @@ class AutogradHacksGGN(_Backend, GGNInterface):
     def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Kron]:
         """The batch's loss, and its Kronecker factors.  A, of the inputs, is this batch's share of the mean over all N."""
         loss = self._passes(x, y)
-        compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
+        compute_hess(self._model, "kfac", self.kfac_approx)
+        for layer in self._model.modules() if self.kfac_bias == "shared" else ():
+            weight, bias = (vars(p) if p is not None else {} for p in map(layer._parameters.get, ("weight", "bias")))
+            if weight.get("kfac") and bias.get("kfac") and len(weight["kfac"][0]) > 1:
+                bias["kfac"] = KFAC((bias["kfac"][0], weight["kfac"][1]))
         factors, samples = [], len(y)
         for p in self.params:
             kfac = vars(p).pop("kfac") or KFAC((p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])))

@@ -15,21 +15,23 @@ LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
 
 
-def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form]) -> None:
+def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], who: str = "dot") -> None:
     """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}.  like: these, or their forms"""
-    check_kind("dot", ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
+    check_kind(who, ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
     missing, extra = [name for name in like if name not in v], [name for name in v if name not in like]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
+            f"{who}: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
         )
     if extra:
-        raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS)
+        raise ValueError(
+            f"{who}: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS
+        )
     for name, own in like.items():
         x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
             raise ValueError(
-                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
+                f"{who}: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
                 f"{tuple(shape)}." + ON_VERBS
             )
 
@@ -121,7 +123,7 @@ def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     if size > limit:
         raise BlockTooLarge(
             f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it; or take "
-            "compute_hess(model, kind='diag') or 'kfac', or products, per_sample_grads(model).ggn_matvec(v)."
+            "compute_hess(model, kind='diag') or 'kfac', or products, curvature.matvec(grads, v)."
         )
 
 

@@ -32,7 +32,6 @@ def clip_grad1_norm_(
     model: nn.Module,
     max_norm: float,
     loss_type: str | None = None,
-    scale: float | Tensor = 1.0,
     error_if_nonfinite: bool = False,
     budget: int = BUDGET,
     scaler: torch.amp.GradScaler | None = None,
@@ -48,7 +47,6 @@ def clip_grad1_norm_(
     set, so run the backward pass of a penalty afterwards.
 
     max_norm: the largest norm, above 0    loss_type: as in `compute_grad1`
-    scale: must be 1; use ``scaler`` instead
     error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
     budget: bytes to use beside the result
     scaler: the GradScaler that scaled the loss. ``.grad`` keeps its scale, as after any backward pass. Call
@@ -63,7 +61,7 @@ def clip_grad1_norm_(
 
     Returns the norms of this process's samples before clipping, N, without the scale.
 
-    Raises ValueError for max_norm or batch_size ≤ 0, for a scale other than 1, and for ``add`` if ``.grad`` already holds
+    Raises ValueError for max_norm or batch_size ≤ 0, and for ``add`` if ``.grad`` already holds
     the unclipped gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded if this pass was already added;
     ProcessesDisagree if another process has failed; and what `compute_grad1` raises.
 
@@ -76,9 +74,9 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        given = {"max_norm": max_norm, "scale": scale, "budget": budget, "batch_size": batch_size}
+        given = {"max_norm": max_norm, "budget": budget, "batch_size": batch_size}
         check("clip_grad1_norm_", ON_CLIPPING, "batch_size", **given)
-        _check_scaler(scale, scaler)
+        _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
         lengths = grads.norms(budget=max(1, budget // 4)) if norms is None else norms
@@ -105,13 +103,8 @@ def clip_grad1_norm_(
     return lengths
 
 
-def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
-    """Raises if ``scaler.step`` would divide by the scale twice, or not at all."""
-    if scale != 1:
-        raise ValueError(
-            f"clip_grad1_norm_ was given scale={float(scale)}; expected scaler=scaler, the GradScaler, whose step() divides "
-            ".grad by its scale. For a scale of your own clip to max_norm * scale, then p.grad /= scale." + ON_SCALERS
-        )
+def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
+    """Raises if ``scaler.step`` would not divide by the scale."""
     check_kind("clip_grad1_norm_", ON_SCALERS, torch.amp.GradScaler | None, "a torch.amp.GradScaler", scaler=scaler)
     # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
     if scaler is not None and scaler.is_enabled() and is_unscaled(scaler):

@@ -14,11 +14,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
+from autograd_hacks.errors import ON_VERBS, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import without_factor
-from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms, smallest
+from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.reading.processes import Spread
@@ -34,7 +34,7 @@ Forms = Mapping[str, Form]
 """Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
-INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
+INTERNAL = {"with_forms", "reading", "summing", "wide_sum", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
 
@@ -45,30 +45,6 @@ def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], 
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
         moments[name] = form.second_moment(weights, about.get(name), budget)
     return moments
-
-
-def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
-    """The inner products of rows that are first divided by their lengths, N and M: (N, M)."""
-    total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
-    for rows, block in form.blocks(int(budget * share) // 3):
-        theirs = other if block is form else other.block(rows)
-        mine, yours = block.wide().matrix(), theirs.wide().matrix()
-        total += (mine / n.to(mine)[:, None].real) @ (yours / m.to(yours)[:, None].real).mH
-    return total
-
-
-def nonzero(lengths: Tensor) -> Tensor:
-    """Lengths that are safe to divide by: 1 for 0."""
-    return lengths.masked_fill(lengths == 0, 1)
-
-
-def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Which of our rows have products with some of theirs that overflow or underflow, from both rows' lengths."""
-    finite = theirs[(theirs > 0) & theirs.isfinite()].detach()
-    if not len(finite):
-        return torch.zeros_like(mine, dtype=torch.bool)
-    least, most = smallest(finite.dtype), torch.finfo(finite.dtype).max / 16
-    return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
 def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
@@ -337,23 +313,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = form.weighted_sum(given(like := form.like), budget)
             yield name, total.to(like.dtype) if narrow else total
 
-    def _transposed(self, w: Tensor) -> dict[str, Tensor]:
+    def wide_sum(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
         w = self._by_row(w)
         with self.reading():
             return self.spread.settled(self._totals(w, BUDGET))
-
-    def _check_alone(self, what: str) -> None:
-        """Raises NotReduced if other processes have rows, too, and TypeError for complex parameters."""
-        self._check_real()
-        if self.spread.mesh is not None:
-            raise NotReduced(
-                f"{what} needs the inner products of all rows, but {self.spread.mesh.size()} processes share the batch. Use "
-                f"this one's alone, grads.local().{what}(...), or products with JᵀJ of all: fisher_matvec, ggn_matvec."
-            )
-
-    def _check_real(self) -> None:
-        """Raises TypeError for complex parameters, which have no curvature."""
-        for name, form in self.items():
-            if form.like.is_complex():
-                raise TypeError(f"parameter {name!r} is complex; curvature exists for real parameters only" + ON_CURVATURE)

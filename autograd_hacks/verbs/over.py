@@ -26,11 +26,10 @@ from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
+from autograd_hacks.support.row_files import RowFiles, digest_of
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
-from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.grads import WITHIN, PerSampleGrads
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
@@ -40,7 +39,7 @@ KEPT = 2**28
 """The default number of bytes for gradients that are kept from batch to batch."""
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
-_ROWS = PerSampleGrads.gram, PerSampleGrads.cosine, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
+_ROWS = PerSampleGrads.gram, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
 """Verbs that return one row per sample.  Their results can't be summed over batches."""
 
 
@@ -66,8 +65,7 @@ def over(
     loader: the batches, D samples in all. Rows come in this order; there is a warning for a DataLoader that shuffles
     loss: ``loss(model, batch)`` returns N losses, one for each sample of the batch
     verb: ``verb(grads)`` gets the `PerSampleGrads` of a batch and returns N rows, for example ``PerSampleGrads.norms`` or
-    ``lambda grads: grads.project(512)``. It may also return {name: N rows}; a named tuple in it becomes one name for each
-    field: "0.weight.left"
+    ``lambda grads: grads.project(512)``. It may also return {name: N rows}
     against: batches of another data set with E samples. ``verb(grads, others)`` then returns (N, M), as
     ``PerSampleGrads.gram`` does, and the result is (D, E). Batches of ``against`` that don't fit the budget are recomputed
     for every batch of the loader, so make the loader the larger set, with large batches
@@ -256,7 +254,7 @@ class _Step:
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
     """A verb's result by name, on the CPU.  samples: the expected number of rows; None for sums"""
-    named = by_file(returned if isinstance(returned, Mapping) else {_ALONE: returned})
+    named = returned if isinstance(returned, Mapping) else {_ALONE: returned}
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
             rows = "sums" if samples is None else f"{samples} rows, one for each sample"

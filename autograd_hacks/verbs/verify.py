@@ -34,18 +34,16 @@ from autograd_hacks.reading.processes import Spread, spread_of
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
-from autograd_hacks.support.layout import Layouts, differs, rounding_of
+from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.support.trees import held, is_packed, tensors_of, unpacked
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Loss = Callable[[Any], Tensor]
 
 
 @checked(ON_WRONG)
@@ -54,27 +52,24 @@ def verify(
     samples: int = 0,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
     independent: bool = False,
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
     It runs a copy of the model, with random gradients g at the model's outputs and random weights w.  For every trainable
     parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
-    mixed samples or a wrong axis can't pass.  If a step is recorded, it also compares the sum of its rows with ``.grad``,
-    which must have been cleared before the step.
+    mixed samples or a wrong axis can't pass.
 
     With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
     that the outputs of the others in the same sample don't change.
 
     The model, what its hooks keep, ``.grad`` and the record don't change.  If processes share a batch, all must call it
-    together; each checks its own rows, but not ``.grad``, which contains those of the others.
+    together; each checks its own rows.
 
     samples: how many single samples to compare as well, by one backward pass each
     args: positional arguments for the model. Needed if the arguments of the last forward no longer exist: the library
     doesn't keep them alive
     kwargs: keyword arguments for the model
-    loss: a function from the model's output to N losses. Also checks that no loss depends on another sample's output
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, see
     `add_hooks`
 
@@ -87,11 +82,8 @@ def verify(
 
     def own() -> None:
         given = (args or (), dict(kwargs or {})) if args is not None or kwargs is not None else last_step(recorder.record)
-        of_step = _with_grad(model, recorder) if spread.mesh is None else []
-        wrong = of_step + _with_autograd(model, recorder, given, samples, loss, independent)
-        if wrong:
-            hint = " (or .grad was not cleared before the step)" if of_step else ""
-            raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
+        if wrong := _with_autograd(model, recorder, given, samples, independent):
+            raise VerificationFailed("wrong per-sample gradients:\n" + text_table([HEADER, *wrong]))
 
     with ABOVE.alone(model):
         spread.agreed(own)
@@ -179,25 +171,8 @@ def _wrong(record: Record, comparisons: Iterable[Comparison]) -> list[tuple[str,
     return wrong
 
 
-def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
-    """Compares the sums of the recorded rows with ``.grad``."""
-    record, passes = recorder.record, recorder.record.passes
-    is_other = any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes)
-    if is_other or not passes or not recorder.backward.wants_grad:
-        return []
-    announced = next((recorded.losses for recorded in passes if recorded.losses), None)
-    is_mean = announced is not None and announced.loss_type == "mean"
-    parameters, comparisons = dict(model.named_parameters()), list[Comparison]()
-    for name, form in read(model, parameters, recorder, None if announced else "sum").items():
-        grad = parameters[name].grad
-        if form is not None and grad is not None:
-            w = torch.full((form.samples,), 1 / form.samples if is_mean else 1.0, dtype=torch.float64, device="cpu")
-            comparisons.append((name, "sum of the step's rows with .grad", form, w, part_of(grad).to_dense(), 1.0))
-    return _wrong(record, comparisons)
-
-
 def _with_autograd(
-    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, loss: Loss | None, independent: bool
+    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, independent: bool
 ) -> list[tuple[str, ...]]:
     """Compares weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
@@ -238,8 +213,6 @@ def _with_autograd(
             over = {slot: documents.over for slot in places if documents.over(outputs[slot], tried) is not None}
         if not samples:
             return []
-        if loss is not None:
-            _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
         every, ones = slice(samples), torch.ones(samples, device="cpu")
         grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot in over for x in [outputs[slot]]}
         grads = {slot: g * over[slot](g, ones.to(g)) for slot, g in grads.items()}  # zero at padding
@@ -290,27 +263,6 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
                 raise SamplesMixed(
                     f"documents mix: when the tokens of some were replaced, the model's output {slot}, of shape "
                     f"{tuple(x.shape)}, changed at the positions of others. Mask attention, and all else, by document."
-                )
-
-
-def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None:
-    """Raises SamplesMixed if the losses of some samples change with the outputs of others."""
-    draws, places = torch.Generator().manual_seed(0), iter(layouts)
-    here = [(x.detach(), next(places, None)) for x in tensors_of(output)]
-    with torch.no_grad():
-        losses = loss(map_tensors(Tensor.detach, output))
-        if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            raise ValueError(
-                f"verify: the loss returned {kind_of(losses)}; expected {samples} losses, one for each sample "
-                "(reduction='none')" + ON_WRONG
-            )
-        for kept in kept_samples(samples, draws):
-            others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
-            again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
-            if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
-                raise SamplesMixed(
-                    "verify: samples mix in the loss: when the model's outputs for some samples were replaced, the losses "
-                    "of others changed. Use each sample's own outputs only."
                 )
 
 

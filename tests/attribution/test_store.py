@@ -60,7 +60,6 @@ VERBS: dict[str, Callable[[PerSampleGrads], Any]] = {
     "rows.npy": lambda grads: joined(grads.dense()),
     "rows.safetensors": lambda grads: joined(grads.dense()),
     "rows": PerSampleGrads.dense,
-    "factors": lambda grads: grads.low_rank(5),
 }
 
 

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from curvature_nets import curve, network
 from nets import with_spare
-from oracle import joined
+from oracle import joined, vector
 from refused import check_each
 from steps import assert_means
 from torch.testing import assert_close
@@ -156,10 +156,11 @@ def test_half_precision_solves_in_single() -> None:
     autograd_hacks.backprop_hess(model(x.bfloat16()))
     grads = autograd_hacks.per_sample_grads(model)
     rows = joined(grads.dense()).double()
-    v = grads.from_vector(rows.mean(0).bfloat16())
-    flat = grads.to_vector(v).double()
+    sizes = [form.shape.numel() for form in grads.values()]
+    v = {n: x.view(grads[n].shape) for n, x in zip(grads, rows.mean(0).bfloat16().split(sizes))}
+    flat = vector(v).double()
     expected = torch.linalg.solve(rows.mT @ rows / 5 + 1e-3 * torch.eye(rows.shape[1]), flat)
-    found = grads.to_vector(grads.natural_gradient(v, 1e-3))
+    found = vector(autograd_hacks.curvature.natural_gradient(grads, v, 1e-3))
     assert found.dtype == torch.bfloat16
     assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 

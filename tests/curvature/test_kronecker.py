@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from curvature_nets import curve
-from parts_of_models import assert_damped, assert_solves, rows_of
+from parts_of_models import assert_solves, rows_of
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
@@ -163,44 +163,6 @@ def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> No
         assert bool(weight.kfac[0].isfinite().all())
 
 
-# A bias's factor, as curvlinops has it
-
-
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> None:
-    """B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N for expand: positions as if they were samples, which the bias's own block doesn't do."""
-    conv, x = nn.Conv2d(2, 3, 3, padding=1), torch.randn(4, 2, 5, 5)
-    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 6))
-    autograd_hacks.add_hooks(model)
-    gradients = model[2].weight.detach().view(6, 3, 25).mT.expand(4, 6, 25, 3)  # N K T O
-    shared = by_definition(torch.ones(4, 25, 1), gradients, approximation)
-    for chosen in (None, ["0.bias"]):
-        curve(model, model(x), "LeastSquares", kind="kfac", kfac_approx=approximation, parameters=chosen, kfac_bias="shared")
-        assert_factors(conv.bias, shared)
-    exact = by_definition(torch.ones(4, 25, 1), gradients, "reduce")
-    loader = [x[:1], x[1:]]
-    options = {"kfac_approx": approximation, "kind": "kfac", "hess_type": "LeastSquares"}
-    autograd_hacks.curvature.compute_hess_over(model, loader, **options, kfac_bias="shared")
-    assert_factors(conv.bias, shared)
-    assert_close(conv.bias.kfac[1], conv.weight.kfac[1])
-    autograd_hacks.curvature.compute_hess_over(model, loader, **options)
-    assert_factors(conv.bias, exact)
-    assert bool(torch.isclose(exact[1], shared[1]).all()) == (approximation == "reduce")
-
-
-def test_shared_factors_that_are_not_there() -> None:
-    """A bias whose weight is frozen, or one of several, has its own block."""
-    frozen, two, x = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
-    frozen.weight.requires_grad_(False)
-    two[1].bias = two[0].bias
-    for model, bias in ((frozen, frozen.bias), (two, two[0].bias)):
-        autograd_hacks.add_hooks(model)
-        curve(model, model(x), kind="kfac", kfac_bias="exact")
-        own = bias.kfac[1].clone()
-        curve(model, model(x), kind="kfac", kfac_bias="shared")
-        assert_close(bias.kfac[1], own)
-
-
 # Kronecker factors of what is no product of inputs and gradients, and of what is too large for a matrix, against the
 # dense block of one backward pass for each output of each sample
 
@@ -256,17 +218,10 @@ def test_ekfac_of_all_of_it(limit: int) -> None:
     assert_solves(model, WORDS, rows, BY_ROWS)
 
 
-@pytest.mark.parametrize("limit", [2**30, 48 * 8])
-def test_the_metric_of_damped_factors(limit: int) -> None:
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_factor_beyond_the_limit_is_its_diagonal(approximation: str) -> None:
     model, _ = case()
-    autograd_hacks.curvature.compute_hess_over(model, [WORDS], "kfac", "Jacobian", limit=limit)
-    assert_damped(model, WORDS, BY_ROWS)
-
-
-@crossed(bias=["exact", "shared"], approximation=["expand", "reduce"])
-def test_a_factor_beyond_the_limit_is_its_diagonal(approximation: str, bias: str) -> None:
-    model, _ = case()
-    options = {"kind": "kfac", "hess_type": "Jacobian", "kfac_approx": approximation, "kfac_bias": bias}
+    options = {"kind": "kfac", "hess_type": "Jacobian", "kfac_approx": approximation}
     autograd_hacks.curvature.compute_hess_over(model, [WORDS], **options)
     whole = {p: [x.clone() for x in p.kfac] for p in model.head.parameters()}
     autograd_hacks.curvature.compute_hess_over(model, [WORDS[:2], WORDS[2:]], **options, limit=48 * 8)
