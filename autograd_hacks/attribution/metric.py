@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.attribution.optimizers import SCALINGS, of_sgd
 from autograd_hacks.errors import ON_METRICS, NothingRecorded
 from autograd_hacks.extending import kind_of
 from autograd_hacks.forms import Elementwise, InTurn, LinearMap, Sides
@@ -24,23 +23,6 @@ Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | N
 SHARE = 0.1
 """The default damping of Kronecker factors, as a share of the mean eigenvalue.
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
-K = TypeVar("K", bound=Hashable)
-
-
-def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
-    """The default damping λ of each of several blocks.
-
-    It is a share of the block's mean eigenvalue, but at least that share of the largest mean's rounding error.  A gradient
-    that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of ε² times the largest; a damping
-    in proportion to them would scale it up to the size of all others.
-
-    means: {block: (its mean eigenvalue, its parameter's dtype)}
-    """
-    largest = max((float(mean) for mean, _ in means.values()), default=0.0)
-    return {
-        key: SHARE * mean.clamp(min=largest * torch.finfo(dtype).eps ** 1.25) if largest else mean + 1.0
-        for key, (mean, dtype) in means.items()
-    }
 
 
 class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
@@ -74,9 +56,6 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         * Adam, AdamW, NAdam: g / (√v̂ + eps), with v̂ corrected for bias; with amsgrad from the largest v so far
         * RMSprop: g / (√v + eps).  Adagrad: g / (√Σg² + eps)
-        * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so gradients that are products stay products.
-          The clipping of the update is ignored
-        * SGD: g itself
 
         A parameter that no step has changed has no map: leave it out by ``per_sample_grads(model, only=...)``.
 
@@ -90,10 +69,10 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
         kind = type(inner)
-        scaling = next((of for names, of in SCALINGS.items() if kind.__name__ in names), None)
-        # A subclass of torch's or transformers' classes may divide by something else.
-        if scaling is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            known = ", ".join(name for names in SCALINGS for name in names)
+        scaling = next((of for names, of in _SCALINGS.items() if kind.__name__ in names), None)
+        # A subclass of torch's classes may divide by something else.
+        if scaling is None or kind.__module__.partition(".")[0] != "torch":
+            known = ", ".join(name for names in _SCALINGS for name in names)
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
                 "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
@@ -102,9 +81,9 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
-                if scaling is not of_sgd and (not state or float(state.get("step", 1)) == 0):
+                if not state or float(state.get("step", 1)) == 0:
                     continue  # no step has changed it
-                if p.is_complex() and scaling is not of_sgd:
+                if p.is_complex():
                     raise TypeError(
                         f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
                         f"{tuple(p.shape)}, whose two parts it scales separately. Store them as real parameters."
@@ -127,7 +106,9 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         Rows are written out some at a time, and not at all for ``dot``.
 
         model: the model whose parameters have ``ekfac``
-        damping: λ > 0; by default a tenth of the mean eigenvalue for each parameter
+        damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but at least that share of the largest mean's
+        rounding error: a gradient that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of
+        ε² times the largest, and a damping in proportion to them would scale it up to the size of all others
 
         Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0.
         """
@@ -136,9 +117,13 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
             raise NothingRecorded(
                 "Metric.from_ekfac: no parameter of the model has ekfac. Run compute_hess_over(model, loader, kind='ekfac')."
             )
-        shifts = dampings({p: (block.values.mean(), p.dtype) for p, block in found.items()})
-        own = {p: 1 / (block.values + (shifts[p] if damping is None else damping)) for p, block in found.items()}
-        return cls({p: in_eigenbasis(block.sides, own[p], p.shape) for p, block in found.items()})
+        means = {p: block.values.mean() for p, block in found.items()}
+        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, Given]()
+        for p, block in found.items():
+            least = largest * torch.finfo(p.dtype).eps ** 1.25
+            own = (SHARE * means[p].clamp(min=least) if largest else 1.0) if damping is None else damping
+            maps[p] = in_eigenbasis(block.sides, 1 / (block.values + own), p.shape)
+        return cls(maps)
 
     @classmethod
     @checked(ON_METRICS)
@@ -156,6 +141,26 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         """
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls({p: _random(name, p.shape, rank, seed, p.device) for name, p in trained})
+
+
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
+    return 1 / (unbiased.sqrt() + group["eps"])
+
+
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state["square_avg"]
+    v = v - state["grad_avg"].square() if group.get("centered") else v
+    return 1 / (v.sqrt() + group["eps"])
+
+
+_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], Given]] = {
+    ("Adam", "AdamW", "NAdam"): _of_adam,
+    ("RMSprop",): _of_rmsprop,
+    ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
+}
+"""{names of torch's classes: the scaling, from a parameter's state and its group's settings}"""
 
 
 def in_eigenbasis(sides: tuple[Tensor | None, Tensor | None], scale: Tensor, shape: torch.Size) -> LinearMap:

@@ -45,7 +45,6 @@ def check_rows(
     loss: Callable[..., Tensor],
     rows: Mapping[str, Tensor | None] | Tensor,
     coverage: float = 0.0,
-    tolerance: float | None = None,
 ) -> CheckedRows:
     """Compares per-sample gradients from any source with the definition: row n is the gradient of ``losses[n]``.
 
@@ -61,8 +60,9 @@ def check_rows(
     with None, appears in the table as "not given"
     coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms over all
     parameters cover a parameter if they would be wrong without it; the table calls the others "unknown"
-    tolerance: the largest relative error of a sample's row that counts as right; by default 4 ε^(3/4) with ε of the coarsest
-    dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
+
+    A relative error of a sample's row of up to 4 ε^(3/4) counts as right, with ε of the coarsest dtype among parameters,
+    rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16.
 
     A row with a larger error is checked again.  Autograd's row is also computed in double precision, with all weights
     rounded once more.  An error of up to four times the difference counts as rounding, for example with a loss near zero or
@@ -84,7 +84,7 @@ def check_rows(
     known = _known_names(model)
     first = Copy(model, (batch, None if isinstance(loss, MethodType) else loss))  # it doesn't run itself
     with _losses(first.again(first.given), loss) as (losses, parameters):
-        comparison = _comparison(model, rows, known, len(losses), tolerance)
+        comparison = _comparison(model, rows, known, len(losses))
         comparison.compare(partial(_gradients, losses, parameters))
     if comparison.doubtful():
         _look_again(comparison, first, loss)
@@ -147,13 +147,12 @@ def _comparison(
     rows: Mapping[str, Tensor | None] | Tensor,
     known: Mapping[str, nn.Parameter],
     n: int,
-    tolerance: float | None,
 ) -> Comparison:
     """The comparison for the kind of numbers that were given.  n: the number of samples"""
     given = {"": rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
     dtype = _coarsest([*model.parameters(), *given.values()])
     shapes = {name: p.shape for name, p in known.items()}
-    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance, dtype)
+    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75, dtype)
     if isinstance(rows, Tensor):
         if rows.shape != (n,):
             raise ValueError(

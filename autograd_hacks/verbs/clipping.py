@@ -16,7 +16,7 @@ from autograd_hacks.reading.processes import Where, spread_of
 from autograd_hacks.reading.scale import is_unscaled
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.ranges import check
-from autograd_hacks.verbs.arguments import check_kind, kind_of
+from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 
@@ -38,7 +38,6 @@ def clip_grad1_norm_(
     add: bool = False,
     batch_size: float | None = None,
     process_group: Where = None,
-    norms: Tensor | None = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean of the per-sample gradients, each clipped to a norm.
 
@@ -57,7 +56,6 @@ def clip_grad1_norm_(
     all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
     then changes ``.grad`` by at most max_norm / batch_size
     process_group: as in `per_sample_grads`. The sum and N cover the samples of all these processes
-    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model
 
     Returns the norms of this process's samples before clipping, N, without the scale.
 
@@ -79,8 +77,7 @@ def clip_grad1_norm_(
         _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        lengths = grads.norms(budget=max(1, budget // 4)) if norms is None else norms
-        return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
+        return grads, _checked(grads.norms(budget=max(1, budget // 4)), scaler, error_if_nonfinite)
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *[name in here[0].reached for name in names]]
@@ -114,10 +111,8 @@ def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
         )
 
 
-def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
-    """The norms without the scale, N.  Raises for norms of the wrong shape, and if asked for norms that aren't finite."""
-    if not isinstance(norms, Tensor) or norms.shape != (samples,):
-        raise ValueError(f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples} norms" + ON_CLIPPING)
+def _checked(norms: Tensor, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
+    """The norms without the scale, N.  Raises if asked for norms that aren't finite."""
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(

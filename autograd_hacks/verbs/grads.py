@@ -83,60 +83,40 @@ class PerSampleGrads(Matrix):
             forms, factor = without_factor(self)
             return self._placed(matrix.norms_of(forms, self._row_count, budget) * abs(factor))
 
-    @overload
-    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
-    @overload
-    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
-    def dot(
-        self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
-    ) -> Tensor | dict[str, Tensor]:
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v̄, the inner product ⟨gₙ, v⟩ of each sample's gradient with a direction, N.
 
         For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
 
         v: the direction, {name: shape} for every trainable parameter, whole or in shards
-        budget: bytes to use beside the result    per_parameter: return {name: N} instead
+        budget: bytes to use beside the result
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
         arguments.check_direction(v, self)
         along = {name: whole_of(x).to(self[name].like.device).conj().resolve_conj() for name, x in v.items()}
-        return self._read(lambda name, form: form.dot(along[name], budget), per_parameter)
+        return self._read(lambda name, form: form.dot(along[name], budget))
 
     @checked(ON_VERBS)
-    def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
 
-        w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``; or {name or pattern: weights} for
-        the sums of those parameters only
+        w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``
 
-        Raises ValueError for weights of the wrong shape, for a pattern that matches nothing, and for a parameter that
-        several patterns match; TypeError if ``w`` is not a floating-point tensor.
+        Raises ValueError for weights of the wrong shape, TypeError if ``w`` is not a floating-point tensor.
         """
-        if isinstance(w, Mapping):
-            parts = arguments.parts_by(w, list(self))
-            return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
-        given = w
-        with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            return self.spread.settled(self._totals(w, budget, narrow=True))
+        with self.summing(lambda: self._by_row(w, several=True)) as (by_row, _):
+            return self.spread.settled(self._totals(by_row, budget, narrow=True))
 
-    @overload
-    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor: ...
-    @overload
-    def gram(
-        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool
-    ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
-    def gram(
-        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool = False
-    ) -> Tensor | dict[str, Tensor]:
+    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᴴ, the inner products ⟨gₙ, g′ₘ⟩ of all pairs of samples, (N, M).
 
         For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
 
         other: the gradients of another batch of the same model; by default these gradients themselves
-        budget: bytes to use beside the result    per_parameter: return {name: (N, M)} instead
+        budget: bytes to use beside the result
 
         Raises ValueError for the gradients of another model.
         """
@@ -153,11 +133,9 @@ class PerSampleGrads(Matrix):
                 f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
                 f"{tuple(self[differing[0]].shape)}, as here: apply preconditioned(metric) to both." + ON_METRICS
             )
-        if not per_parameter:
-            return self._between(other, lambda name, form: form.gram(other[name], budget))
         with self.reading(), other.reading():
-            products = self._each(lambda name, form: form.gram(other[name], budget))
-            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
+            total = self._added(lambda name, form: form.gram(other[name], budget), other._row_count)
+            return other._placed(total, total.ndim - 1)
 
     @checked(ON_VERBS)
     def second_moment(
@@ -286,47 +264,28 @@ class PerSampleGrads(Matrix):
         made._versions += [(name, x, n) for name, by in maps.items() for x, n in versions_of(by.tensors())]
         return made
 
-    @overload
-    def project(
-        self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs", entries: int = 1
-    ) -> Tensor: ...
-    @overload
-    def project(
-        self, dim: int, seed: int = 0, budget: int = BUDGET, *, per_parameter: bool, kind: Kind = "signs", entries: int = 1
-    ) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
-    def project(
-        self,
-        dim: int,
-        seed: int = 0,
-        budget: int = BUDGET,
-        *,
-        per_parameter: bool = False,
-        kind: Kind = "signs",
-        entries: int = 1,
-    ) -> Tensor | dict[str, Tensor]:
+    def project(self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs") -> Tensor:
         """J R, the rows projected by a random map R, (N, dim).
 
-        R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``entries``, ``seed``,
-        ``dim``, and each parameter's name and shape, so projections of any two batches can be compared.
+        R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``seed``, ``dim``, and
+        each parameter's name and shape, so projections of any two batches can be compared.
 
         dim: the number of coordinates    seed: the seed of R    budget: bytes to use beside the result
-        per_parameter: return {name: (N, dim)} instead, a projection of each parameter
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
-        map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
+        map that adds each number to one coordinate (see `forms.SparseMap`) and is much faster. The squared length
         of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
         one, and of about √(6 / dim) with a sparse map
-        entries: coordinates per number in a sparse map, 1 by default; must divide ``dim``
 
-        For small matrices Pᵀ Gₙ Q take ``grads.preconditioned(Metric.low_rank(model, rank)).dense()``.
+        A parameter's own projection is that of ``per_sample_grads(model, only=name)``.  For small matrices Pᵀ Gₙ Q take
+        ``grads.preconditioned(Metric.low_rank(model, rank)).dense()``.
 
-        Raises ValueError for a ``dim`` below 1, for an unknown kind, and for ``entries`` below 1 or that don't divide
-        ``dim``.
+        Raises ValueError for a ``dim`` below 1, and for an unknown kind.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        maps = matrix.random_maps("project: dim", dim, seed, kind, entries)
-        return self._read(lambda name, form: form.project(maps(name, form), budget), per_parameter, dim)
+        maps = matrix.random_maps("project", dim, seed, kind)
+        return self._read(lambda name, form: form.project(maps(name, form), budget), dim)
 
     @checked(ON_VERBS)
     def gram_of_all(self) -> Tensor:

@@ -120,17 +120,11 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     return form.dot(form[some].weighted_sum(w, budget).conj().resolve_conj(), budget)
 
 
-def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Callable[[str, Form], AnyMap]:
-    """The random map of each parameter.  Raises ValueError for settings that none has.  what: the verb's name for ``dim``"""
-    check_word(what.partition(":")[0], ON_VERBS, ("signs", "sjlt"), kind=kind)
-    if kind == "signs" and entries != 1:
-        raise ValueError(f"{what}={dim} with entries={entries}; entries is for kind='sjlt': leave it out" + ON_VERBS)
-    if dim % entries:
-        near = dim + -dim % entries
-        raise ValueError(f"{what}={dim} with entries={entries}; expected a multiple of entries: {near}" + ON_VERBS)
-    if kind == "sjlt":
-        return lambda name, form: SparseMap(unwrapped(name), form.shape, dim, seed, entries)
-    return lambda name, form: RandomMap(unwrapped(name), form.shape, dim, seed)
+def random_maps(what: str, dim: int, seed: int, kind: str) -> Callable[[str, Form], AnyMap]:
+    """The random map of each parameter.  Raises ValueError for an unknown kind.  what: the verb, for the message"""
+    check_word(what, ON_VERBS, ("signs", "sjlt"), kind=kind)
+    of = SparseMap if kind == "sjlt" else RandomMap
+    return lambda name, form: of(unwrapped(name), form.shape, dim, seed)
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
@@ -267,20 +261,14 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A verb's results summed over parameters, (N, *shape)."""
         return self._placed(added(starmap(verb, self.items()), (self._row_count, *shape)))
 
-    def _read(self, verb: Verb, per_parameter: bool, *shape: int) -> Tensor | dict[str, Tensor]:
-        """A verb's results for each parameter, or summed over parameters."""
+    def _read(self, verb: Verb, *shape: int) -> Tensor:
+        """`_added`, when the forms may be read."""
         with self.reading():
-            return self._each(verb) if per_parameter else self._added(verb, *shape)
+            return self._added(verb, *shape)
 
     def _each(self, verb: Verb) -> dict[str, Tensor]:
         """A verb's results for each parameter, {name: (N, ...)}."""
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
-
-    def _between(self, other: Matrix, product: Verb) -> Tensor:
-        """The products of all parameters' rows with another batch's, summed over parameters, (N, M)."""
-        with self.reading(), other.reading():
-            total = self._added(product, other._row_count)
-            return other._placed(total, total.ndim - 1)
 
     def _totals(self, w: Tensor, budget: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the

@@ -20,7 +20,6 @@ from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.parts import part_of
@@ -55,7 +54,6 @@ def over(
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
     budget: int = KEPT,
-    segments: Segments | None = None,
 ) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
@@ -78,8 +76,8 @@ def over(
     budget: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
     are recomputed when the weights change. If the loss depends on anything else that changes, pass
     ``budget=0``
-    segments: as in `add_hooks`, for samples that pack several documents; ``loss`` then returns one loss for each document.
-    By default those given to `add_hooks`
+
+    With ``add_hooks(segments=...)``, for samples that pack several documents, ``loss`` returns one loss for each document.
 
     Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
     batches, for a verb that returns something else, for a file with rows of other weights, and for batches in another order
@@ -97,9 +95,6 @@ def over(
             "batches. Give DataLoader(..., shuffle=False)" + ON_DATA_SETS,
             stacklevel=2,
         )
-    if segments is not None:
-        kinds = recorder.kinds
-        check_segments(segments, "over", kinds.batch_dim, kinds.probes, kinds.independent)
     file: RowFiles | None = None
     if out is not None:
         weights = digest_of(model.state_dict())
@@ -108,23 +103,19 @@ def over(
             origin = digest_of(other, before=origin)
         file = RowFiles(_of_process(out), origin, weights)
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
-    told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget)
     pieces: list[dict[str, Tensor]] = []
     batches = 0
-    try:
-        for batch in progress(loader, "gradients", "batch"):
-            batches += 1
-            if file is not None and not file.wants(batch):
-                continue
-            piece = step.rows(batch, total)
-            if file is None:
-                _check_alike(pieces, piece, total)
-                pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
-            else:
-                file.take(piece)
-    finally:
-        recorder.segments = told
+    for batch in progress(loader, "gradients", "batch"):
+        batches += 1
+        if file is not None and not file.wants(batch):
+            continue
+        piece = step.rows(batch, total)
+        if file is None:
+            _check_alike(pieces, piece, total)
+            pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
+        else:
+            file.take(piece)
     record.clear("over has read its passes and discarded them")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)

@@ -130,42 +130,36 @@ def test_verify_finds_values_that_leak_without_a_gradient() -> None:
 
 
 def test_over_a_loader_of_packed_batches() -> None:
-    model = hooked(None)
+    model = hooked("position_ids")
     batches = [batch(2, [3, 2]), batch(1, [1, 4, 2])]
 
     def of_documents(model: nn.Module, given: Any) -> Tensor:
         whose = (given[1] == 0).flatten().cumsum(0) - 1
         return torch.zeros(int(whose.max()) + 1).double().index_add(0, whose, losses(model, *given).flatten())
 
-    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
     rows = [one_by_one(model, 2, [3, 2], batches[0]), one_by_one(model, 1, [1, 4, 2], batches[1])]
-    by_hand = [joined(own).norm(dim=1) for own in rows]
-    assert_close(norms, torch.cat(by_hand))
-    losses(model, *batches[0]).sum().backward()
-    assert autograd_hacks.per_sample_grads(model).samples == 2  # of samples again
+    assert_close(norms, torch.cat([joined(own).norm(dim=1) for own in rows]))
 
 
 def test_numbers_of_positions_for_batches_that_are_packed_alike() -> None:
-    model, batches = hooked(None), [batch(2, [3, 2]), batch(2, [3, 2])]
+    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
+    model, batches = hooked(told), [batch(2, [3, 2]), batch(2, [3, 2])]
 
     def of_documents(model: nn.Module, given: Any) -> Tensor:
         return losses(model, *given).split([3, 2], 1)[0].sum(1).repeat_interleave(2) * torch.tensor([1.0, 0.0, 1.0, 0.0])
 
-    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
-    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
     rows = [one_by_one(model, 2, [3, 2], given) for given in batches]
     by_hand = torch.cat([joined(own).norm(dim=1) for own in rows])
     assert_close(norms[::2], by_hand[::2])
     assert not norms[1::2].any()
     check_each(
-        *[(ValueError, words, lambda other=other: autograd_hacks.over(
-            model, [*batches, other], of_documents, autograd_hacks.PerSampleGrads.norms, segments=told))
+        *[(ValueError, words, lambda other=other: losses(model, *other))
           for other, words in [
              (batch(2, [3, 3]), r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
              (batch(3, [3, 2]), r"expected .* of shape \(3, 5\)")]],
     )  # fmt: skip
-    autograd_hacks.add_hooks(model, segments=told)
-    check_each((ValueError, r"the tensor that .* as segments is .* \(2, 5\)", lambda: losses(model, *batch(2, [3, 3]))))
 
 
 def test_a_loss_of_what_has_no_positions_is_refused() -> None:
@@ -180,15 +174,10 @@ def test_a_loss_of_what_has_no_positions_is_refused() -> None:
 
 
 def test_what_does_not_cover_the_batch_is_refused() -> None:
-    given, norms = batch(2, [3, 2]), autograd_hacks.PerSampleGrads.norms
-    other, bare, told = Packed(), Packed(), r"^over was given segments"
+    given = batch(2, [3, 2])
+    other, bare = Packed(), Packed()
     other.forward = lambda ids, cu_seqlens: other.head(other.words(ids))  # type: ignore[method-assign]
     autograd_hacks.add_hooks(other, segments="cu_seqlens")
-
-    def over_packed(**settings: bool) -> None:
-        autograd_hacks.add_hooks(model := Packed(), **settings)
-        autograd_hacks.over(model, [given], losses, norms, segments="position_ids")
-
     check_each(
         *[(ValueError, words, lambda segments=segments: losses(hooked(segments), *given))
           for segments, words in [
@@ -199,14 +188,9 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
         (ValueError, "has 2 at the start of a document",
          lambda: losses(hooked("position_ids"), given[0], given[1] + 2, given[2])),
         (ValueError, "ascending from 0 to 10", lambda: other(given[0], cu_seqlens=torch.tensor([0, 3, 9]))),
-        *[(TypeError, words, call)
-          for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))
-          for words, call in [
-             ("^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong)),
-             (told, lambda wrong=wrong: autograd_hacks.over(other, [], losses, norms, segments=wrong))]],
+        *[(TypeError, "^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong))
+          for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))],
         (ValueError, "segments", lambda: autograd_hacks.add_hooks(other, segments="position_ids", independent=True)),
-        *[(ValueError, f"{told}, and add_hooks", lambda settings=settings: over_packed(**settings))
-          for settings in ({"independent": True}, {"probe": False})],
     )  # fmt: skip
 
 

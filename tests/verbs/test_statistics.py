@@ -95,20 +95,6 @@ def test_scaled_rows() -> None:
         grads.scaled(torch.ones(5))
 
 
-def test_per_parameter() -> None:
-    rows, grads = rows_and_grads()
-    v = {name: torch.randn(own.shape[1:]) for name, own in rows.items()}
-    along, products = grads.dot(v, per_parameter=True), grads.gram(grads.select(slice(2)), per_parameter=True)
-    assert list(along) == list(products) == list(rows)
-    for name, own in rows.items():
-        assert_close(along[name], own.flatten(1) @ v[name].flatten())
-        assert_close(products[name], own.flatten(1) @ own[:2].flatten(1).mT)
-    model, jacobian = of_outputs()
-    assert_close(sum(jacobian.gram(per_parameter=True).values()), jacobian.gram())
-    w = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    assert_close(sum(jacobian.dot(w, per_parameter=True).values()), jacobian.dot(w))
-
-
 @pytest.fixture
 def tower() -> Iterator[nn.Module]:
     """Three layers after a step, the first frozen, the last two tied."""
