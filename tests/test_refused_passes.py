@@ -135,7 +135,7 @@ CURVES: list[Row] = [
         ("damping", lambda s: linear_operator(s.passes, -1.0)),
         *[(words, lambda s, o=options: s.hess(**o))
           for options, words in [
-             ({"kind": "half"}, "expected one of"), ({"kind": "kfac", "kfac_approx": "some"}, "expected one of"),
+             ({"kind": "half"}, "expected one of"),
              ({"kind": "ek-fac"}, "'ekfac'")]],
         *[(r"expected a number in \(0, inf\)", lambda s, d=damping: (an_ekfac(s), ekfac_solve(s.model, s.v, d)))
           for damping in NANS],

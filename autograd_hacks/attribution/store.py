@@ -182,10 +182,9 @@ class Store(Shown):
         """The queries by file.  Raises for queries that don't fit the rows."""
         given = dict(queries) if isinstance(queries, Mapping) else {"": queries}
         if given.keys() != self._rows.keys():
-            what = "one tensor" if self._files.is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             names = kind_of(queries) if "" in given else f"tensors named {some(list(given))}"
-            if not self._files.is_one and "" not in given:
-                names, what = "queries " + differing(given, self._rows), f"one for each of its {len(self._rows)} names"
+            names += "" if self._files.is_one or "" in given else f", {differing(given, self._rows)}"
+            what = "one tensor" if self._files.is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             raise ValueError(f"search was given {names}; {self.path} expects {what}" + ON_STORES)
         for name, x in given.items():
             rows = self._rows[name]

@@ -1,6 +1,5 @@
 """Checks per-sample gradients from any source against the definition: one plain backward pass for each sample's loss."""
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,8 +31,6 @@ from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
 
-_PREFIXES = ("_module.", "module.", "_orig_mod.")
-"""Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
 Losses = tuple[Tensor, list[nn.Parameter]]
 """N losses and a model's trainable parameters."""
 
@@ -80,7 +77,7 @@ def check_rows(
     ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
     something can't be copied.
     """
-    _check_arguments(model, batch, loss, rows)
+    _check_arguments(model, loss, rows)
     known = _known_names(model)
     first = Copy(model, (batch, None if isinstance(loss, MethodType) else loss))  # it doesn't run itself
     with _losses(first.again(first.given), loss) as (losses, parameters):
@@ -99,37 +96,19 @@ def check_rows(
     return result
 
 
-def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
+def _check_arguments(model: Any, loss: Any, rows: Any) -> None:
     check_module("check_rows", model, ON_CHECKING)
     given = partial(check_kind, "check_rows", ON_CHECKING)
     given(Callable, "a function of the model and the batch that returns N losses", loss=loss)
-    if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
-        raise TypeError(
-            "check_rows was given a list for the batch, which is one argument; expected a tuple, which is unpacked: "
-            "tuple(batch)" + ON_CHECKING
-        )
-    kinds = "a mapping from names of parameters to tensors, or N norms"
-    given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
+    given(Mapping | Tensor, "a mapping from names of parameters to tensors, or N norms", rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
-        mend = _from_array(x) or ". From autograd_hacks.per_sample_grads give dense()."
-        given(Tensor | None, "a tensor of N rows, or of N norms" + mend, **{f"rows[{name!r}]": x})
+        mend = "a tensor of N rows, or of N norms. From autograd_hacks.per_sample_grads give dense()."
+        given(Tensor | None, mend, **{f"rows[{name!r}]": x})
     if has_parts(model):
         raise ShardedParameters(
             "check_rows was given a model that is split over processes; give it the whole model, in one process"
             + ON_CHECKING
         )
-
-
-def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):  # ValueError: its signature is unknown
-        return False
-    return True
-
-
-def _from_array(x: Any) -> str:
-    return ". Convert it: torch.from_numpy(array)" if type(x).__module__ == "numpy" else ""
 
 
 def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -180,13 +159,8 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     """The index of a parameter among the trainable ones.  name: any of its names"""
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
-        ways = [
-            f"without the prefix {p!r} of a wrapper: removeprefix({p!r})" for p in _PREFIXES if name.removeprefix(p) in every
-        ]
-        ways += [f"with the prefix {p!r} of a wrapper, or the model in it" for p in _PREFIXES if p + name in every]
-        mend = f". Give names {ways[0]}" if ways else ""
         raise ValueError(
-            f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}{mend}" + ON_CHECKING
+            f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}" + ON_CHECKING
         )
     if not every[name].requires_grad:
         raise ValueError(f"check_rows was given rows of {name!r}, which is frozen; leave them out" + ON_CHECKING)

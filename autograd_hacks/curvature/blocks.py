@@ -20,7 +20,6 @@ from autograd_hacks.support.ranges import checked
 def compute_hess(
     model: nn.Module,
     kind: str = "full",
-    kfac_approx: str = "expand",
     parameters: str | Collection[str] | None = None,
     limit: float = LIMIT,
     skip: bool = False,
@@ -44,9 +43,8 @@ def compute_hess(
     * ``'ekfac'``: also ``param.ekfac``, an `autograd_hacks.curvature.EKFAC`: the same eigenvectors with corrected
       eigenvalues
 
-    kfac_approx: 'expand' or 'reduce': how positions that share a weight, as in a convolution, are treated
     parameters: names or patterns, for example '*.attn.*'; all by default
-    limit: bytes that the largest tensor of 'full' or 'kfac' may take; a larger B is replaced by its diagonal
+    limit: bytes that the largest tensor of 'full' or 'kfac' may take
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising
 
     Returns a `Coverage`: a table of all trainable parameters, with what each has, or why it has nothing.
@@ -60,7 +58,7 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    sums = Sums(model, kind, kfac_approx, parameters, limit, skip)
+    sums = Sums(model, kind, parameters, limit, skip)
     sums.end(sums.add)
     if kind == "ekfac":
         values = Eigenvalues(sums)
@@ -77,7 +75,6 @@ def compute_hess_over(
     samples: int | None = None,
     generator: torch.Generator | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
-    kfac_approx: str = "expand",
     parameters: str | Collection[str] | None = None,
     limit: float = LIMIT,
     skip: bool = False,
@@ -105,7 +102,7 @@ def compute_hess_over(
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if kind == "ekfac" and isinstance(loader, Iterator):
         raise ValueError("compute_hess_over(kind='ekfac') runs all batches twice; expected no iterator" + ON_CURVATURE)
-    sums = Sums(model, kind, kfac_approx, parameters, limit, skip)
+    sums = Sums(model, kind, parameters, limit, skip)
     record.clear()
 
     def sweep(into: Sums | Eigenvalues) -> None:

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.attribution.metric import SHARE, Metric, in_eigenbasis
+from autograd_hacks.attribution.metric import Metric, in_eigenbasis
 from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
 from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
@@ -58,19 +58,8 @@ class EKFAC(Shown):
 
     def matvec(self, v: Tensor) -> Tensor:
         """The product with v, a tensor of the parameter's shape or ``(..., *shape)``."""
-        return self._scaled(v, self.values)
-
-    @checked(ON_CURVATURE)
-    def solve(self, v: Tensor, damping: float | None = None) -> Tensor:
-        """(this + λ)⁻¹ v, for v of shape ``(..., *shape)``.
-
-        damping: λ > 0; a tenth of the mean of ``values`` by default
-        Raises ValueError for another damping.
-        """
-        return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
-
-    def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
-        found: Tensor = in_eigenbasis(self.sides, by, by.shape)(v.to(by.dtype).reshape(-1, *by.shape), by.shape)
+        of = self.values.shape
+        found: Tensor = in_eigenbasis(self.sides, self.values, of)(v.to(self.values.dtype).reshape(-1, *of), of)
         return found.view(v.shape)
 
 
@@ -135,7 +124,7 @@ class Eigenvalues:
         factors = {name: vars(self._model.get_parameter(name))["kfac"] for name in sums.names}
         # A diagonal matrix has the eigenvectors of the identity.
         self._vectors = {
-            n: (None if self._lays[n].is_table else self._of(a), None if self._lays[n].is_thin else self._of(b))
+            n: (None if self._lays[n].is_table else self._of(a), self._of(b))
             for n, (a, b) in ((n, both) for n, both in factors.items() if both is not None)
         }
         self._sums = {n: factors[n][0].new_zeros(self._lays[n].matrix) for n in self._vectors}

@@ -13,8 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.curvature import kronecker
-from autograd_hacks.curvature.kronecker import KFAC, Lay, is_empty, lay_of, parts_of
+from autograd_hacks.curvature.kronecker import KFAC, Lay, factors_of, is_empty, lay_of, parts_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.extending import accumulation_dtype, check_size, grads_of, recorder_of, spread_of
 from autograd_hacks.support.display import Shown, Table, percent, with_unit
@@ -62,14 +61,12 @@ class Sums:
 
     model: nn.Module
     asked: str  # the requested kind
-    kfac_approx: str
     parameters: str | Collection[str] | None
     limit: float
     skip: bool
 
     def __post_init__(self) -> None:
         check_word("compute_hess", ON_CURVATURE, ATTRIBUTES, kind=self.asked)
-        check_word("compute_hess", ON_CURVATURE, kronecker.APPROXIMATIONS, kfac_approx=self.kfac_approx)
         self.kind, recorder = "kfac" if self.asked == "ekfac" else self.asked, recorder_of(self.model)
         every, self.left_out = recorder.record.as_seen(recorder.tree.parameters()), recorder.record.left_out
         self.names = [name for name, p in every.items() if p.requires_grad]
@@ -135,9 +132,8 @@ class Sums:
             elif self.kind == "kfac" and p.ndim > 1:
                 had[name] = str(self.lays[name])
             else:
-                is_diagonal = self.kind == "diag" or (name in self.lays and self.lays[name].is_thin)
                 size = f"{p.numel():,} × {p.numel():,}" if p.ndim else "1"
-                had[name] = "its diagonal" if is_diagonal else f"its block, {size}"
+                had[name] = "its diagonal" if self.kind == "diag" else f"its block, {size}"
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         return Coverage(self.asked, had, skipped, {name: p.numel() for name, p in trained.items()}, frozen)
 
@@ -173,13 +169,11 @@ class Sums:
         if self.kind == "full":
             return [form.cross(form).view(*form.shape, *form.shape)]
         memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
-        return [*kronecker.factors_of(form, self.lays[name], self.kfac_approx, grads.batches, memory)]
+        return [*factors_of(form, self.lays[name], grads.batches, memory)]
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
-        most = self.limit / grads[name].sum_dtype.itemsize
         found = [lay_of(part) for part in parts_of(grads[name], grads.batches) if not is_empty(part)]
-        found = [lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) for lay in found]
         found += [self.lays[name]] if name in self.sums else []
         by_rows = [lay for lay in found if lay.is_by_rows]
         if by_rows and (name not in self.sums or self.lays[name].is_by_rows):

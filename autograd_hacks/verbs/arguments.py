@@ -60,25 +60,23 @@ TRIED = 1024
 def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
     """``f`` with a check that raises ValueError if it is not elementwise.  name: of the parameter whose rows it gets"""
 
-    def tried(part: Tensor) -> Tensor:
-        version, found = part._version, f(part)
-        if isinstance(found, Tensor) and found.shape == part.shape and part._version == version:
-            return found
-        got = "overwrote them" if part._version != version else f"returned {kind_of(found)}"
-        raise ValueError(
-            f"reduce, at {name!r}: the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
-            "the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
-        )
-
     def checked(rows: Tensor) -> Tensor:
         number = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
         at = number // max(1, rows.shape[1]), number % max(1, rows.shape[1])
-        with torch.no_grad():  # copies come first, because f may overwrite its argument
-            some = rows[at]
-            beside = torch.cat([some, 1 - 2 * some])
-            apart = [tried(line).flatten()[: len(some)] for line in (beside[None], beside[:, None]) if len(some)]
-        found = tried(rows)
-        if any(x.dtype != found.dtype or not _alike(x, found[at].detach()) for x in apart):
+        with torch.no_grad():  # copies, because f may overwrite its argument
+            some = torch.cat([rows[at], 1 - 2 * rows[at]])
+            lines = [some.clone()[None], some.clone()[:, None]] if len(number) else []
+            beside = [f(line) for line in lines]
+        is_overwritten = any(line._version for line in lines)
+        found = rows if is_overwritten else f(rows)
+        if is_overwritten or not isinstance(found, Tensor) or found.shape != rows.shape:
+            got = "overwrote them" if is_overwritten else f"returned {kind_of(found)}"
+            raise ValueError(
+                f"reduce, at {name!r}: the function got rows of shape {tuple(rows.shape)} and {got}; expected a new tensor "
+                "of the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
+            )
+        apart = [x.flatten()[: len(number)] for x in beside if isinstance(x, Tensor) and x.numel() == len(some)]
+        if len(apart) < len(beside) or not all(_alike(x, found[at].detach()) for x in apart):
             raise ValueError(
                 f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
                 "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
@@ -91,8 +89,8 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
     """Whether two results are equal up to the rounding of different vectorisation."""
-    if not (x.is_floating_point() or x.is_complex()):
-        return torch.equal(x, y)
+    if x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
+        return x.dtype == y.dtype and torch.equal(x, y)
     finite, eps = y.abs()[y.isfinite()], torch.finfo(x.dtype).eps
     atol = 16 * eps * float(finite.max()) if len(finite) else 0.0
     return torch.allclose(x, y, rtol=eps**0.5, atol=atol, equal_nan=True)
@@ -122,8 +120,9 @@ def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     size = sizes[largest] * form.sum_dtype.itemsize
     if size > limit:
         raise BlockTooLarge(
-            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it; or take "
-            "compute_hess(model, kind='diag') or 'kfac', or products, curvature.matvec(grads, v)."
+            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it, or "
+            "leave such parameters out by skip=True; or take compute_hess(model, kind='diag') or 'kfac', or products, "
+            "curvature.matvec(grads, v)."
         )
 
 

@@ -77,7 +77,14 @@ def clip_grad1_norm_(
         _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        return grads, _checked(grads.norms(budget=max(1, budget // 4)), scaler, error_if_nonfinite)
+        norms = grads.norms(budget=max(1, budget // 4))
+        norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
+        if error_if_nonfinite and not norms.isfinite().all():
+            raise RuntimeError(
+                f"clip_grad1_norm_: samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a NaN or infinite norm. "
+                "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
+            )
+        return grads, norms
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *[name in here[0].reached for name in names]]
@@ -109,17 +116,6 @@ def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
             "clip_grad1_norm_ was called after scaler.unscale_(optimizer), so scaler.step(optimizer) would not divide its "
             "scaled gradients. Call unscale_ later, or not at all. If it was another model's, step that first." + ON_SCALERS
         )
-
-
-def _checked(norms: Tensor, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
-    """The norms without the scale, N.  Raises if asked for norms that aren't finite."""
-    norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
-    if error_if_nonfinite and not norms.isfinite().all():
-        raise RuntimeError(
-            f"clip_grad1_norm_: samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a NaN or infinite norm. Leave "
-            "them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
-        )
-    return norms
 
 
 def write_where_it_saves(

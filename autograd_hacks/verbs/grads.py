@@ -300,17 +300,17 @@ class PerSampleGrads(Matrix):
 
     def local(self) -> PerSampleGrads:
         """The same rows.  Sums are then over the samples of this process only."""
-        made = self.with_forms(self._forms, self.samples)
-        made.batches, made.batch, made.spread = self.batches, self.batch, self.spread.local()
-        return made
+        return self._read_as(self._forms, self.samples, self._of._replace(spread=self.spread.local()))
 
     # For other modules.
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
         """These gradients with other forms, for example with some of the rows."""
         batches = self.batches if self.hess_type else [samples]
-        kept = self.reached, self.loss_type, self._model, self.hess_type
-        made = type(self)(forms, samples, *kept, batches, self.entries, self.spread)
+        return self._read_as(forms, samples, self._of._replace(batches=batches))
+
+    def _read_as(self, forms: Mapping[str, Form], samples: int, of: matrix.Of) -> PerSampleGrads:
+        made = PerSampleGrads(forms, samples, of)
         made._versions = [*self._versions, *made._versions]
         return made
 

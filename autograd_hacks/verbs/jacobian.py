@@ -23,6 +23,7 @@ from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.matrix import Of
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
@@ -60,7 +61,7 @@ def per_sample_jacobian(model: nn.Module, output: Tensor, *, retain_graph: bool 
         if leaves and not is_returned:
             _check_function(first)
         count = prod(first.shape[1:])
-        losses = _announcement(first)
+        losses = Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
         for number in progress(range(count), "Jacobian", "pass", count):
             s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)  # 1 at this entry of every sample
             s.view(len(first), count)[:, number] = 1
@@ -69,8 +70,8 @@ def per_sample_jacobian(model: nn.Module, output: Tensor, *, retain_graph: bool 
                     run_pass(WHAT, root, leaves, s, retain_graph or number + 1 < count)
         losses.complete = True
         grads = _read(model, recorder, losses)
-        samples, entries, of = len(first), first.shape[1:], weakref.ref(model)
-        return PerSampleGrads(dict(grads), samples, grads.reached, "sum", of, "Jacobian", [samples], entries)
+        of = Of(grads.reached, "sum", weakref.ref(model), "Jacobian", [len(first)], tuple(first.shape[1:]))
+        return PerSampleGrads(dict(grads), len(first), of)
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
@@ -115,10 +116,6 @@ def _check_function(first: Tensor) -> None:
             f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}: it is not an output of the "
             "model, and one index of axis 0 depends on several samples. If they are on axis 1: output.transpose(0, 1)."
         )
-
-
-def _announcement(first: Tensor) -> Announcement:
-    return Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
 
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:

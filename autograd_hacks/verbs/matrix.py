@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import starmap
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
@@ -127,25 +127,25 @@ def random_maps(what: str, dim: int, seed: int, kind: str) -> Callable[[str, For
     return lambda name, form: of(unwrapped(name), form.shape, dim, seed)
 
 
-class Matrix(Hinting, Shown, Mapping[str, Form]):
-    """`PerSampleGrads` without the verbs.  spread: the processes that have other samples"""
+class Of(NamedTuple):
+    """Where rows come from.  The first fields are those of `PerSampleGrads`."""
 
-    def __init__(
-        self,
-        forms: Mapping[str, Form],
-        samples: int,
-        reached: frozenset[str],
-        loss_type: str,
-        model: weakref.ref[nn.Module],
-        hess_type: str | None,
-        batches: Sequence[int],
-        entries: Sequence[int] = (),
-        spread: Spread | None = None,
-    ) -> None:
-        self._forms, self.samples, self.entries, self._model = dict(forms), samples, tuple(entries), model
-        self.reached, self.loss_type, self.hess_type = reached, loss_type, hess_type
-        self.batches, self.batch = batches, sum(batches)
-        self.spread = Spread({}, None) if spread is None else spread
+    reached: frozenset[str]
+    loss_type: str
+    model: weakref.ref[nn.Module]
+    hess_type: str | None
+    batches: Sequence[int]  # the micro-batches' numbers of samples
+    entries: tuple[int, ...] = ()
+    spread: Spread = Spread({}, None)  # the processes that have other samples
+
+
+class Matrix(Hinting, Shown, Mapping[str, Form]):
+    """`PerSampleGrads` without the verbs."""
+
+    def __init__(self, forms: Mapping[str, Form], samples: int, of: Of) -> None:
+        self._forms, self.samples, self._of = dict(forms), samples, of
+        self.reached, self.loss_type, self._model, self.hess_type, self.batches, self.entries, self.spread = of
+        self.batch = sum(self.batches)
         # The tensors that forms hold, with their version counters now.
         held = [(name, x) for name, form in forms.items() for x in form.held]
         self._versions = [(name, x, n) for (name, x), n in zip(held, versions_among(*[x for _, x in held]))]

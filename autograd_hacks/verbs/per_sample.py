@@ -30,6 +30,7 @@ from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.matrix import Of
 
 
 @checked(ON_REDUCTION)
@@ -73,16 +74,17 @@ def grads_of(
     names = [*forms] if only is None else names_matching(only, model, [*forms])
     reached = frozenset([name for name in names if forms[name] is not None])
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
-    of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
-    entries: tuple[int, ...] = ()
+    hess_type, entries = record.hess_type, tuple[int, ...]()
+    batches = [segment.batch_size() for segment in record.segments]
     documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
     if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
             raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
-        samples, *entries_of = tokens.ids.shape
-        entries, of = tuple(entries_of), (*of[:2], [samples])
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
+        samples, *axes = tokens.ids.shape
+        batches, entries = [samples], tuple(axes)
+    of = Of(reached, record.reduction(loss_type), weakref.ref(model), hess_type, batches, entries, spread)
+    return PerSampleGrads(filled, samples, of)
 
 
 def compute_grad1(

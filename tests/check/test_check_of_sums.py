@@ -80,21 +80,3 @@ def test_a_gradient_of_zero_is_not_told_by_sums() -> None:
     assert checked.covered == 18
     assert [line.name for line in checked.parameters][1:] == list(rows)[2:]
     assert check_rows(model, batch, losses_of, rows, coverage=1.0).share == 1
-
-
-def test_arrays_are_refused_with_the_way_to_tensors() -> None:
-    model, batch, rows = case(torch.float64, 1.0)
-    for given in (norms(rows).numpy(), {name: x.numpy() for name, x in rows.items()}):
-        with pytest.raises(TypeError, match=r"ndarray.*torch\.from_numpy"):
-            check_rows(model, batch, losses_of, given)
-
-
-@pytest.mark.parametrize("prefix", ["_module.", "module.", "_orig_mod."])
-def test_names_of_a_wrapped_model_are_recognised(prefix: str) -> None:
-    model, batch, rows = case(torch.float64, 1.0)
-    given = {prefix + name: x for name, x in rows.items()}
-    with pytest.raises(ValueError, match=rf"without the prefix '{prefix}' of a wrapper.*removeprefix"):
-        check_rows(model, batch, losses_of, given)
-    wrapped = nn.ModuleDict({prefix[:-1]: model})
-    with pytest.raises(ValueError, match=rf"with the prefix '{prefix}' of a wrapper"):
-        check_rows(wrapped, batch, lambda wrapped, x, y: losses_of(wrapped[prefix[:-1]], x, y), rows)

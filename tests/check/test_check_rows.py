@@ -304,8 +304,6 @@ def test_batches_and_losses_of_other_kinds() -> None:
     with torch.no_grad():
         check_rows(model, (x, y), losses_of, {name: r.to_sparse() for name, r in rows.items()})
     check_rows(model, [x, y], lambda model, batch: losses_of(model, *batch), rows)
-    with pytest.raises(TypeError, match=r"a tuple, which is unpacked: tuple\(batch\)"):
-        check_rows(model, [x, y], losses_of, rows)
     alone, batch, own = case(samples=1)
     for given in (own, joined(own).norm(dim=1)):
         check_rows(alone, batch, losses_of, given)
