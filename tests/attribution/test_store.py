@@ -214,21 +214,6 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_the_name_that_queries_lack_is_named(tmp_path: Path) -> None:
-    """Also among many names, of which a message lists five."""
-    rows = {f"{n}.weight": torch.randn(4, 3) for n in range(9)}
-    own = {name: x[:1] for name, x in rows.items()}
-    over(net(), batches(1), loss, lambda grads: own, out=tmp_path / "r")
-    store = Store(tmp_path / "r")
-    last = {"8.weight": rows.pop("8.weight")}
-    check_each(
-        (ValueError, r"named .* and 3 more, without '8\.weight'; .* expects {name: tensor}",
-         lambda: store.search(rows, 1)),
-        (ValueError, r", without '8\.weight', and with 'more' too many; ",
-         lambda: store.search({**rows, "more": last["8.weight"]}, 1)),
-    )  # fmt: skip
-
-
 def test_an_unfinished_store_warns(tmp_path: Path) -> None:
     model, data, path = net(), batches(2, 2), tmp_path / "rows.npy"
 

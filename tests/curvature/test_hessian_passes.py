@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from curvature_nets import curve, network
 from nets import with_spare
 from oracle import joined, vector
 from refused import check_each
-from steps import assert_means
 from torch.testing import assert_close
 from twin import Bare
 
@@ -34,52 +32,6 @@ def test_gradients_stay_as_they_are(param_grad: bool) -> None:
     assert not heard
     output.sum().backward()  # the graph is still there
     assert x.grad is not None
-
-
-def test_grad_mode_does_not_matter() -> None:
-    """As it doesn't to ``loss.backward()``."""
-    model, x = network()
-    output = model(x)
-    with torch.no_grad():
-        curve(model, output)
-    found = model[0].weight.hess
-    autograd_hacks.clear_backprops(model)
-    output = model(x)
-    curve(model, output)
-    assert_close(model[0].weight.hess, found)
-    assert not found.requires_grad
-    losses = (model(x) ** 2).sum(1)
-    with torch.no_grad():
-        autograd_hacks.backward(losses)
-    autograd_hacks.compute_grad1(model)
-    assert_means(model)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_a_loop_needs_no_clearing(param_grad: bool) -> None:
-    model, _ = network(param_grad)
-    for _ in range(3):
-        x = torch.randn(5, 3)
-        curve(model, model(x))
-        found = [p.hess for p in model.parameters()]
-        autograd_hacks.clear_backprops(model)
-        curve(model, model(x))
-        assert_close([p.hess for p in model.parameters()], found)
-
-
-def test_hessians_and_gradients_in_turns() -> None:
-    """A step of natural gradient: curvature and gradient of one forward."""
-    model, x = network()
-    y = torch.randint(2, (5,))
-    for _ in range(2):
-        output = model(x)
-        autograd_hacks.backprop_hess(output, samples=1)
-        autograd_hacks.compute_hess(model, kind="kfac")
-        autograd_hacks.clear_backprops(model)
-        model.zero_grad()
-        F.cross_entropy(output, y).backward()
-        autograd_hacks.compute_grad1(model)
-        assert_means(model)
 
 
 def test_a_second_one_without_reading_or_clearing() -> None:
@@ -252,24 +204,6 @@ def test_parameters_by_iterators_and_aliases() -> None:
     assert layer.weight.hess.shape == (3, 3, 3, 3)
     assert not hasattr(layer.bias, "hess")
     autograd_hacks.compute_hess(model, parameters="2.bias")
-
-
-def test_two_hooked_models_that_share_a_layer() -> None:
-    """Each has seen all calls of the layer."""
-    shared, x = nn.Linear(3, 3), torch.randn(4, 3)
-    one, other = nn.Sequential(shared, nn.Linear(3, 2)), nn.Sequential(shared, nn.Linear(3, 2))
-    both, found = nn.ModuleList([one, other]), []
-    both.forward = lambda x: one(x) + other(x)  # type: ignore[method-assign]  # the model of this test
-    for hooked in ([one, other], [both], [both, one]):
-        for model in hooked:
-            autograd_hacks.add_hooks(model)
-        autograd_hacks.backprop_hess(both(x))
-        for model in hooked:
-            autograd_hacks.compute_hess(model)
-            found.append(shared.weight.hess)
-        for model in hooked:
-            autograd_hacks.remove_hooks(model)
-    assert_close(found, found[:1] * len(found))
 
 
 def test_a_leaf_that_went_after_the_forward_and_inference_mode() -> None:

@@ -278,17 +278,6 @@ def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Mo
     assert_close([p.grad for p in model.parameters()], expected)
 
 
-def test_autocast_around_the_first_reading() -> None:
-    for model in (perceptron(), nn.Sequential(BareMatrix(4), nn.Linear(4, 2))):
-        x = torch.randn(6, 4)
-        autograd_hacks.add_hooks(model)
-        for _ in range(2):
-            squares(model(x)).mean().backward()
-            with torch.autocast("cpu", torch.bfloat16):
-                autograd_hacks.clip_grad1_norm_(model, 1e9)
-            model.zero_grad()
-
-
 def test_weights_of_another_precision() -> None:
     grads = stepped(nn.Linear(4, 3), torch.randn(100, 4))
     w = torch.rand(100) * 700

@@ -154,12 +154,6 @@ def test_the_tangent_kernel_of_two_batches() -> None:
     assert "4 samples, 3 entries" in repr(first)
 
 
-def test_one_number_for_each_sample() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model):
-        check(per_sample_jacobian(model, model(x)), jacobian_of(model, x, lambda out: out))
-
-
 def test_whichever_gradient_mode_and_an_output_that_was_overwritten() -> None:
     model, x = perceptron(), torch.randn(3, 4)
     with autograd_hacks.add_hooks(model):

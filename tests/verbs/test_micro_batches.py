@@ -65,15 +65,6 @@ class Added(Trainer):
         autograd_hacks.clip_grad1_norm_(self.model, bound, add=True, batch_size=size)
 
 
-class DividedAppended(Appended):
-    def on_micro_batch_end(self, micro: Micro) -> None:
-        self.parts, self.size = len(micro), len(micro[0][0])
-
-    def on_pre_optimizer_step(self) -> None:
-        autograd_hacks.accumulate(self.model).stop()
-        autograd_hacks.clip_grad1_norm_(self.model, BOUND / self.parts, batch_size=self.size)
-
-
 MODELS = {"layers": mlp, "run again": lambda: nn.Sequential(BareMatrix(3), nn.Linear(3, 2)).double()}
 
 
@@ -86,7 +77,6 @@ MODELS = {"layers": mlp, "run again": lambda: nn.Sequential(BareMatrix(3), nn.Li
         (Added, False, (3, 1, 2), False),
         (Added, False, (5,), False),
         (Added, True, (2, 2, 2), False),
-        (DividedAppended, True, (2, 2, 2), True),
     ],
 )
 def test_a_training_loop_of_micro_batches(
@@ -116,19 +106,6 @@ def test_micro_batches_of_a_scaled_loss() -> None:
             autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=6, scaler=scaler)
         scaler.step(optimizer)
     assert_close(list(model.parameters()), [old - total / 6 for old, total in zip(before, expected)])
-
-
-@pytest.mark.parametrize("zeros", [True, False])
-def test_sums_divided_by_a_number_are_added_to_what_is_there(zeros: bool) -> None:
-    model, (x, y) = mlp(), batch(6)
-    expected = clipped_sum(model, x, y)
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for p in model.parameters() if zeros else ():
-            p.grad = torch.zeros_like(p)
-        for part, target in zip(x.split(4), y.split(4)):
-            squares(model(part), target).sum().backward()
-            autograd_hacks.clip_grad1_norm_(model, BOUND, "sum", add=True, batch_size=2.5)
-    assert_close([p.grad for p in model.parameters()], [total / 2.5 for total in expected])
 
 
 def test_what_the_loss_did_not_reach_keeps_its_gradient() -> None:

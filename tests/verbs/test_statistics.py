@@ -197,12 +197,6 @@ def test_a_signal_below_zero_has_an_infinite_scale() -> None:
     assert NoiseScale(unknown, unknown).scale.isnan()
 
 
-def test_one_step_is_that_steps_own_whatever_the_smoothing() -> None:
-    scales = NoiseScales(0.999)
-    (rows,) = trained(scales, steps=1)
-    assert_close(scales.noise_scale().noise, joined(rows).var(0).sum())
-
-
 def test_a_checkpoint_goes_on() -> None:
     whole, before, after = NoiseScales(BETA), NoiseScales(BETA), NoiseScales(BETA)
     trained(whole, steps=2, seed=1)

@@ -162,19 +162,3 @@ def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tenso
             squares(model(x)).mean().backward()
             with pytest.raises(autograd_hacks.errors.SamplesMixed):
                 autograd_hacks.verify(model, independent=True)
-
-
-def test_verify_proves_anew_what_has_begun_to_mix() -> None:
-    """Also between the forwards in which proofs are taken anew."""
-    model = Between(torch.sin).double()
-    with autograd_hacks.add_hooks(model):
-        for n in range(8):
-            model.how = MIXING["detached"] if n > 4 else torch.sin
-            x = torch.randn(6, 3).double()
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            if n > 4:
-                with pytest.raises(autograd_hacks.errors.SamplesMixed):
-                    autograd_hacks.verify(model, independent=True)
-            else:
-                autograd_hacks.verify(model, independent=True)
