@@ -1,6 +1,6 @@
 """Checks of verbs' arguments: directions, groups, names, sizes."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
-from autograd_hacks.support.patterns import matches
 
 LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
@@ -144,18 +143,6 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
     close = [*last, *get_close_matches(str(key), [name for name in trained if name not in last], 3)]
     listing = ", ".join(map(repr, close[:5] or list(trained)[:5])) + ("" if close or len(trained) <= 5 else " ...")
     raise KeyError(f"{wrong}; expected a trainable parameter, or its name: {listing}")
-
-
-def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
-    """Each pattern with the names that it matches.  Raises ValueError if it matches none, or some that others match."""
-    parts = [(pattern, [name for name in names if matches(name, pattern)]) for pattern in patterns]
-    given = [name for _, own in parts for name in own]
-    none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
-    if none:
-        raise ValueError(f"{who}: {some(none)} matches no trainable parameter; expected some of {some(names)}." + ON_VERBS)
-    if twice:
-        raise ValueError(f"{who}: several patterns match {some(twice)}; expected one for each parameter." + ON_VERBS)
-    return parts
 
 
 def check_kind(who: str, page: str, kinds: Any, expected: str, **given: object) -> None:

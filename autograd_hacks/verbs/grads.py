@@ -17,6 +17,7 @@ from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown
 from autograd_hacks.support.parts import whole_of
+from autograd_hacks.support.patterns import matches
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix
@@ -323,18 +324,20 @@ def _maps_of(
 ) -> dict[str, LinearMap]:
     """{name: map} for some names, of the model's parameters with all their names.
 
-    Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
-    parameter of the metric is the model's; TypeError for what is no map.
+    Raises ValueError for a parameter without a map or with several maps, and for a pattern that matches nothing; TypeError
+    for what is no map.
     """
     each = {f"map {number}": by for number, by in enumerate(metric.values())}
     check_kind("preconditioned", ON_METRICS, LinearMap, "a Metric, whose maps are linear", **each)
-    by_id = {id(key): by for key, by in metric.items() if not isinstance(key, str)}
-    found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
-    if by_id and not any(id(p) in by_id for _, p in named):
-        raise ValueError("preconditioned was given a metric of parameters that are another model's" + ON_METRICS)
-    patterns = [key for key in metric if isinstance(key, str)]
-    for pattern, own in arguments.parts_by(patterns, names, "the metric") if patterns else ():
-        found |= dict.fromkeys(own, metric[pattern])
+    found: dict[str, LinearMap] = {}
+    by_id = {id(p): name for name, p in named if name in names}
+    for key, by in metric.items():
+        is_pattern = isinstance(key, str)
+        meant = [name for name in names if matches(name, key)] if isinstance(key, str) else [by_id.get(id(key), "")]
+        if is_pattern and (not meant or found.keys() & meant):
+            wrong = "matches what an earlier key does" if meant else f"matches none of {arguments.some(names)}"
+            raise ValueError(f"preconditioned: the metric's key {key!r} {wrong}" + ON_METRICS)
+        found |= dict.fromkeys(meant, by)
     if missing := [name for name in names if name not in found]:
         raise ValueError(
             f"preconditioned: the metric has no map for {arguments.some(missing)}. Give them a map, None for the identity; "

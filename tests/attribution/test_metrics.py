@@ -196,12 +196,14 @@ def test_what_does_not_fit_is_refused() -> None:
     grads, _ = grads_and_rows(model, *batch())
     rest = {"[01].*": None, "4.bias": None}
     check_each(
-        (ValueError, "of parameters that are another model's", lambda: grads.preconditioned(Metric.from_optimizer(theirs))),
+        (ValueError, "no map for '0", lambda: grads.preconditioned(Metric.from_optimizer(theirs))),
         (NothingRecorded, "has no state", lambda: Metric.from_optimizer(torch.optim.Adam(model.parameters()))),
         (TypeError, r"expected one of Adam.*Shampoo's or SOAP's factors",
          lambda: Metric.from_optimizer(torch.optim.Rprop(model.parameters()))),
         (TypeError, "complex parameter", lambda: Metric.from_optimizer(stepped_by_adam(nn.Parameter(1j * torch.ones(3))))),
         (ValueError, r"no map for '0\.weight'", lambda: grads.preconditioned(Metric({"*.bias": None}))),
+        (ValueError, "matches what an earlier", lambda: grads.preconditioned(Metric({"0.*": None, "*.bias": None}))),
+        (ValueError, r"'2\.\*' matches none of", lambda: grads.preconditioned(Metric({"2.*": None}))),
         (ValueError, r"'4.weight': the metric has L and R of shapes \(2, 3\)",
          lambda: grads.preconditioned(Metric({"4.weight": (torch.ones(2, 3), None), **rest}))),
         (TypeError, "expected a tensor, a pair", lambda: Metric({"4.weight": 3.0})),
