@@ -18,7 +18,6 @@ import autograd_hacks
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import NothingRecorded, StaleRecord
-from autograd_hacks.forms import Elementwise, InTurn, Sides
 
 Rows = dict[str, Tensor]
 
@@ -129,26 +128,6 @@ def test_sides_and_factors_by_pattern() -> None:
     }
     assert_verbs(found, {name: by_hand.get(name, x) for name, x in rows.items()})
     assert "Metric of 4 parameters" in str(metric)
-
-
-def accumulated() -> tuple[Tensor, Tensor, Tensor]:
-    """Σ G Gᵀ and Σ Gᵀ G over steps of matrices (5, 48), and the last G."""
-    torch.manual_seed(0)
-    steps = torch.randn(50, 5, 48).double()
-    return torch.einsum("sij,skj->ik", steps, steps), torch.einsum("sij,sik->jk", steps, steps), steps[-1]
-
-
-def test_the_metric_of_soap() -> None:
-    """Q_L ((Q_Lᵀ G Q_R) / (√v + eps)) Q_Rᵀ, one number of the eigenvectors' coordinates after the other."""
-    model = hooked()
-    grads, rows = grads_and_rows(model, *batch())
-    left, right, last = accumulated()
-    QL, QR = torch.linalg.eigh(left).eigenvectors, torch.linalg.eigh(right).eigenvectors
-    root = (QL.mT @ last @ QR).abs() + 1e-8
-    by = InTurn([Sides(QL.mT, QR), Elementwise(1 / root), Sides(QL, QR.mT)])
-    found = grads.preconditioned(Metric({"4.weight": by, "[01].*": None, "4.bias": None}))
-    expected = torch.einsum("ai,bj,ij,ci,nck,kj->nab", QL, QR, 1 / root, QL, rows["4.weight"], QR)
-    assert_verbs(found, rows | {"4.weight": expected})
 
 
 def test_a_tied_embedding_in_a_metric() -> None:

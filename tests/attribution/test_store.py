@@ -212,17 +212,3 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
         (ValueError, r"expects {name: tensor} for '0\.weight'",
          lambda: Store(tmp_path / "folder").search(torch.randn(2, 4), 1)),
     )  # fmt: skip
-
-
-def test_an_unfinished_store_warns(tmp_path: Path) -> None:
-    model, data, path = net(), batches(2, 2), tmp_path / "rows.npy"
-
-    def verb(grads: PerSampleGrads) -> Tensor:
-        if path.exists():
-            raise Interrupted
-        return grads.project(4)
-
-    with pytest.raises(Interrupted):
-        over(model, data, loss, verb, out=path)
-    with pytest.warns(RuntimeWarning, match="has 2 rows"):
-        assert len(Store(path)) == 2

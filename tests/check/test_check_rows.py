@@ -141,13 +141,6 @@ def test_a_parameter_that_is_lacking_is_said() -> None:
         assert "not given" in text
 
 
-def test_a_share_is_never_rounded_to_all() -> None:
-    assert comparisons.percent(0.9996) == "99.9 %"
-    assert comparisons.percent(1.0) == "100 %"
-    assert comparisons.percent(0.971) == "97.1 %"
-    assert str(comparisons.CheckedRows([], 2, 1, 1234)).startswith("2 samples, attributed: 0 % of 1,234 parameters")
-
-
 def test_what_no_loss_depends_on_counts_for_nothing() -> None:
     model, batch, rows = case()
     model.unused = nn.Linear(50, 50).double()

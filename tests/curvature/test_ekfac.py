@@ -72,17 +72,6 @@ def test_blocks_equal_the_formula(case: tuple[nn.Module, Tensor]) -> None:
         assert_close(written(p), by_formula(rows[name], p.kfac, len(x)), msg=lambda told, name=name: f"{name}: {told}")
 
 
-def test_it_is_closer_than_the_factors_and_has_the_trace(case: tuple[nn.Module, Tensor]) -> None:
-    """George et al. 2018, theorem 2."""
-    model, x = case
-    curve(model, model(x), kind="ekfac")
-    autograd_hacks.compute_hess(model)
-    for p in model.parameters():
-        exact, (a, b) = p.hess.view(p.numel(), p.numel()), p.kfac
-        assert_close(p.ekfac.values.sum(), exact.trace())
-        assert (written(p) - exact).norm() <= (torch.kron(b, a) - exact).norm() + 1e-12
-
-
 def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tensor]) -> None:
     model, x = case
     curve(model, model(x), kind="ekfac")
