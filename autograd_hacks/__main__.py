@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--engine",
         metavar="MODULE:FUNCTION",
-        help="check another engine's numbers: a function of (model, batch, loss) that returns rows by parameter, norms, or "
-        "a Gram matrix, as check_rows accepts them",
+        help="check another engine's numbers: a function of (model, batch, loss) that returns rows by parameter, or norms, "
+        "as check_rows accepts them",
     )
     doctor.add_argument(
         "--coverage",

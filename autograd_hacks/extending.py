@@ -7,7 +7,7 @@ The library's own rooms are such packages: attribution, check, curvature, privat
 - ``.grad``: ``check_may_set``, ``drop_grads``, and ``set_grads`` or ``mark_set``
 - Rows that are read twice: ``write_where_it_saves`` within ``BUDGET``, and ``give_back``
 - Processes: ``spread_of`` a batch is a ``Spread``; ``Where`` names processes; ``has_processes``; ``check_alone``
-- Factors of products: ``Positions``, ``OneHot``, ``Windows``, ``kinds_of`` a form; numbers: ``row_norms``, ``clip_weights``,
+- Factors of products: ``Positions``, ``OneHot``, ``Windows``; numbers: ``row_norms``, ``clip_weights``,
   ``slices_of``, ``accumulation_dtype``
 - Arguments: checks that raise in the library's words, and words for messages
 """
@@ -17,7 +17,6 @@ from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.capture.records import Announcement, assumed
 from autograd_hacks.capture.uncompiled import Uncompiled
 from autograd_hacks.capture.wrappers import check_module, has_processes
-from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.forms.numerics import accumulation_dtype, clip_weights, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions, Windows
 from autograd_hacks.probe.batch import BatchDim
@@ -34,7 +33,7 @@ __all__ = [
     "accumulation_dtype", "announced", "ANNOUNCED", "Announcement", "ask_independent", "assumed", "BatchDim", "BUDGET",
     "check_alone", "check_batch_size", "check_kind", "check_loader", "check_may_set", "check_module", "check_output",
     "check_size", "check_state", "clip_weights", "differing", "drop_grads", "give_back", "grads_of", "has_processes",
-    "Hooked", "is_unscaled", "kind_of", "kinds_of", "leaves_of", "LIMIT", "LOSS_TYPES", "mark_set", "NoiseScale",
+    "Hooked", "is_unscaled", "kind_of", "leaves_of", "LIMIT", "LOSS_TYPES", "mark_set", "NoiseScale",
     "OneHot", "Positions", "recorder_of", "row_norms", "run_pass", "set_grads", "slices_of", "some", "Spread",
     "spread_of", "Uncompiled", "Where", "Windows", "write_where_it_saves",
 ]  # fmt: skip

@@ -163,7 +163,7 @@ def product(workload: Workload, model: nn.Module, anew: bool = False) -> Step:
         if anew or not held:
             passes(model, batch)
             held[:] = [autograd_hacks.per_sample_grads(model)]
-        return held[0].ggn_matvec(v)
+        return autograd_hacks.curvature.matvec(held[0], v)
 
     return step
 

@@ -139,7 +139,7 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
 
 HANDED_OUT = {
     *("PerSampleGrads", "Hooked", "Accumulation", "Quantities", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
-    *("PrivateStep", "CheckedRows", "CheckedParameter", "Description", "Row", "LowRank", "NoiseScale"),
+    *("PrivateStep", "CheckedRows", "CheckedParameter", "Description", "Row", "NoiseScale"),
 }
 """Classes that functions return and nobody constructs: their constructors' arguments are not shown."""
 

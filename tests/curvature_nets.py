@@ -92,8 +92,7 @@ def curve(model: nn.Module, output: Tensor, hess_type: str = "CrossEntropy", **o
 
 def matrix(grads: autograd_hacks.PerSampleGrads) -> Tensor:
     """All blocks."""
-    sizes = {name: form.shape.numel() for name, form in grads.items()}
-    return torch.cat([torch.cat([grads.block(a, b).reshape(sizes[a], sizes[b]) for b in grads], dim=1) for a in grads])
+    return torch.cat([torch.cat([grads[a].cross(grads[b]) for b in grads], dim=1) for a in grads]) / grads.batch
 
 
 def network(param_grad: bool = True) -> tuple[nn.Module, Tensor]:

@@ -1,6 +1,6 @@
 """What is true: one backward pass for each sample.  Imports nothing from the library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn as nn
@@ -115,3 +115,8 @@ def assert_same(found: Rows, expected: Rows, inside: torch.dtype | None = None) 
         if inside is not None:
             own, rows = own.to(inside), rows.to(inside)
         torch.testing.assert_close(own, rows, check_dtype=False, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def vector(v: Mapping[str, Tensor]) -> Tensor:
+    """A direction, {name: shape}, as one vector."""
+    return torch.cat([x.flatten() for x in v.values()])

@@ -148,20 +148,3 @@ def assert_solves(model: nn.Module, x: Tensor, rows: dict[str, Tensor], turned: 
         assert_close(solved[name].flatten(), inverse @ v[name].flatten())
         assert_close(lazily[name].dense().flatten(1), own @ inverse)
         assert_close(lazily[name].dot(v[name]), own @ inverse @ v[name].flatten())
-
-
-def assert_damped(model: nn.Module, x: Tensor, turned: Collection[str]) -> None:
-    """The metric of damped factors is (B + √λ/π)⁻¹ ⊗ (A + √λ π)⁻¹ of each block, whichever way it lies."""
-    model(x).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
-    for name, p in model.named_parameters():
-        inverses = []
-        for pair in zip(*p.kfac) if p.kfac[1].ndim == 3 else [p.kfac]:
-            a, b = (own.diag() if own.ndim == 1 else own for own in pair)
-            pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
-            pi = pi if bool(pi.isfinite() & (pi > 0)) else torch.ones(())
-            left = torch.linalg.inv(b + 0.3**0.5 / pi * torch.eye(len(b)))
-            right = torch.linalg.inv(a + 0.3**0.5 * pi * torch.eye(len(a)))
-            inverses.append(torch.kron(right, left) if name in turned else torch.kron(left, right))
-        assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))

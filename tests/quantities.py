@@ -59,8 +59,7 @@ def assert_quantities(
     same(grads.second_moment(budget=budget), split(written.square().sum(0)), "second_moment")
     same(grads.second_moment(w[1], budget), split(w[1] @ written.square()), "weighted second_moment")
     same(grads.reduce(torch.tanh, budget), split(written.tanh().sum(0)), "reduce")
-    if samples > 1:
-        same(grads.variance(budget), split(written.var(0)), "variance")
+    same(grads.second_moment(None, budget, about=v), split((written - flat).square().sum(0)), "second_moment about v")
     maps = [RandomMap(name, v[name].shape, 3, 7) for name in rows]
     columns = [torch.cat([(u[:, :, None] * r[:, None]).flatten(1).mT for _, u, r in m.columns(written)], 1) for m in maps]
     same(grads.project(3, seed=7, budget=budget), written @ torch.cat(columns), "project")

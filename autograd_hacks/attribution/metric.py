@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.attribution.optimizers import SCALINGS, of_sgd
-from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
+from autograd_hacks.errors import ON_METRICS, NothingRecorded
 from autograd_hacks.extending import kind_of
-from autograd_hacks.forms import Elementwise, Form, InTurn, LinearMap, Sides
+from autograd_hacks.forms import Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.patterns import unwrapped
@@ -26,25 +23,6 @@ Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | N
 SHARE = 0.1
 """The default damping of Kronecker factors, as a share of the mean eigenvalue.
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
-_JOINT = "share one block (kfac_bias='joint'), but a metric needs one for each parameter"
-K = TypeVar("K", bound=Hashable)
-Inverse = Callable[[nn.Parameter, Any, Tensor | float], LinearMap]
-
-
-def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
-    """The default damping λ of each of several blocks.
-
-    It is a share of the block's mean eigenvalue, but at least that share of the largest mean's rounding error.  A gradient
-    that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of ε² times the largest; a damping
-    in proportion to them would scale it up to the size of all others.
-
-    means: {block: (its mean eigenvalue, its parameter's dtype)}
-    """
-    largest = max((float(mean) for mean, _ in means.values()), default=0.0)
-    return {
-        key: SHARE * mean.clamp(min=largest * torch.finfo(dtype).eps ** 1.25) if largest else mean + 1.0
-        for key, (mean, dtype) in means.items()
-    }
 
 
 class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
@@ -78,14 +56,8 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
 
         * Adam, AdamW, NAdam: g / (√v̂ + eps), with v̂ corrected for bias; with amsgrad from the largest v so far
         * RMSprop: g / (√v + eps).  Adagrad: g / (√Σg² + eps)
-        * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so gradients that are products stay products.
-          The clipping of the update is ignored
-        * Muon: P G, or G P on the smaller side, where P M is the result of its Newton-Schulz steps for the momentum M. P is
-          finite: in directions that M lacks it is aᵏ / max(‖M‖, eps), for k steps with first coefficient a. With
-          ``nesterov=True`` the update uses M and the last gradient, which the state doesn't keep; P uses M
-        * SGD: g itself
 
-        A parameter that no step has changed has no scaling, so its rows must be zero.
+        A parameter that no step has changed has no map: leave it out by ``per_sample_grads(model, only=...)``.
 
         optimizer: one of these, also as wrapped by accelerate
 
@@ -97,10 +69,10 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
         kind = type(inner)
-        scaling = next((of for names, of in SCALINGS.items() if kind.__name__ in names), None)
-        # A subclass of torch's or transformers' classes may divide by something else.
-        if scaling is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            known = ", ".join(name for names in SCALINGS for name in names)
+        scaling = next((of for names, of in _SCALINGS.items() if kind.__name__ in names), None)
+        # A subclass of torch's classes may divide by something else.
+        if scaling is None or kind.__module__.partition(".")[0] != "torch":
+            known = ", ".join(name for names in _SCALINGS for name in names)
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
                 "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
@@ -109,10 +81,9 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
-                if scaling is not of_sgd and (not state or float(state.get("step", 1)) == 0):
-                    maps[p] = _Unstepped(of=f"Metric.from_optimizer: {type(inner).__name__}")
-                    continue
-                if p.is_complex() and scaling is not of_sgd:
+                if not state or float(state.get("step", 1)) == 0:
+                    continue  # no step has changed it
+                if p.is_complex():
                     raise TypeError(
                         f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
                         f"{tuple(p.shape)}, whose two parts it scales separately. Store them as real parameters."
@@ -120,44 +91,12 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                     )
                 with torch.no_grad():
                     maps[p] = scaling({name: whole_of(x) for name, x in state.items()}, group)
-        unstepped = [by for by in maps.values() if isinstance(by, _Unstepped)]
-        if unstepped and len(unstepped) == len(maps):
-            raise unstepped[0].error(where="")
+        if not maps:
+            raise NothingRecorded(
+                f"Metric.from_optimizer: {type(inner).__name__} has no state. Take a step first, or load_state_dict of a "
+                "checkpoint."
+            )
         return cls(maps)
-
-    @classmethod
-    @checked(ON_METRICS)
-    def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
-        """The inverse K-FAC (B + √λ/π)⁻¹ G (A + √λ π)⁻¹ of parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
-
-        For a weight of shape (I, O), such as that of transformers' Conv1D, it is (A + √λ π)⁻¹ G (B + √λ/π)⁻¹.  If a
-        parameter has several blocks (groups, experts), each block has its own inverse.
-
-        model: the model whose parameters have ``kfac``
-        damping: λ > 0; by default a tenth of the mean eigenvalue of B ⊗ A for each parameter, and more than rounding errors
-
-        Raises NothingRecorded if no parameter has ``kfac``; ValueError for a damping that is not above 0, and for
-        ``kfac_bias='joint'``, which makes one block of a weight and its bias.
-        Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
-        """
-
-        def means(both: Sequence[Tensor]) -> list[Tensor]:
-            """The mean eigenvalues of each block, on the left and on the right."""
-            axes = 2 if both[1].ndim == 3 else 1
-            return [(x if x.ndim == axes else x.diagonal(dim1=-2, dim2=-1)).double().mean(-1) for x in both]
-
-        def inverse(p: nn.Parameter, kfac: Any, total: Tensor | float) -> LinearMap:
-            both = _sides_of(p, kfac)
-            of_left, of_right = means(both)
-            ratio = (of_right / of_left).sqrt()
-            pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # 1 for an expert that got no tokens
-            shifts = total**0.5 / pi, total**0.5 * pi
-            left, right = (_damped_inverse(x.double(), shift).to(kfac[1]) for x, shift in zip(both, shifts))
-            return _sides(left, right, p.shape)
-
-        return cls._from(
-            model, "kfac", damping, lambda p, kfac: torch.stack(means(_sides_of(p, kfac))).prod(0).mean(), inverse
-        )
 
     @classmethod
     @checked(ON_METRICS)
@@ -167,39 +106,28 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         Rows are written out some at a time, and not at all for ``dot``.
 
         model: the model whose parameters have ``ekfac``
-        damping: λ > 0; by default a tenth of the mean eigenvalue for each parameter
+        damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but at least that share of the largest mean's
+        rounding error: a gradient that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of
+        ε² times the largest, and a damping in proportion to them would scale it up to the size of all others
 
-        Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0, and for
-        ``kfac_bias='joint'``, which makes one block of a weight and its bias.
+        Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0.
         """
-
-        def inverse(p: nn.Parameter, block: Any, shift: Tensor | float) -> LinearMap:
-            if len(block.names) > 1:
-                raise ValueError(
-                    f"Metric.from_ekfac: {' and '.join(block.names)} {_JOINT}. Use ekfac_solve, or another kfac_bias."
-                    + ON_METRICS
-                )
-            return in_eigenbasis(block.sides, 1 / (block.values + shift), p.shape)
-
-        return cls._from(model, "ekfac", damping, lambda _, block: block.values.mean(), inverse)
-
-    @classmethod
-    def _from(
-        cls, model: nn.Module, attribute: str, damping: float | None, mean: Callable[..., Tensor], inverse: Inverse
-    ) -> Metric:
-        """mean: a parameter's mean eigenvalue, from its curvature    inverse: its map, also from the damping"""
-        found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
+        found = {p: vars(p)["ekfac"] for p in model.parameters() if vars(p).get("ekfac") is not None}
         if not found:
             raise NothingRecorded(
-                f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run compute_hess_over(model, loader, "
-                f"kind={attribute!r})."
+                "Metric.from_ekfac: no parameter of the model has ekfac. Run compute_hess_over(model, loader, kind='ekfac')."
             )
-        shifts = dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
-        return cls({p: inverse(p, block, shifts[p] if damping is None else damping) for p, block in found.items()})
+        means = {p: block.values.mean() for p, block in found.items()}
+        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, Given]()
+        for p, block in found.items():
+            least = largest * torch.finfo(p.dtype).eps ** 1.25
+            own = (SHARE * means[p].clamp(min=least) if largest else 1.0) if damping is None else damping
+            maps[p] = in_eigenbasis(block.sides, 1 / (block.values + own), p.shape)
+        return cls(maps)
 
     @classmethod
     @checked(ON_METRICS)
-    def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
+    def low_rank(cls, model: nn.Module, rank: int, seed: int = 0) -> Metric:
         """The projection G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), to rank² numbers for a matrix.
 
         A vector's gradient becomes at most rank² numbers.  A side of at most ``rank`` entries is left as it is.
@@ -207,16 +135,32 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         model: the model    rank: the number of columns of P and Q
         seed: the seed of P and Q, random signs over √rank, which keep inner products in expectation:
         E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
-        pca: use the first eigenvectors of ``kfac``'s factors B and A for P and Q instead
 
-        Raises ValueError for a rank below 1, NothingRecorded if ``pca`` finds no ``kfac``.
+        Raises ValueError for a rank below 1.
         Source: Choe et al. 2024, "LoGra" (arXiv:2405.13954), section 3.
         """
-        maps: dict[str | nn.Parameter, Given] = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                maps[p] = _principal(name, p, rank) if pca else _random(name, p.shape, rank, seed, p.device)
-        return cls(maps)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return cls({p: _random(name, p.shape, rank, seed, p.device) for name, p in trained})
+
+
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
+    return 1 / (unbiased.sqrt() + group["eps"])
+
+
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state["square_avg"]
+    v = v - state["grad_avg"].square() if group.get("centered") else v
+    return 1 / (v.sqrt() + group["eps"])
+
+
+_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], Given]] = {
+    ("Adam", "AdamW", "NAdam"): _of_adam,
+    ("RMSprop",): _of_rmsprop,
+    ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
+}
+"""{names of torch's classes: the scaling, from a parameter's state and its group's settings}"""
 
 
 def in_eigenbasis(sides: tuple[Tensor | None, Tensor | None], scale: Tensor, shape: torch.Size) -> LinearMap:
@@ -236,22 +180,6 @@ def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> Line
             return Sides(left, right)
         left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
     return Sides(left, right)  # of a matrix whose rows are several axes, one block
-
-
-@dataclass(frozen=True, eq=False)
-class _Unstepped(Sides):
-    """The map of a parameter that no step has changed, such as a frozen one.  It accepts only rows of zeros."""
-
-    of: str = ""  # the optimizer that has no state for it, for the message
-
-    def error(self, where: str = " for a parameter whose rows are not zero") -> NothingRecorded:
-        return NothingRecorded(f"{self.of} has no state{where}. Take a step first, or load_state_dict of a checkpoint.")
-
-    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
-        raise self.error()
-
-    def rows(self, form: Form) -> Form:
-        raise self.error()
 
 
 def _map_of(key: object, given: Given) -> LinearMap:
@@ -274,9 +202,6 @@ def _map_of(key: object, given: Given) -> LinearMap:
     )
 
 
-# Random and principal directions.
-
-
 def _random(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
     """Pᵀ and Q with random signs.  They depend only on the parameter's name and shape, the rank and the seed."""
     if len(shape) < 2:  # as many numbers as a matrix has
@@ -292,52 +217,3 @@ def _signs(name: str, side: str, size: int, rank: int, seed: int, device: torch.
         return None
     bits = packed_signs(key_of(seed, unwrapped(name), side, size, rank), slice(0, rank), slice(0, size), device)
     return unpacked(bits, slice(0, size), by_byte(torch.empty(0, dtype=torch.float32, device=device), rank**-0.5))
-
-
-def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
-    if vars(p).get("kfac") is None:
-        raise NothingRecorded(
-            f"Metric.low_rank(pca=True): {name} has no kfac to take eigenvectors of. Run "
-            "compute_hess_over(model, loader, kind='kfac') first, or use random directions: pca=False."
-        )
-    sides = _sides_of(p, vars(p)["kfac"])
-    if sides[1].ndim == 3:
-        raise UnsupportedLayer(
-            f"Metric.low_rank(pca=True): {name} has separate factors for {len(sides[1])} blocks (groups or experts). Use "
-            "random directions, pca=False; or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
-        )
-
-    def first(x: Tensor) -> Tensor | None:
-        """The eigenvectors of the largest eigenvalues, in columns.  x: (F, F), or F for a diagonal matrix"""
-        if len(x) <= rank:
-            return None
-        if x.ndim == 1:
-            return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
-        return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
-
-    left, right = map(first, sides)
-    return Sides(None if left is None else left.mT, right)
-
-
-def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
-    """The factors on the left and on the right of a parameter."""
-    if not hasattr(kfac, "sides"):
-        raise TypeError(
-            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight is (O, I) or (I, O); expected the one of "
-            "compute_hess(model, kind='kfac'), or autograd_hacks.curvature.KFAC.of(a, b, is_turned)" + ON_METRICS
-        )
-    found: tuple[Tensor, Tensor] = kfac.sides
-    fans = p.shape[:1].numel(), p.shape[1:].numel()
-    if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
-        raise ValueError(
-            f"the weight of shape {tuple(p.shape)} and its bias {_JOINT}. Use another kfac_bias in compute_hess."
-            + ON_METRICS
-        )
-    return found
-
-
-def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:
-    """(x + shift)⁻¹.  x: a matrix or a diagonal, or one for each block, as the shift"""
-    if x.ndim == shift.ndim + 1:
-        return 1 / (x + shift[..., None])
-    return torch.linalg.inv(x + shift[..., None, None] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))

@@ -1,4 +1,4 @@
-"""Noise and signal over training: exponential means of each, whose ratio is the noise scale, or the GSNR."""
+"""Noise and signal over training: exponential means of each, whose ratio is the noise scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from math import isfinite
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import ON_NOISE
@@ -32,7 +31,6 @@ class NoiseScales(Shown):
 
     smoothing: β in [0, 1), the share of the past.  Mₜ = β Mₜ₋₁ + (1 - β) xₜ from M₀ = 0, and Mₜ / (1 - βᵗ) is the mean, as
     in Adam; t counts the steps that had the parameter
-    elementwise: whether to keep noise and signal of each number too, for `snr`: two numbers for each of the model's
 
     Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1.
     """
@@ -40,11 +38,10 @@ class NoiseScales(Shown):
     __repr__ = Shown.__str__
 
     @checked(ON_NOISE)
-    def __init__(self, smoothing: float = 0.95, elementwise: bool = False) -> None:
-        self.smoothing, self.elementwise = smoothing, elementwise
+    def __init__(self, smoothing: float = 0.95) -> None:
+        self.smoothing = smoothing
         # For each parameter the sums of noise and signal, and the sum of their weights, 1 - βᵗ.
-        self._means: dict[str, tuple[float, float, float]] = {}
-        self._each: dict[str, tuple[Tensor, Tensor]] = {}
+        self._means: dict[str, tuple[float, ...]] = {}
 
     @checked(ON_NOISE)
     def update(self, grads: PerSampleGrads, budget: int = BUDGET) -> None:
@@ -56,28 +53,18 @@ class NoiseScales(Shown):
         check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
-        if not self.elementwise:
-            return
-        with torch.no_grad(), grads._counted("NoiseScales.update") as samples:
-            about = grads._means(samples, budget)
-            for name, v in grads._variances(grads, about, samples, budget).items():
-                new = v.double(), about[name].abs().double().square() - v.double() / samples
-                self._each[name] = self._added(self._each.get(name, (0.0, 0.0)), new)
 
     def _take(self, found: Mapping[str, tuple[float, float]]) -> None:
         """Adds a step's noise and signal, {parameter's name: both}."""
-        wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
-        if wrong:
+        if wrong := [name for name, own in found.items() if not all(map(isfinite, own))]:
             raise ValueError(
                 f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}). Skip "
                 "update() in steps that the optimizer skips." + ON_NOISE
             )
-        for name, own in found.items():
-            self._means[name] = self._added(self._means.get(name, (0.0, 0.0, 0.0)), (*own, 1.0))
-
-    def _added(self, before: Any, now: Any) -> Any:
-        """Running means with a step's numbers added to them."""
-        return tuple(self.smoothing * old + (1 - self.smoothing) * new for old, new in zip(before, now))
+        beta = self.smoothing
+        for name, (noise, signal) in found.items():
+            before = self._means.get(name, (0.0, 0.0, 0.0))
+            self._means[name] = tuple(beta * old + (1 - beta) * new for old, new in zip(before, (noise, signal, 1.0)))
 
     @overload
     def noise_scale(self, per: Literal["model"] = "model") -> NoiseScale: ...
@@ -90,7 +77,8 @@ class NoiseScales(Shown):
         Raises ValueError before the first `update`, and for another ``per``.
         """
         check_word("noise_scale", ON_NOISE, ("model", "layer", "parameter"), per=per)
-        self._check()
+        if not self._means:
+            raise ValueError("NoiseScales has seen no step; call update(per_sample_grads(model)) after one" + ON_NOISE)
         sums: dict[str, list[tuple[float, float]]] = {}
         for name, (noise, signal, weight) in self._means.items():
             place = {"model": "", "layer": name.rpartition(".")[0], "parameter": name}[per]
@@ -101,33 +89,14 @@ class NoiseScales(Shown):
         }
         return found[""] if per == "model" else found
 
-    def snr(self) -> dict[str, Tensor]:
-        """The gradient signal-to-noise ratio of each number, {name: shape}: the mean of ḡ² - v / N over the mean of v, for
-        variances v over N samples.  Averaged over a layer it is the layer's GSNR.
-
-        It is the ratio for one sample and doesn't depend on N.  Noise may make it negative.  It is 0 where there is no
-        gradient.  Raises ValueError before the first `update`, and without ``elementwise=True``.
-        Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
-        """
-        if not self.elementwise:
-            raise ValueError(
-                "snr needs NoiseScales(elementwise=True); a layer's is 1 / noise_scale('layer')[path].scale" + ON_NOISE
-            )
-        self._check()
-        return {name: torch.where(signal == 0, signal, signal / noise) for name, (noise, signal) in self._each.items()}
-
-    def _check(self) -> None:
-        if not self._means:
-            raise ValueError("NoiseScales has seen no step; call update(per_sample_grads(model)) after one" + ON_NOISE)
-
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint."""
-        return {"means": dict(self._means), "each": dict(self._each)}
+        return {"means": dict(self._means)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         check_state("NoiseScales", state, self.state_dict(), ON_NOISE)
-        self._means, self._each = dict(state["means"]), dict(state["each"])
+        self._means = dict(state["means"])
 
     def _table(self) -> Table:
         title = f"NoiseScales of {len(self._means)} parameters, smoothing {self.smoothing}"

@@ -16,15 +16,15 @@ from autograd_hacks.errors import ON_STORES
 from autograd_hacks.extending import accumulation_dtype, check_kind, differing, kind_of, row_norms, slices_of, some
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.ranges import check_word, checked
-from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
+from autograd_hacks.support.row_files import RowFiles, digest_of
 
 BUDGET = 2**26
 """The default number of bytes that a store may use beside its result."""
 _STEP = 1024
 """How many rows are compared with each other at a time, for duplicates."""
 
-Queries = Tensor | Mapping[str, Any]
-"""Rows like those of the store: (Q, *shape); or {name: (Q, *shape)} or {name: `LowRank`}."""
+Queries = Tensor | Mapping[str, Tensor]
+"""Rows like those of the store: (Q, *shape); or {name: (Q, *shape)}."""
 Named = Mapping[str, Tensor]
 """Rows of some samples by the name of their file."""
 
@@ -38,12 +38,10 @@ class Store(Shown):
     zeros has cosine 0 with every other row.
 
     path: a file of rows, ``(D, *shape)``; or a folder of files, ``{name: (D, *shape)}``, whose inner products are summed
-    over names. Names that end with .left and .right are factors of `PerSampleGrads.low_rank`; products are computed from
-    the factors
+    over names
 
     Raises FileNotFoundError if there are no rows, or no notes beside them; ValueError for incomplete files.
-    Source: Chang et al. 2024, "TrackStar" (arXiv:2410.17413), for search in stored gradients; Li et al. 2026, "LoRIF"
-    (arXiv:2601.21929), for factors.
+    Source: Chang et al. 2024, "TrackStar" (arXiv:2410.17413), for search in stored gradients.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,10 +54,6 @@ class Store(Shown):
                 f"{self.path} has no rows; expected 1 or more. Run the call of over that writes them to its end; it resumes "
                 "after an interruption" + ON_STORES
             )
-        names = [*self._rows]
-        pairs = [name.removesuffix(".left") for name in names if name.endswith(".left")]
-        self._pairs = [name for name in pairs if f"{name}.right" in self._rows]
-        self._plain = [name for name in names if not any(name in (f"{pair}.left", f"{pair}.right") for pair in self._pairs)]
         for name, x in self._rows.items():
             if not x.is_floating_point() or x.ndim < 2:
                 raise ValueError(
@@ -116,7 +110,7 @@ class Store(Shown):
         fewer than k rows are finite, the rest have value -∞ and number -1.
 
         queries: ``(Q, *shape)`` in the rows' dtype, as returned by the verb that wrote the rows; for a folder
-        ``{name: (Q, *shape)}``, or the result of `PerSampleGrads.low_rank`
+        ``{name: (Q, *shape)}``
         k: how many rows to find for each query
         metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
         model: a model to `check` first    budget: bytes to use beside the result
@@ -182,16 +176,15 @@ class Store(Shown):
         order = torch.cat(cosines).argsort(descending=True, stable=True)
         return torch.cat(cosines)[order], torch.cat(pairs)[order]
 
-    # Rows of some samples: {name: (n, numbers)}, factors {name.left: (n, O, R)}.
+    # Rows of some samples, {name: (n, *shape)}.
 
     def _named(self, queries: Queries) -> Named:
         """The queries by file.  Raises for queries that don't fit the rows."""
-        given = by_file(queries) if isinstance(queries, Mapping) else {"": queries}
+        given = dict(queries) if isinstance(queries, Mapping) else {"": queries}
         if given.keys() != self._rows.keys():
-            what = "one tensor" if self._files.is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             names = kind_of(queries) if "" in given else f"tensors named {some(list(given))}"
-            if not self._files.is_one and "" not in given:
-                names, what = "queries " + differing(given, self._rows), f"one for each of its {len(self._rows)} names"
+            names += "" if self._files.is_one or "" in given else f", {differing(given, self._rows)}"
+            what = "one tensor" if self._files.is_one else f"{{name: tensor}} for {some(list(self._rows))}"
             raise ValueError(f"search was given {names}; {self.path} expects {what}" + ON_STORES)
         for name, x in given.items():
             rows = self._rows[name]
@@ -217,8 +210,7 @@ class Store(Shown):
     def _blocks(self, budget: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
         """The rows in blocks of samples, with a progress bar.  queries: how many are compared with each block"""
         numbers = sum(x.shape[1:].numel() for x in self._rows.values())
-        products = queries * max([1, *(int(self._rows[f"{pair}.left"].shape[2]) ** 2 for pair in self._pairs)])
-        for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + products))), what, "block"):
+        for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + queries))), what, "block"):
             yield piece, self._block(piece, device)
 
     def _block(self, piece: slice, device: torch.device) -> Named:
@@ -226,23 +218,15 @@ class Store(Shown):
 
     def _products(self, mine: Named, theirs: Named) -> Tensor:
         """The inner products of Q rows with n others, (Q, n)."""
-        found = [mine[name].flatten(1) @ theirs[name].flatten(1).mT for name in self._plain]
-        for name in self._pairs:
-            sides = (f"{name}.left", f"{name}.right")
-            left, right = (torch.tensordot(mine[side], theirs[side], dims=([1], [1])) for side in sides)
-            found.append((left * right).sum((1, 3)))
+        found = [mine[name].flatten(1) @ theirs[name].flatten(1).mT for name in mine]
         return sum(found[1:], found[0])
 
     def _units(self, rows: Named) -> Named:
         """Rows of length one; zeros stay as they are."""
-        parts = [row_norms(rows[name].flatten(1)) for name in self._plain]
-        for name in self._pairs:
-            left, right = rows[f"{name}.left"], rows[f"{name}.right"]
-            parts.append(((left.mT @ left) * (right.mT @ right)).sum((1, 2)).clamp(min=0).sqrt())
-        lengths = row_norms(torch.stack(parts, 1))
+        lengths = row_norms(torch.stack([row_norms(x.flatten(1)) for x in rows.values()], 1))
         self._checked(lengths.masked_fill(_is_odd(rows), 0))
-        divisors, seconds = torch.where(lengths == 0, 1, lengths), [f"{pair}.right" for pair in self._pairs]
-        return {n: x if n in seconds else x / divisors.view(-1, *[1] * (x.ndim - 1)) for n, x in rows.items()}
+        divisors = torch.where(lengths == 0, 1, lengths)
+        return {name: x / divisors.view(-1, *[1] * (x.ndim - 1)) for name, x in rows.items()}
 
     def _checked(self, found: Tensor) -> Tensor:
         if not bool(found.isfinite().all()):

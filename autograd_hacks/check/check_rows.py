@@ -1,6 +1,5 @@
 """Checks per-sample gradients from any source against the definition: one plain backward pass for each sample's loss."""
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks import pause_hooks
-from autograd_hacks.check.comparisons import WHOLE, CheckedRows, Comparison, Gradients, Gram, counted, exact
+from autograd_hacks.check.comparisons import WHOLE, CheckedRows, Comparison, Gradients, counted, exact
 from autograd_hacks.errors import (
     A_LOSS_EACH,
     ON_CHECKING,
@@ -32,8 +31,6 @@ from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
 
-_PREFIXES = ("_module.", "module.", "_orig_mod.")
-"""Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
 Losses = tuple[Tensor, list[nn.Parameter]]
 """N losses and a model's trainable parameters."""
 
@@ -45,7 +42,6 @@ def check_rows(
     loss: Callable[..., Tensor],
     rows: Mapping[str, Tensor | None] | Tensor,
     coverage: float = 0.0,
-    tolerance: float | None = None,
 ) -> CheckedRows:
     """Compares per-sample gradients from any source with the definition: row n is the gradient of ``losses[n]``.
 
@@ -56,13 +52,14 @@ def check_rows(
 
     batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
     loss: returns N losses, one for each sample
-    rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; (N,), norms over all parameters
-    that train; or (N, N), their Gram matrix.  A shared parameter may have any of its names.  A parameter without rows, or
+    rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; or (N,), norms over all
+    parameters that train.  A shared parameter may have any of its names.  A parameter without rows, or
     with None, appears in the table as "not given"
-    coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms and Gram matrices over all
+    coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms over all
     parameters cover a parameter if they would be wrong without it; the table calls the others "unknown"
-    tolerance: the largest relative error of a sample's row that counts as right; by default 4 ε^(3/4) with ε of the coarsest
-    dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
+
+    A relative error of a sample's row of up to 4 ε^(3/4) counts as right, with ε of the coarsest dtype among parameters,
+    rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16.
 
     A row with a larger error is checked again.  Autograd's row is also computed in double precision, with all weights
     rounded once more.  An error of up to four times the difference counts as rounding, for example with a loss near zero or
@@ -71,7 +68,7 @@ def check_rows(
     The forward draws the random numbers that a step would draw now.  With dropout, first set the generator to the state from
     which the engine's forward started.  The model, ``.grad``, buffers, generators and what a loss function names don't
     change, but what the object of a loss that is a method holds may.  Rows are compared sample by sample, so memory is that
-    of a step, a copy of the model and one or two gradients (for a Gram matrix up to 256 MiB more), and that of a second step
+    of a step, a copy of the model and one or two gradients, and that of a second step
     where rows are checked again.
 
     Returns a table with a line for each parameter, and the share that was given.  Raises VerificationFailed with that table
@@ -80,11 +77,11 @@ def check_rows(
     ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
     something can't be copied.
     """
-    _check_arguments(model, batch, loss, rows)
+    _check_arguments(model, loss, rows)
     known = _known_names(model)
     first = Copy(model, (batch, None if isinstance(loss, MethodType) else loss))  # it doesn't run itself
     with _losses(first.again(first.given), loss) as (losses, parameters):
-        comparison = _comparison(model, rows, known, len(losses), tolerance)
+        comparison = _comparison(model, rows, known, len(losses))
         comparison.compare(partial(_gradients, losses, parameters))
     if comparison.doubtful():
         _look_again(comparison, first, loss)
@@ -99,37 +96,19 @@ def check_rows(
     return result
 
 
-def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any) -> None:
+def _check_arguments(model: Any, loss: Any, rows: Any) -> None:
     check_module("check_rows", model, ON_CHECKING)
     given = partial(check_kind, "check_rows", ON_CHECKING)
     given(Callable, "a function of the model and the batch that returns N losses", loss=loss)
-    if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
-        raise TypeError(
-            "check_rows was given a list for the batch, which is one argument; expected a tuple, which is unpacked: "
-            "tuple(batch)" + ON_CHECKING
-        )
-    kinds = "a mapping from names of parameters to tensors, N norms, or an N × N Gram matrix"
-    given(Mapping | Tensor, kinds + _from_array(rows), rows=rows)
+    given(Mapping | Tensor, "a mapping from names of parameters to tensors, or N norms", rows=rows)
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
-        mend = _from_array(x) or ". From autograd_hacks.per_sample_grads give dense()."
-        given(Tensor | None, "a tensor of N rows, or of N norms" + mend, **{f"rows[{name!r}]": x})
+        mend = "a tensor of N rows, or of N norms. From autograd_hacks.per_sample_grads give dense()."
+        given(Tensor | None, mend, **{f"rows[{name!r}]": x})
     if has_parts(model):
         raise ShardedParameters(
             "check_rows was given a model that is split over processes; give it the whole model, in one process"
             + ON_CHECKING
         )
-
-
-def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):  # ValueError: its signature is unknown
-        return False
-    return True
-
-
-def _from_array(x: Any) -> str:
-    return ". Convert it: torch.from_numpy(array)" if type(x).__module__ == "numpy" else ""
 
 
 def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -147,20 +126,19 @@ def _comparison(
     rows: Mapping[str, Tensor | None] | Tensor,
     known: Mapping[str, nn.Parameter],
     n: int,
-    tolerance: float | None,
 ) -> Comparison:
     """The comparison for the kind of numbers that were given.  n: the number of samples"""
     given = {"": rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
     dtype = _coarsest([*model.parameters(), *given.values()])
     shapes = {name: p.shape for name, p in known.items()}
-    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance, dtype)
+    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75, dtype)
     if isinstance(rows, Tensor):
-        if rows.shape not in ((n,), (n, n)):
+        if rows.shape != (n,):
             raise ValueError(
                 f"check_rows was given a tensor of shape {tuple(rows.shape)}, but the loss returned {counted(n, 'number')}; "
-                f"expected norms of shape {(n,)} or a Gram matrix of shape {(n, n)}" + ON_CHECKING
+                f"expected norms of shape {(n,)}" + ON_CHECKING
             )
-        return Gram(rows, *basis) if rows.ndim == 2 else Comparison({WHOLE: (None, rows)}, "norms", *basis)
+        return Comparison({WHOLE: (None, rows)}, "norms", *basis)
     places = {name: _place(model, name, known) for name in given}
     if not given:
         raise ValueError("check_rows was given a mapping without rows: it is empty, or all of it is None" + ON_CHECKING)
@@ -181,13 +159,8 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     """The index of a parameter among the trainable ones.  name: any of its names"""
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
-        ways = [
-            f"without the prefix {p!r} of a wrapper: removeprefix({p!r})" for p in _PREFIXES if name.removeprefix(p) in every
-        ]
-        ways += [f"with the prefix {p!r} of a wrapper, or the model in it" for p in _PREFIXES if p + name in every]
-        mend = f". Give names {ways[0]}" if ways else ""
         raise ValueError(
-            f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}{mend}" + ON_CHECKING
+            f"check_rows was given rows of {name!r}, which the model lacks; it has {some([*known])}" + ON_CHECKING
         )
     if not every[name].requires_grad:
         raise ValueError(f"check_rows was given rows of {name!r}, which is frozen; leave them out" + ON_CHECKING)

@@ -1,9 +1,8 @@
-"""Compares given rows, norms or Gram matrices with those of plain backward passes, in a table."""
+"""Compares given rows, norms with those of plain backward passes, in a table."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ _ROUNDINGS = 4.0
 """A row's error may be this many times the effect of rounding all weights once: other kernels sum in another order."""
 _ALIKE = 1e-3
 """The largest relative distance at which rows count as a multiple of the right ones."""
-_GRAM_BYTES = 2**28
-"""The bytes that rows held for a Gram matrix may take, beside one row."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class CheckedParameter:
     """A line of the table that `check_rows` returns."""
 
     name: str
-    shape: tuple[int, ...]  # the parameter's; () for norms and products over all parameters
+    shape: tuple[int, ...]  # the parameter's; () for norms over all parameters
     error: float | None  # the largest of all samples, relative to the sample's own row; None if nothing was given
     sample: int | None  # the sample with that error
     verdict: str
@@ -49,7 +46,7 @@ class CheckedRows(Shown):
     """The result of `check_rows`.  It prints as a table, in a terminal and in a notebook.
 
     parameters: a `CheckedParameter` for each    samples: N    covered: how many numbers the given parameters have; for norms
-    and products over all parameters, those without which they would be wrong    numbers: how many numbers all trainable
+    over all parameters, those without which they would be wrong    numbers: how many numbers all trainable
     parameters have that some loss depends on    hint: what the errors have in common, or empty
     """
 
@@ -61,7 +58,7 @@ class CheckedRows(Shown):
 
     @property
     def share(self) -> float:
-        """The share of the numbers that was given, or that norms and products over all parameters were shown to include."""
+        """The share of the numbers that was given, or that norms over all parameters were shown to include."""
         return self.covered / self.numbers if self.numbers else 1.0
 
     def _table(self) -> Table:
@@ -84,20 +81,21 @@ class _Line:
 
     def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
         self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
-        # By sample: the distance, the length that it is relative to, the right and the given length, the inner product of
-        # both, and the distance that rounding explains.
-        numbers = torch.zeros(6, len(given), dtype=torch.float64, device="cpu")
-        self.error, self.scale, self.right, self.given, self.product, self.noise = numbers
+        # By sample: the distance, the right length, which it is relative to, and the given one, the inner product of both,
+        # and the distance that rounding explains.
+        self.error, self.right, self.given, self.product, self.noise = torch.zeros(
+            5, len(given), dtype=torch.float64, device="cpu"
+        )
 
-    def put(self, n: int | slice, given: Tensor, right: Tensor) -> None:
-        """Compares a sample, or several.  given, right: F, or F for each"""
+    def put(self, n: int, given: Tensor, right: Tensor) -> None:
+        """Compares a sample.  given, right: F"""
         for own, x in ((self.error, given - right), (self.right, right), (self.given, given)):
-            own[n] = vector_norm(x, dim=-1)
-        self.scale[n], self.product[n] = self.right[n], (given.conj() * right).sum(-1).real
+            own[n] = vector_norm(x)
+        self.product[n] = (given.conj() * right).sum().real
 
     def off(self, tolerance: float) -> Tensor:
         """Whether each sample's error is too large, or NaN."""
-        return ~(self.error <= tolerance * self.scale + self.noise)
+        return ~(self.error <= tolerance * self.right + self.noise)
 
     def doubtful(self, tolerance: float) -> Tensor:
         """Whether each sample's error is too large, and may be rounding."""
@@ -106,7 +104,7 @@ class _Line:
     def checked(self, tolerance: float, digits: str) -> CheckedParameter:
         """The line of the table.  digits: the name of the dtype whose digits count"""
         off, is_right = self.off(tolerance), not self.off(tolerance).any()
-        relative = (self.error / self.scale).nan_to_num(nan=math.inf, posinf=math.inf).where(self.error != 0, 0)
+        relative = (self.error / self.right).nan_to_num(nan=math.inf, posinf=math.inf).where(self.error != 0, 0)
         worst = int(relative.where(off | is_right, -1).argmax())
         number = int((relative > tolerance if is_right else off).sum())
         if is_right:
@@ -130,7 +128,6 @@ class Comparison:
     samples: int
     tolerance: float  # the relative error of right numbers
     dtype: torch.dtype  # the one whose digits they have
-    power = ""
 
     def __post_init__(self) -> None:
         self.lengths: list[list[float | None]] = [[]] * self.samples  # of each sample's gradients, by parameter
@@ -158,11 +155,6 @@ class Comparison:
             if line.doubtful(self.tolerance)[n]:
                 change = math.hypot(*changes) if line.index is None else changes[line.index]
                 line.noise[n] = self.allowance(n, change, float(line.right[n]))
-
-    def fits(self, n: int, square: float) -> bool:
-        """Whether sample n's given number over all parameters is right for a gradient of this squared length."""
-        allowed = self.tolerance * self.length[n] + float(self.lines[0].noise[n])
-        return abs(float(self.lines[0].rows[n]) - math.sqrt(square)) <= allowed
 
     def compare(self, of: GradientsOf) -> None:
         """Compares all samples."""
@@ -214,8 +206,10 @@ class Comparison:
         """Why the given numbers may lack a parameter that has no line of its own; empty if they can't."""
         if not self.is_whole:
             return "not given" if is_reached else "not given; no loss depends on it"
-        rest = (self.length[n] ** 2 - (self.lengths[n][index] or 0.0) ** 2 for n in range(self.samples))
-        is_small = is_reached and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
+        whole = self.lines[0]
+        rest = [max(0.0, x**2 - (own[index] or 0.0) ** 2) ** 0.5 for x, own in zip(self.length, self.lengths)]
+        allowed = self.tolerance * whole.right + whole.noise
+        is_small = is_reached and bool(((whole.given - whole.given.new_tensor(rest)).abs() <= allowed).all())
         return "unknown: too small to make a difference" if is_small else ""
 
     def hint(self) -> str:
@@ -223,16 +217,14 @@ class Comparison:
         squares = [(line.given, line.right.square()) for line in self.lines]
         if self.what == "norms" and all(((given - x).abs() <= _ALIKE * x).all() for given, x in squares):
             return "All norms are the squares of the right ones; take their roots."
-        common, n = self._factor(slice(self.samples)), self.samples ** (1 + len(self.power))
+        common, n = self._factor(slice(self.samples)), self.samples
         if common is not None:
             times, why = f"{common:.6g} times the samples' own." if common else "zero.", ""
             if self.samples > 1 and abs(common * n - 1) < _ALIKE:
-                times = f"1/N{self.power} times the samples' own, N = {self.samples}: they are of the mean of the losses. "
+                times = f"1/N times the samples' own, N = {self.samples}: they are of the mean of the losses. "
                 why = "Multiply them, or tell the engine so (loss_reduction='mean')."
             elif self.samples > 1 and abs(common / n - 1) < _ALIKE:
-                times = (
-                    f"N{self.power} times the samples' own, N = {self.samples}: the engine took the sum of the losses for "
-                )
+                times = f"N times the samples' own, N = {self.samples}: the engine took the sum of the losses for "
                 why = "their mean. Divide them, or tell the engine so (loss_reduction='sum')."
             return "" if abs(common - 1) < _ALIKE else f"All {self.what} are {times}{why}"
         factors = [c for n in range(self.samples) if (c := self._factor(slice(n, n + 1))) is not None]
@@ -254,62 +246,6 @@ class Comparison:
         far = given.square() - 2 * c * product + (c * right).square()
         near = (_ALIKE * c) ** 2 * (right.square() + 1e-6 * total / right.numel())
         return c if (far <= near).all() else None
-
-
-class Gram(Comparison):
-    """All pairs' inner products, over all parameters.  given: (N, N)"""
-
-    power = "²"
-
-    def __init__(self, given: Tensor, *known: Any) -> None:
-        self._given = exact(given).cpu()
-        super().__init__({WHOLE: (None, self._given)}, "products", *known)
-        self.lines.clear()  # until all products are known
-        self._right = torch.zeros_like(self._given)
-        self._apart = torch.zeros(self.samples, dtype=torch.float64, device="cpu")  # see `allowance`
-
-    def compare(self, of: GradientsOf) -> None:
-        """Compares one block of samples at a time, holding its rows."""
-        bytes_of_row = 8 * sum(shape.numel() for shape in self.parameters.values())
-        height = max(1, _GRAM_BYTES // max(1, bytes_of_row))
-        for start in progress(range(0, self.samples, height), "checking products", "block"):
-            block: list[Gradients] = []
-            for m in range(start, self.samples):
-                gradients = of(m)
-                if len(block) < height:
-                    block.append(gradients)
-                    self.look(m, gradients)
-                pairs = [[(x, y) for x, y in zip(own, gradients) if x is not None and y is not None] for own in block]
-                products = self._right.new_tensor([sum(float((x.conj() * y).sum().real) for x, y in own) for own in pairs])
-                self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
-        self._conclude()
-
-    def look_again(self, n: int, changes: Sequence[float]) -> None:
-        self._apart[n] = self.allowance(n, math.hypot(*changes), self.length[n])
-
-    def compare_again(self, of: GradientsOf, rounded: GradientsOf) -> None:
-        super().compare_again(of, rounded)
-        self._conclude()
-
-    def fits(self, n: int, square: float) -> bool:
-        """Decides by a sample's product with itself: a parameter's share of it is at least that of its other products."""
-        allowed = self.tolerance * self.length[n] ** 2 + 2 * float(self._apart[n]) * self.length[n]
-        return abs(float(self._given[n, n].real) - square) <= allowed
-
-    def doubtful(self) -> list[int]:
-        """All samples, since each has products with all others."""
-        return list(range(self.samples)) if any(line.off(self.tolerance).any() for line in self.lines) else []
-
-    def _conclude(self) -> None:
-        """Makes the line.  An error in product (n, m) counts relative to the lengths of both."""
-        line, lengths = _Line(WHOLE, self._given), self._apart.new_tensor(self.length)
-        scale, noise = lengths[:, None] * lengths, self._apart[:, None] * lengths + self._apart * lengths[:, None]
-        error = (self._given - self._right).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        beyond = (error / (self.tolerance * scale + noise)).nan_to_num(nan=-1.0, posinf=math.inf)  # 0 / 0 is right
-        largest = beyond.argmax(1, keepdim=True)  # the largest error represents the row
-        line.put(slice(self.samples), self._given, self._right)
-        line.error, line.scale, line.noise = (x.gather(1, largest)[:, 0] for x in (error, scale, noise))
-        self.lines = [line]
 
 
 def exact(x: Tensor) -> Tensor:

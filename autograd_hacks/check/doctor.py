@@ -28,7 +28,7 @@ TOOLS = [
 ]
 """Tools with an integration, by their names on PyPI."""
 WHERE = "expected module:function, a function without arguments that returns a model and the arguments of its forward"
-ENGINE = "expected module:function, a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
+ENGINE = "expected module:function, a function of (model, batch, loss) that returns rows or norms"
 
 
 class Given(NamedTuple):

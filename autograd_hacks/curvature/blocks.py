@@ -20,10 +20,8 @@ from autograd_hacks.support.ranges import checked
 def compute_hess(
     model: nn.Module,
     kind: str = "full",
-    kfac_approx: str = "expand",
     parameters: str | Collection[str] | None = None,
     limit: float = LIMIT,
-    kfac_bias: str = "exact",
     skip: bool = False,
 ) -> Coverage:
     """Sets the curvature of the batch's mean loss on every trainable parameter, from the passes of `backprop_hess`.
@@ -40,17 +38,13 @@ def compute_hess(
       ``torch.kron(B, A)`` for weights (O, I), as in Linear, and (O, C·K), in convolutions. It is ``torch.kron(A, B)`` if
       ``param.kfac.is_turned``: weights (I, O), as in transformers' Conv1D and in tables, whose A is a diagonal, I numbers.
       The groups of a convolution and the experts of a stack are G blocks with their own factors, (G, I, I) and (G, O, O).
-      Vectors have A = 1 and their own block as B; for biases see ``kfac_bias``. If a weight has several uses, or its
+      Vectors have A = 1 and their own block as B. If a weight has several uses, or its
       gradients are not products, A is each row's share of the squared gradients, a diagonal, and B is of what the rows hold
     * ``'ekfac'``: also ``param.ekfac``, an `autograd_hacks.curvature.EKFAC`: the same eigenvectors with corrected
       eigenvalues
 
-    kfac_approx: 'expand' or 'reduce': how positions that share a weight, as in a convolution, are treated
-    kfac_bias: the B of a bias. 'exact' is its own block; 'shared' is the B of its layer's weight, as in curvlinops, unless
-    that is frozen or another layer has one of both. They differ with positions and 'expand'. With 'joint' the bias is one
-    more column of its layer's weight, the last, with input 1, as in kronfluence: A is (I + 1) × (I + 1)
     parameters: names or patterns, for example '*.attn.*'; all by default
-    limit: bytes that the largest tensor of 'full' or 'kfac' may take; a larger B is replaced by its diagonal
+    limit: bytes that the largest tensor of 'full' or 'kfac' may take
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising
 
     Returns a `Coverage`: a table of all trainable parameters, with what each has, or why it has nothing.
@@ -64,7 +58,7 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
+    sums = Sums(model, kind, parameters, limit, skip)
     sums.end(sums.add)
     if kind == "ekfac":
         values = Eigenvalues(sums)
@@ -81,10 +75,8 @@ def compute_hess_over(
     samples: int | None = None,
     generator: torch.Generator | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
-    kfac_approx: str = "expand",
     parameters: str | Collection[str] | None = None,
     limit: float = LIMIT,
-    kfac_bias: str = "exact",
     skip: bool = False,
 ) -> Coverage:
     """`compute_hess` for all batches of a loader, as if they were one.  Every sample has the same weight, however large its
@@ -110,7 +102,7 @@ def compute_hess_over(
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if kind == "ekfac" and isinstance(loader, Iterator):
         raise ValueError("compute_hess_over(kind='ekfac') runs all batches twice; expected no iterator" + ON_CURVATURE)
-    sums = Sums(model, kind, kfac_approx, parameters, limit, kfac_bias, skip)
+    sums = Sums(model, kind, parameters, limit, skip)
     record.clear()
 
     def sweep(into: Sums | Eigenvalues) -> None:

@@ -9,7 +9,7 @@ Source: George et al. 2018, "Fast approximate natural gradient descent in a Kron
 (arXiv:1806.03884).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import overload
 
@@ -18,12 +18,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.attribution.metric import SHARE, Metric, dampings, in_eigenbasis
+from autograd_hacks.attribution.metric import Metric, in_eigenbasis
 from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
 from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.extending import OneHot, Positions, grads_of, kind_of, recorder_of, some
-from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
+from autograd_hacks.forms import Form, Grouping, Lookup, Outer
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.support.ranges import checked
 
@@ -33,13 +33,13 @@ class EKFAC(Shown):
     """(Q_B ⊗ Q_A) diag(S) (Q_B ⊗ Q_A)ᵀ, for a parameter of shape (O, ...), viewed as a matrix O I.
 
     For a parameter stored as (I, O), ``is_turned``, it is (Q_A ⊗ Q_B) diag(S) (Q_A ⊗ Q_B)ᵀ, and S is I O.  With G blocks all
-    three tensors have a leading axis G.  With ``kfac_bias='joint'`` weight and bias share it; the bias is the last input.
+    three tensors have a leading axis G.
     """
 
     a: Tensor | None  # Q_A, I I, eigenvectors in columns; None, the identity, if A is diagonal
     b: Tensor | None  # Q_B, O O, in the same way
     values: Tensor  # S, O I, in the parameter's memory order
-    names: tuple[str, ...]  # of the parameter, or of weight and bias
+    name: str  # of the parameter
     is_turned: bool = False  # whether the parameter is stored as I O
 
     @property
@@ -53,24 +53,13 @@ class EKFAC(Shown):
         held = [(name, what, x) for name, what, x in parts if x is not None]
         rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in held]
         size = " × ".join(map(str, self.values.shape))
-        title = f"EKFAC of {', '.join(self.names)}: {size}, {with_unit(bytes_of(x for *_, x in held))}"
+        title = f"EKFAC of {self.name}: {size}, {with_unit(bytes_of(x for *_, x in held))}"
         return Table(title, [("", "what", "shape", "holds"), *rows])
 
     def matvec(self, v: Tensor) -> Tensor:
         """The product with v, a tensor of the parameter's shape or ``(..., *shape)``."""
-        return self._scaled(v, self.values)
-
-    @checked(ON_CURVATURE)
-    def solve(self, v: Tensor, damping: float | None = None) -> Tensor:
-        """(this + λ)⁻¹ v, for v of shape ``(..., *shape)``.
-
-        damping: λ > 0; a tenth of the mean of ``values`` by default
-        Raises ValueError for another damping.
-        """
-        return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
-
-    def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
-        found: Tensor = in_eigenbasis(self.sides, by, by.shape)(v.to(by.dtype).reshape(-1, *by.shape), by.shape)
+        of = self.values.shape
+        found: Tensor = in_eigenbasis(self.sides, self.values, of)(v.to(self.values.dtype).reshape(-1, *of), of)
         return found.view(v.shape)
 
 
@@ -86,7 +75,7 @@ def ekfac_solve(
 
     v: {name: shape}, such as a gradient, or ``{name: (..., *shape)}``; the result has the same shapes. Or the per-sample
     gradients of a batch, row by row: ``train.gram(ekfac_solve(model, test))`` gives influences. Verbs write these rows out
-    some at a time; only with ``kfac_bias='joint'`` they are written out here, N × P numbers
+    some at a time
     damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but above the rounding error of the largest
 
     Raises NothingRecorded for a parameter without EKFAC; ValueError for another damping, for tensors of another shape, and
@@ -104,58 +93,27 @@ def ekfac_solve(
             f"{missing[0]} has no ekfac. Run backprop_hess(output) and table = compute_hess(model, kind='ekfac') with a "
             "loss that reaches it, or leave it out: per_sample_grads(model, only=table.covered)."
         )
-    for block in blocks.values():
-        numbers = sum(parameters[name].numel() for name in block.names if name in parameters)
-        if block.values.numel() != numbers:
-            raise ValueError(
-                f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, but this "
-                f"model's parameters {numbers:,}. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
-            )
-    for name, block in blocks.items():
-        if any(other not in v for other in block.names):
-            both = " and ".join(block.names)
-            raise ValueError(f"ekfac_solve was given {name!r} alone, but {both} share one block; give both" + ON_CURVATURE)
     for name, x in v.items():
-        shape, of_rows = parameters[name].shape, isinstance(v, PerSampleGrads)
+        shape, of_rows, numbers = parameters[name].shape, isinstance(v, PerSampleGrads), blocks[name].values.numel()
+        if numbers != shape.numel():
+            raise ValueError(
+                f"ekfac_solve: the ekfac of {blocks[name].name} has {numbers:,} numbers, but this model's {name} "
+                f"{shape.numel():,}. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
+            )
         own = getattr(x, "shape", torch.Size())
         fits = own == shape if of_rows else isinstance(x, Tensor) and own[len(own) - len(shape) :] == shape
         if not fits:
             given = f"rows of shape {tuple(own)}" if of_rows else kind_of(x)
             expected = f"shape {tuple(shape)}" + ("" if of_rows else ", or (..., that)")
             raise ValueError(f"ekfac_solve was given {given} for {name!r}; expected {expected}" + ON_CURVATURE)
+    metric = Metric.from_ekfac(model, damping)
     if isinstance(v, PerSampleGrads):
-        every = [vars(p)["ekfac"] for p in parameters.values() if "ekfac" in vars(p)]
-        if all(len(block.names) == 1 for block in every):
-            metric = Metric.from_ekfac(model, damping)
-            return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
-        with v.reading():
-            rows = {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}
-            solved = _solved(blocks, rows, parameters, damping)
-            return v.with_forms({name: Dense(x) for name, x in solved.items()}, v.samples)
-    return _solved(blocks, v, parameters, damping)
-
-
-def _solved(
-    blocks: Mapping[str, EKFAC], v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], damping: float | None
-) -> dict[str, Tensor]:
-    """v, block by block."""
+        return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
     solved: dict[str, Tensor] = {}
-    each = {block.names: block for block in blocks.values()}
-    unless_told = dampings({names: (block.values.mean(), parameters[names[0]].dtype) for names, block in each.items()})
-    for names, block in each.items():
-        own = float(unless_told[names]) if damping is None else damping
-        if len(names) == 1:
-            parts: Sequence[Tensor] = [block.solve(v[names[0]], own)]
-        else:  # the bias is the last input of the weight
-            axis, matrix = (-2 if block.is_turned else -1), [*block.values.shape]
-            matrix[axis] -= 1
-            before = [v[name].shape[: v[name].ndim - parameters[name].ndim] for name in names]
-            outputs = [size for k, size in enumerate(matrix) if k != len(matrix) + axis]
-            bias = v[names[1]].reshape(*before[1], *outputs).unsqueeze(axis)
-            joined = torch.cat([v[names[0]].reshape(*before[0], *matrix), bias], axis)
-            parts = block.solve(joined, own).split([matrix[axis], 1], axis)
-        solved |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, parts)}
-    return {name: solved[name] for name in v}
+    for name, x in v.items():
+        p, block = parameters[name], blocks[name]
+        solved[name] = metric[p](x.to(block.values.dtype).reshape(-1, *p.shape), p.shape).view(x.shape).to(x.dtype)
+    return solved
 
 
 class Eigenvalues:
@@ -163,11 +121,10 @@ class Eigenvalues:
 
     def __init__(self, sums: Sums) -> None:
         self._model, self.spread, self._lays, self._batch = sums.model, sums.spread, sums.lays, 0
-        self._names = {weight: (weight, bias) for bias, weight in sums.joint.items()}
         factors = {name: vars(self._model.get_parameter(name))["kfac"] for name in sums.names}
         # A diagonal matrix has the eigenvectors of the identity.
         self._vectors = {
-            n: (None if self._lays[n].is_table else self._of(a), None if self._lays[n].is_thin else self._of(b))
+            n: (None if self._lays[n].is_table else self._of(a), self._of(b))
             for n, (a, b) in ((n, both) for n, both in factors.items() if both is not None)
         }
         self._sums = {n: factors[n][0].new_zeros(self._lays[n].matrix) for n in self._vectors}
@@ -189,7 +146,7 @@ class Eigenvalues:
                     continue
                 for own, samples, at in products_of(grads[name], lay, grads.batches):
                     q_a, q_b = (x if x is None else x[at] for x in (a, b))
-                    for form in _rotated(own, q_a, q_b, lay.is_turned, samples, name in self._names):
+                    for form in _rotated(own, q_a, q_b, lay.is_turned, samples):
                         total[at] += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 
@@ -198,18 +155,13 @@ class Eigenvalues:
         with self.spread.weights():
             _, (batch,) = self.spread.agreed(last, lambda _: [self._batch], 1)
         for name, total in self.spread.summed(self._sums).items():
-            a, b = self._vectors[name]
-            names = self._names.get(name, (name,))
-            for each in names:
-                block = EKFAC(a, b, total / max(1, batch), names, self._lays[name].is_turned)
-                vars(self._model.get_parameter(each))["ekfac"] = block
+            block = EKFAC(*self._vectors[name], total / max(1, batch), name, self._lays[name].is_turned)
+            vars(self._model.get_parameter(name))["ekfac"] = block
 
 
-def _rotated(
-    own: Positions, a: Tensor | None, b: Tensor | None, is_turned: bool, samples: int, joint: bool
-) -> Iterator[Form]:
+def _rotated(own: Positions, a: Tensor | None, b: Tensor | None, is_turned: bool, samples: int) -> Iterator[Form]:
     """The rows Q_Bᵀ G Q_A of one block, as it lies in memory, pass by pass.  samples: of the micro-batch"""
-    inputs = own.inputs if a is None else inputs_of(own, joint) @ a
+    inputs = own.inputs if a is None else inputs_of(own) @ a
     for gradient in (each if b is None else each @ b for each in own.gradients):
         if isinstance(inputs, OneHot):
             form: Form = Lookup(inputs.index, gradient, inputs.entries)

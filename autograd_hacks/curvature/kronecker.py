@@ -3,18 +3,17 @@
 Row n of pass k is Σₜ bₖₙₜ ⊗ aₙₜ, with aₙₜ the input and bₖₙₜ the gradient at the output, for T positions that share
 the weight.
 
-expand   A = Σₙₜ aₙₜ aₙₜᵀ / (N T)        B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N        positions as if they were samples
-reduce   A = Σₙ ān ānᵀ / N, ā = Σₜ aₜ / T    B = Σₖₙ b̂ₖₙ b̂ₖₙᵀ / N, b̂ = Σₜ bₜ    a sample as if it had one position
+A = Σₙₜ aₙₜ aₙₜᵀ / (N T)        B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N        positions as if they were samples
 
 A comes from the inputs and B from the gradients, however the weight is stored.  For (O, I), Linear's, the block is
 B ⊗ A; for (I, O), transformers' Conv1D's and a table's, it is A ⊗ B.
 
 Blocks.  A parameter may be several matrices, one below the other along its first axis: the groups of a convolution, the
 experts of a stack.  Each has its own pair of factors; blocks between two of them are left out.  N T is then the number of
-positions that the matrix has seen and, for 'reduce', N is the number of samples that have one.
+positions that the matrix has seen.
 
 Tables.  The input of an Embedding is a word, one-hot, so that A is diagonal: its entries are the words' shares of the
-positions.  With 'reduce' A isn't diagonal, and only its diagonal is kept.
+positions.
 
 Other tensors, by their rows.  Some gradients are not sums of products of one kind: those of weights that are read several
 times or in several ways (a table that is also the head), of values computed from a parameter (positions that are read once
@@ -26,37 +25,28 @@ A = diag(Σₖₙ ‖Gₖₙ[v]‖²) / Σ   a row's share of all squares       
 so that A ⊗ B has the trace of the block, and both of its partial traces: the trace-restricted factors of Gao et al. 2021,
 with only A's diagonal.
 
-Large tensors.  A B above ``limit``, as for a head of 50,000 words, is replaced by its diagonal.
-
-Vectors.  A bias or a norm's weight has A = 1 and its own block, P × P, as B.  For a bias this is exactly reduce's B.  With
-``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which with expand treats positions as
-samples; with ``kfac_bias='joint'`` it is one more column of that weight, whose input is 1, as in kronfluence.
+Vectors.  A bias or a norm's weight has A = 1 and its own block, P × P, as B.
 
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
-Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments; Gao et al. 2021 (arXiv:2011.10741).
+Eschenhagen et al. 2023 (arXiv:2311.00636), section 3.2, for positions ("expand"); Gao et al. 2021 (arXiv:2011.10741).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.extending import OneHot, Positions, Windows, kinds_of
+from autograd_hacks.extending import OneHot, Positions, Windows
 from autograd_hacks.forms import BUDGET, Form
-
-APPROXIMATIONS = ("expand", "reduce")
-BIASES = ("exact", "shared", "joint")
 
 
 class KFAC(tuple[Tensor, Tensor]):
     """(A, B): A from a parameter's inputs, (I, I), and B from the gradients at its outputs, (O, O).
 
-    A is I numbers, a diagonal, for a table; B is O numbers if (O, O) exceeds ``limit``.  For a parameter of G blocks
+    A is I numbers, a diagonal, for a table.  For a parameter of G blocks
     there is an axis in front: (G, I, I) and (G, O, O).
     """
 
@@ -70,13 +60,6 @@ class KFAC(tuple[Tensor, Tensor]):
         made.is_turned = is_turned
         return made
 
-    @property
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """(L, R), such that L V R is the product of the block with V, the parameter's shape as a matrix, or as G of them:
-        (B, A), or (A, B) if it is turned.  Each is symmetric, or the vector of a diagonal."""
-        a, b = self
-        return (a, b) if self.is_turned else (b, a)
-
 
 class Lay(NamedTuple):
     """How a parameter is made of matrices."""
@@ -86,15 +69,13 @@ class Lay(NamedTuple):
     blocks: int = 1
     is_turned: bool = False
     is_table: bool = False  # whether inputs are one-hot, so that A is diagonal
-    is_thin: bool = False  # whether only B's diagonal is kept
     is_by_rows: bool = False  # whether each row is treated as a table's word, whatever made its gradient
 
     @property
     def factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of A and B."""
         many = () if self.blocks == 1 else (self.blocks,)
-        a, b = (() if self.is_table else (self.fan_in,)), (() if self.is_thin else (self.fan_out,))
-        return (*many, self.fan_in, *a), (*many, self.fan_out, *b)
+        return (*many, self.fan_in, *(() if self.is_table else (self.fan_in,))), (*many, self.fan_out, self.fan_out)
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -105,19 +86,16 @@ class Lay(NamedTuple):
     def __str__(self) -> str:
         a = f"A diagonal, {self.fan_in:,}" if self.is_table else f"A {self.fan_in:,} × {self.fan_in:,}"
         blocks = "" if self.blocks == 1 else f"{self.blocks} blocks, each with "
-        b = f"B diagonal, {self.fan_out:,}" if self.is_thin else f"B {self.fan_out:,} × {self.fan_out:,}"
         turned = ", stored as (I, O)" if self.is_turned and not self.is_table else ""
-        return f"{'by its rows: ' if self.is_by_rows else ''}{blocks}{a}, {b}{turned}"
+        return f"{'by its rows: ' if self.is_by_rows else ''}{blocks}{a}, B {self.fan_out:,} × {self.fan_out:,}{turned}"
 
 
-def positions_of(form: Form, blocks: int = 1) -> Sequence[Positions]:
-    """The products that the rows are sums of.  blocks: those of a vector, each of which has the input 1"""
+def positions_of(form: Form) -> Sequence[Positions]:
+    """The products that the rows are sums of.  A vector has the input 1."""
     if len(form.shape) > 1:
         return form.factors()
     rows = form.matrix()
-    each = rows.shape[1] // blocks
-    pieces = [slice(k * each, (k + 1) * each) for k in range(blocks)]
-    return [Positions([rows[:, None, piece]], rows.new_ones(len(rows), 1, 1), piece) for piece in pieces]
+    return [Positions([rows[:, None]], rows.new_ones(len(rows), 1, 1), slice(0, rows.shape[1]))]
 
 
 def is_empty(form: Form) -> bool:
@@ -126,24 +104,20 @@ def is_empty(form: Form) -> bool:
     return bool(found) and all(own.inputs.shape[1] == 0 for own in found)
 
 
-def lay_of(form: Form, joint: bool = False) -> Lay | str:
-    """How a parameter is made of matrices, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
+def lay_of(form: Form) -> Lay:
+    """How a parameter is made of matrices."""
     found = positions_of(form)
     size = found[0].rows.stop - found[0].rows.start if found else 0
     kinds_of_blocks = {(p.rows.stop - p.rows.start, p.rows.start % size, p.is_turned, p.inputs.shape[2:],
                         p.gradients[0].shape[2:], type(p.inputs)) for p in found}  # fmt: skip
     entries = form.shape[:1].numel()
     if len(kinds_of_blocks) != 1 or found[0].rows.start % size or entries % size:  # no products, or cut into unequal slices
-        if joint:
-            return f"its gradients ({kinds_of(form)}) are not sums of products, so its bias can't be one of their inputs"
         axes = next((k for k, axis in enumerate(form.shape) if axis > 1), 0)
         rows = form.shape[axes]
         return Lay(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
     first = found[0]
     is_table = isinstance(first.inputs, OneHot)
-    if joint and is_table:
-        return "it is a table, and a bias can't be one of its inputs"
-    return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
+    return Lay(first.inputs.shape[2], first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
 def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
@@ -154,7 +128,7 @@ def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
 def products_of(form: Form, lay: Lay, batches: Sequence[int]) -> Iterator[tuple[Positions, int, int | tuple[()]]]:
     """The products of each micro-batch, with its number of samples, and the index of their block."""
     for part, samples in zip(parts_of(form, batches), batches):
-        for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
+        for own in () if is_empty(part) else positions_of(part.wide()):
             yield own, samples, () if lay.blocks == 1 else own.rows.start // (own.rows.stop - own.rows.start)
 
 
@@ -164,21 +138,6 @@ def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
     for _, part in form.chunks(BUDGET):
         for entries, block in part.blocks(BUDGET):
             yield slice(entries.start * each, entries.stop * each), block.matrix().view(block.samples, -1, lay.fan_out)
-
-
-def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
-    """Whether a bias is added to a weight's outputs, so that its rows are the sums of the gradients there."""
-    blocks = positions_of(weight.wide())
-
-    def sums(of: Callable[[Tensor], Tensor]) -> Tensor:
-        by_block = [[_added(of(g), own.owners, samples) for g in own.gradients] for own in blocks]
-        return torch.cat([torch.cat(each, 1) for each in zip(*by_block)])
-
-    rows, found = sums(lambda g: g), bias.wide().matrix()
-    if found.shape != rows.shape:
-        return False
-    tolerance = torch.finfo(bias.like.dtype).eps ** 0.5 * sums(torch.abs)
-    return not bool(((found - rows).abs() > tolerance).any())
 
 
 Memory = Callable[[tuple[int, ...], Tensor], Tensor]
@@ -193,12 +152,10 @@ class Factors(NamedTuple):
     positions: Tensor  # how many A has; a number for each block; 0 for parameters treated by their rows
 
 
-def factors_of(
-    form: Form, lay: Lay, kfac_approx: str, batches: Sequence[int], joint: bool = False, memory: Memory | None = None
-) -> Factors:
+def factors_of(form: Form, lay: Lay, batches: Sequence[int], memory: Memory | None = None) -> Factors:
     """The sums for a parameter that is made of matrices as ``lay`` says.
 
-    batches: the micro-batches' numbers of samples    joint: whether the inputs have a 1 behind them    memory: for A
+    batches: the micro-batches' numbers of samples    memory: for A
     """
     shape_a, shape_b = lay.factors
     b = form.new_sums(*shape_b)
@@ -209,82 +166,28 @@ def factors_of(
             a[some] += rows.square().sum((0, 2))
             _add_products(b, rows)
         return Factors(a, b, counts)
-    for own, samples, at in products_of(form, lay, batches):
-        counts[at] += _add(a[at], b[at], own, kfac_approx == "reduce", samples, joint)
+    for own, _, at in products_of(form, lay, batches):
+        counts[at] += own.inputs.shape[0] * own.inputs.shape[1] if own.present is None else own.present.sum()
+        for gradient in own.gradients:
+            _add_products(b[at], gradient)
+        if isinstance(own.inputs, OneHot):
+            words = own.inputs.index if own.present is None else own.inputs.index[own.present]
+            a[at] += words.flatten().bincount(minlength=lay.fan_in).to(a.dtype)
+        else:
+            _add_products(a[at], inputs_of(own))
     return Factors(a, b, counts)
 
 
-def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, joint: bool) -> Tensor | int:
-    """Adds the sums of one block to A and B, in place.  Returns the number of positions."""
-    inputs = own.inputs
-    if reduces:
-        present = own.gradients[0].new_ones(inputs.shape[:2]) if own.present is None else own.present.to(own.gradients[0])
-        shares = _added(present[..., None], own.owners, samples)
-        for gradient in own.gradients:
-            _add_products(b, _added(gradient, own.owners, samples)[:, None])
-        if isinstance(inputs, OneHot):
-            _add_squares(a, inputs, present, own.owners, shares)
-        else:
-            means = _added(inputs_of(own, joint), own.owners, samples) / shares.clamp(min=1)
-            _add_products(a, means[:, None])
-        return (shares > 0).sum()
-    for gradient in own.gradients:
-        _add_products(b, gradient)
-    if isinstance(inputs, OneHot):
-        words = inputs.index if own.present is None else inputs.index[own.present]
-        a += words.flatten().bincount(minlength=len(a)).to(a.dtype)
-    else:
-        _add_products(a, inputs_of(own, joint))
-    return inputs.shape[0] * inputs.shape[1] if own.present is None else own.present.sum()
-
-
-def inputs_of(own: Positions, joint: bool) -> Tensor:
-    """The inputs of a parameter that is not a table, M T I, followed by a 1 if ``joint``."""
+def inputs_of(own: Positions) -> Tensor:
+    """The inputs of a parameter that is not a table, M T I."""
     inputs = own.inputs.written() if isinstance(own.inputs, Windows) else own.inputs
     assert isinstance(inputs, Tensor)  # no table
-    if not joint:
-        return inputs
-    ones = torch.ones_like(inputs[..., :1]) if own.present is None else own.present[..., None].to(inputs)
-    return torch.cat([inputs, ones], -1)
+    return inputs
 
 
 def _add_products(total: Tensor, x: Tensor) -> Tensor:
-    """total + Σₙₜ xₙₜ xₙₜᵀ, or its diagonal, in place.  x: N T F"""
-    if total.ndim == 1:
-        return total.add_(x.square().sum((0, 1)))
+    """total + Σₙₜ xₙₜ xₙₜᵀ, in place.  x: N T F"""
     if x.is_contiguous() or x.shape[1] == 1:
         rows = x.flatten(0, 1)
         return total.addmm_(rows.mT, rows)
     return total.addbmm_(x.mT, x)  # windows lie in memory the other way around, sample by sample
-
-
-def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
-    """The sums over a sample's positions, N F.  x: M T F    rows: the sample of each m; by default each m is its own"""
-    total = x.sum(1)
-    return total if rows is None else total.new_zeros(samples, total.shape[1]).index_add_(0, rows, total)
-
-
-def _add_squares(a: Tensor, inputs: OneHot, present: Tensor, owners: Tensor | None, shares: Tensor) -> None:
-    """Adds the diagonal of Σₙ ān ānᵀ for one-hot inputs, whose means are shares of words.
-    present: M T    shares: N 1, the positions of each sample"""
-    rows = torch.arange(len(inputs.index), device=inputs.index.device) if owners is None else owners
-    slots, place = (rows[:, None] * inputs.entries + inputs.index).unique(return_inverse=True)
-    counts = present.new_zeros(len(slots)).index_add_(0, place.flatten(), present.flatten())
-    means = counts / shares[slots // inputs.entries, 0].clamp(min=1)
-    a.index_add_(0, slots % inputs.entries, means.square())
-
-
-# Layers.
-
-
-def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """{bias: weight} of the layers that have both of these, the weight a matrix, and that no other layer shares.
-    names: some parameters'"""
-    by_id = {id(model.get_parameter(name)): name for name in names}
-    layers = [{what: by_id.get(id(p)) for what, p in layer._parameters.items()} for layer in model.modules()]
-    count = Counter(name for layer in layers for name in layer.values())
-    pairs = [(layer.get("bias"), layer.get("weight")) for layer in layers]
-    both = {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}
-    axes = {name: model.get_parameter(name).ndim for pair in both.items() for name in pair}
-    # A norm's weight is no matrix, and its bias shares no factor with it.
-    return {bias: weight for bias, weight in both.items() if axes[weight] > 1 and axes[bias] == 1}

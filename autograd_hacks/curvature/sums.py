@@ -13,8 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.curvature import kronecker
-from autograd_hacks.curvature.kronecker import KFAC, Factors, Lay, is_empty, lay_of, parts_of
+from autograd_hacks.curvature.kronecker import KFAC, Lay, factors_of, is_empty, lay_of, parts_of
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.extending import accumulation_dtype, check_size, grads_of, recorder_of, spread_of
 from autograd_hacks.support.display import Shown, Table, percent, with_unit
@@ -62,24 +61,17 @@ class Sums:
 
     model: nn.Module
     asked: str  # the requested kind
-    kfac_approx: str
     parameters: str | Collection[str] | None
     limit: float
-    kfac_bias: str
     skip: bool
 
     def __post_init__(self) -> None:
         check_word("compute_hess", ON_CURVATURE, ATTRIBUTES, kind=self.asked)
-        check_word("compute_hess", ON_CURVATURE, kronecker.APPROXIMATIONS, kfac_approx=self.kfac_approx)
-        check_word("compute_hess", ON_CURVATURE, kronecker.BIASES, kfac_bias=self.kfac_bias)
         self.kind, recorder = "kfac" if self.asked == "ekfac" else self.asked, recorder_of(self.model)
         every, self.left_out = recorder.record.as_seen(recorder.tree.parameters()), recorder.record.left_out
-        trained = self.names = [name for name, p in every.items() if p.requires_grad]
+        self.names = [name for name, p in every.items() if p.requires_grad]
         if self.parameters is not None:
             self.names = self._matching(self.parameters)
-        is_joint = self.kfac_bias == "joint" and self.kind == "kfac"
-        self.joint = kronecker.weights_by_bias(self.model, self.names) if is_joint else {}
-        self.shared = kronecker.weights_by_bias(self.model, trained) if self.kfac_bias == "shared" else {}
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
@@ -135,17 +127,13 @@ class Sums:
             if name not in self.names:
                 is_out = name in self.left_out
                 skipped[name] = f"it {'was left out by add_hooks(only=...)' if is_out else 'is not among parameters='}"
-            elif (weight := self.joint.get(name)) is not None:
-                others = had if vars(self.model.get_parameter(weight)).get(self.asked) is not None else skipped
-                others[name] = f"in one block with {weight}" + ("" if others is had else ", which has none")
             elif vars(p).get(self.asked if self.kind == "kfac" else ATTRIBUTES[self.kind]) is None:
                 skipped[name] = self.skipped.get(name, "the loss did not reach it")
             elif self.kind == "kfac" and p.ndim > 1:
                 had[name] = str(self.lays[name])
             else:
-                is_diagonal = self.kind == "diag" or (name in self.lays and self.lays[name].is_thin)
                 size = f"{p.numel():,} × {p.numel():,}" if p.ndim else "1"
-                had[name] = "its diagonal" if is_diagonal else f"its block, {size}"
+                had[name] = "its diagonal" if self.kind == "diag" else f"its block, {size}"
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         return Coverage(self.asked, had, skipped, {name: p.numel() for name, p in trained.items()}, frozen)
 
@@ -163,8 +151,10 @@ class Sums:
         """The passes of `backprop_hess` that are in the record."""
         grads = grads_of(self.model, recorder_of(self.model), self.spread)
         if grads.hess_type is None:
-            mend = "Run backprop_hess(output); or take the empirical Fisher matrix, per_sample_grads(model).block(name)."
-            raise NothingRecorded(f"the record holds an ordinary backward pass. {mend}")
+            raise NothingRecorded(
+                "the record holds an ordinary backward pass. Run backprop_hess(output); or take products with the empirical "
+                "Fisher matrix, curvature.matvec(per_sample_grads(model), v)."
+            )
         reached = [name for name in self.names if name in grads.reached]
         with grads.reading():
             for name in self._checked(grads, reached):
@@ -178,51 +168,17 @@ class Sums:
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
             return [form.cross(form).view(*form.shape, *form.shape)]
-        lay, of = self.lays[name], self.shared.get(name)
-        if of is not None:
-            found = self._lay(of, grads)
-            assert isinstance(found, Lay)  # or its bias had been refused
-            factors = kronecker.factors_of(grads[of], found, self.kfac_approx, grads.batches)
-            ones = factors.b.new_ones(lay.factors[0])
-            factors = Factors(ones, factors.b, torch.ones_like(factors.positions))
-        else:
-            memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
-            factors = kronecker.factors_of(form, lay, self.kfac_approx, grads.batches, name in self.joint.values(), memory)
-        return [*factors]
+        memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
+        return [*factors_of(form, self.lays[name], grads.batches, memory)]
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
-        if (of := self.shared.get(name)) is not None:
-            lay = self._lay(of, grads) if of in grads.reached else "the loss did not reach it"
-            if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
-                return f"it is not added to the outputs of {of}; use kfac_bias='exact'"
-            own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay
-            return f"its weight {of} has none: {own}" if isinstance(own, str) else own
-        bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
-        found = [lay_of(part, bias is not None) for part in parts_of(grads[name], grads.batches) if not is_empty(part)]
-        if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
-            found.append(f"{bias} is not added to its outputs; use kfac_bias='exact'")
-        most = self.limit / grads[name].sum_dtype.itemsize
-        for k, lay in enumerate(found):
-            if isinstance(lay, Lay):
-                found[k] = lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most)
+        found = [lay_of(part) for part in parts_of(grads[name], grads.batches) if not is_empty(part)]
         found += [self.lays[name]] if name in self.sums else []
-        by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
+        by_rows = [lay for lay in found if lay.is_by_rows]
         if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
             return by_rows[0]  # any parameter can be: positions look like a table in a batch of one sample
-        if len(set(found)) > 1:
-            return next((x for x in found if isinstance(x, str)), "it is read in other ways in some batches")
-        return found[0] if found else None
-
-    def _is_bias(self, name: str, of: str, grads: PerSampleGrads) -> bool:
-        """Whether a bias is added to a weight's outputs."""
-        if name not in grads.reached:
-            return False
-        biases, weights = (parts_of(grads[own], grads.batches) for own in (name, of))
-        if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in weights):
-            return False
-        each = zip(biases, weights, grads.batches)
-        return all(is_empty(weight) or kronecker.adds_to_outputs(bias, weight, samples) for bias, weight, samples in each)
+        return found[0] if len(set(found)) == 1 else "it is read in other ways in some batches" if found else None
 
     def _checked(self, grads: PerSampleGrads, reached: Sequence[str]) -> list[str]:
         """The parameters for which these passes are summed.  Raises if one has no curvature, or too large a block."""
@@ -233,7 +189,7 @@ class Sums:
         if self.kind == "full":
             sizes = {name: {f"of {name}": grads[name].shape.numel() ** 2} for name in reached}
         else:
-            found = {name: self._lay(name, grads) for name in reached if name not in self.joint and name not in self.skipped}
+            found = {name: self._lay(name, grads) for name in reached if name not in self.skipped}
             self._refuse({name: why for name, why in found.items() if isinstance(why, str)})
             lays = {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
             self.lays |= lays

@@ -76,16 +76,15 @@ class AutogradHacksGGN(_Backend, GGNInterface):
     Its 'full', 'diag' and 'kron' posteriors equal those of laplace-torch's default backend.  ``backend_kwargs`` may hold
     the arguments below, ``stochastic`` (sample labels from the model) and ``num_samples`` (how many for each sample).
 
-    kfac_approx: 'expand' or 'reduce', how positions that share a weight are treated
     kfac_bias: 'shared', laplace-torch's default, or 'exact', a separate block for a bias; they differ for convolutions
 
     Raises UnsupportedLayer for 'kron' of parameters with other than one pair of Kronecker factors, such as embeddings and
     grouped convolutions; ValueError for outputs that are not N × C; and SamplesMixed for a model that mixes samples.
     """
 
-    def __init__(self, *args: Any, kfac_approx: str = "expand", kfac_bias: str = "shared", **options: Any) -> None:
+    def __init__(self, *args: Any, kfac_bias: str = "shared", **options: Any) -> None:
         super().__init__(*args, **options)
-        self.kfac_approx, self.kfac_bias = kfac_approx, kfac_bias
+        self.kfac_bias = kfac_bias
 
     def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """The batch's loss, and the matrix summed over samples, P × P."""
@@ -101,7 +100,11 @@ class AutogradHacksGGN(_Backend, GGNInterface):
     def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Kron]:
         """The batch's loss, and its Kronecker factors.  A, of the inputs, is this batch's share of the mean over all N."""
         loss = self._passes(x, y)
-        compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
+        compute_hess(self._model, "kfac")
+        for layer in self._model.modules() if self.kfac_bias == "shared" else ():
+            weight, bias = (vars(p) if p is not None else {} for p in map(layer._parameters.get, ("weight", "bias")))
+            if weight.get("kfac") and bias.get("kfac") and len(weight["kfac"][0]) > 1:
+                bias["kfac"] = KFAC((bias["kfac"][0], weight["kfac"][1]))
         factors, samples = [], len(y)
         for p in self.params:
             kfac = vars(p).pop("kfac") or KFAC((p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])))

@@ -85,7 +85,6 @@ MEANT = {
     "per_sample_grads(model).dot(v)": ("dot", "jvp", "directional_derivative"),
     "per_sample_grads(model).gram()": ("gram", "inner_products", "similarity"),
     "per_sample_grads(model).weighted_sum(w)": ("weighted_sum", "vjp", "reweight"),
-    "per_sample_grads(model).variance()": ("var", "variance"),
     "per_sample_grads(model).noise_scale()": ("noise_scale", "gns", "gradient_noise_scale"),
     "per_sample_grads(model).project(dim)": ("project", "projection", "trak"),
     "per_sample_jacobian(model, output)": ("jacobian", "jacrev", "ntk", "tangent_kernel"),
@@ -102,7 +101,7 @@ MEANT = {
     "compute_hess(model, kind='full')": ("hess", "hessian", "ggn", "gauss_newton"),
     "compute_hess(model, kind='diag')": ("hess_diag", "diag_ggn", "diagonal"),
     "compute_hess(model, kind='kfac')": ("kfac", "KFAC", "kron"),
-    "per_sample_grads(model).fisher_matvec(v)": ("fisher", "fisher_matvec"),
+    "curvature.matvec(grads, v)": ("fisher", "fisher_matvec", "ggn_matvec"),
     "add_hooks(model).accumulate()": ("accumulation", "micro_batches", "no_sync"),
     "check.check_rows(model, batch, loss, rows)": ("check_grads", "gradcheck"),
 }

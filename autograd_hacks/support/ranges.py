@@ -84,7 +84,7 @@ _NAMES = {
     Range("(0, inf)"): "batch_size damping deviation epsilon expected_batch_size rate scale",
     Range("(0, inf]"): "max_grad_norm max_norm",  # see also `check_bound`
     Range("(0, inf]", "dictionary"): "clip_and_noise_.max_norm PrivateTraining.max_norm",
-    Range("[0, inf)"): "as_linear_operator.damping noise_multiplier",
+    Range("[0, inf)"): "linear_operator.damping noise_multiplier",
     Range("[0, inf]"): "bound PrivateStep.deviation",
 }
 RANGES = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}

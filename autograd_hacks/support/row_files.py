@@ -214,14 +214,6 @@ def _described(kinds: Mapping[str, Any]) -> str:
     return ", ".join(each[:5]) + (f" and {len(each) - 5} more" if len(each) > 5 else "")
 
 
-def by_file(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by the names of their files: one for each field of a named tuple."""
-    found: dict[str, Any] = {}
-    for name, x in rows.items():
-        found |= {f"{name}.{field}": part for field, part in x._asdict().items()} if hasattr(x, "_asdict") else {name: x}
-    return found
-
-
 # Digests of batches and weights, equal in all processes.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

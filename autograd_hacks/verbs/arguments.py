@@ -1,6 +1,6 @@
 """Checks of verbs' arguments: directions, groups, names, sizes."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,27 +9,28 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
-from autograd_hacks.support.patterns import matches
 
 LIMIT = 2**30
 """The default number of bytes that a block, or other processes' rows, may take."""
 
 
-def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form]) -> None:
+def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], who: str = "dot") -> None:
     """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}.  like: these, or their forms"""
-    check_kind("dot", ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
+    check_kind(who, ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
     missing, extra = [name for name in like if name not in v], [name for name in v if name not in like]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
+            f"{who}: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
         )
     if extra:
-        raise ValueError(f"dot: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS)
+        raise ValueError(
+            f"{who}: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS
+        )
     for name, own in like.items():
         x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
             raise ValueError(
-                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
+                f"{who}: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
                 f"{tuple(shape)}." + ON_VERBS
             )
 
@@ -58,25 +59,23 @@ TRIED = 1024
 def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
     """``f`` with a check that raises ValueError if it is not elementwise.  name: of the parameter whose rows it gets"""
 
-    def tried(part: Tensor) -> Tensor:
-        version, found = part._version, f(part)
-        if isinstance(found, Tensor) and found.shape == part.shape and part._version == version:
-            return found
-        got = "overwrote them" if part._version != version else f"returned {kind_of(found)}"
-        raise ValueError(
-            f"reduce, at {name!r}: the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
-            "the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
-        )
-
     def checked(rows: Tensor) -> Tensor:
         number = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
         at = number // max(1, rows.shape[1]), number % max(1, rows.shape[1])
-        with torch.no_grad():  # copies come first, because f may overwrite its argument
-            some = rows[at]
-            beside = torch.cat([some, 1 - 2 * some])
-            apart = [tried(line).flatten()[: len(some)] for line in (beside[None], beside[:, None]) if len(some)]
-        found = tried(rows)
-        if any(x.dtype != found.dtype or not _alike(x, found[at].detach()) for x in apart):
+        with torch.no_grad():  # copies, because f may overwrite its argument
+            some = torch.cat([rows[at], 1 - 2 * rows[at]])
+            lines = [some.clone()[None], some.clone()[:, None]] if len(number) else []
+            beside = [f(line) for line in lines]
+        is_overwritten = any(line._version for line in lines)
+        found = rows if is_overwritten else f(rows)
+        if is_overwritten or not isinstance(found, Tensor) or found.shape != rows.shape:
+            got = "overwrote them" if is_overwritten else f"returned {kind_of(found)}"
+            raise ValueError(
+                f"reduce, at {name!r}: the function got rows of shape {tuple(rows.shape)} and {got}; expected a new tensor "
+                "of the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
+            )
+        apart = [x.flatten()[: len(number)] for x in beside if isinstance(x, Tensor) and x.numel() == len(some)]
+        if len(apart) < len(beside) or not all(_alike(x, found[at].detach()) for x in apart):
             raise ValueError(
                 f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
                 "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
@@ -89,8 +88,8 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
     """Whether two results are equal up to the rounding of different vectorisation."""
-    if not (x.is_floating_point() or x.is_complex()):
-        return torch.equal(x, y)
+    if x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
+        return x.dtype == y.dtype and torch.equal(x, y)
     finite, eps = y.abs()[y.isfinite()], torch.finfo(x.dtype).eps
     atol = 16 * eps * float(finite.max()) if len(finite) else 0.0
     return torch.allclose(x, y, rtol=eps**0.5, atol=atol, equal_nan=True)
@@ -120,8 +119,9 @@ def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     size = sizes[largest] * form.sum_dtype.itemsize
     if size > limit:
         raise BlockTooLarge(
-            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it; or take "
-            "compute_hess(model, kind='diag') or 'kfac', or products, per_sample_grads(model).ggn_matvec(v)."
+            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it, or "
+            "leave such parameters out by skip=True; or take compute_hess(model, kind='diag') or 'kfac', or products, "
+            "curvature.matvec(grads, v)."
         )
 
 
@@ -143,18 +143,6 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
     close = [*last, *get_close_matches(str(key), [name for name in trained if name not in last], 3)]
     listing = ", ".join(map(repr, close[:5] or list(trained)[:5])) + ("" if close or len(trained) <= 5 else " ...")
     raise KeyError(f"{wrong}; expected a trainable parameter, or its name: {listing}")
-
-
-def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
-    """Each pattern with the names that it matches.  Raises ValueError if it matches none, or some that others match."""
-    parts = [(pattern, [name for name in names if matches(name, pattern)]) for pattern in patterns]
-    given = [name for _, own in parts for name in own]
-    none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
-    if none:
-        raise ValueError(f"{who}: {some(none)} matches no trainable parameter; expected some of {some(names)}." + ON_VERBS)
-    if twice:
-        raise ValueError(f"{who}: several patterns match {some(twice)}; expected one for each parameter." + ON_VERBS)
-    return parts
 
 
 def check_kind(who: str, page: str, kinds: Any, expected: str, **given: object) -> None:

@@ -16,7 +16,7 @@ from autograd_hacks.reading.processes import Where, spread_of
 from autograd_hacks.reading.scale import is_unscaled
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.ranges import check
-from autograd_hacks.verbs.arguments import check_kind, kind_of
+from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 
@@ -32,14 +32,12 @@ def clip_grad1_norm_(
     model: nn.Module,
     max_norm: float,
     loss_type: str | None = None,
-    scale: float | Tensor = 1.0,
     error_if_nonfinite: bool = False,
     budget: int = BUDGET,
     scaler: torch.amp.GradScaler | None = None,
     add: bool = False,
     batch_size: float | None = None,
     process_group: Where = None,
-    norms: Tensor | None = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean of the per-sample gradients, each clipped to a norm.
 
@@ -48,7 +46,6 @@ def clip_grad1_norm_(
     set, so run the backward pass of a penalty afterwards.
 
     max_norm: the largest norm, above 0    loss_type: as in `compute_grad1`
-    scale: must be 1; use ``scaler`` instead
     error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
     budget: bytes to use beside the result
     scaler: the GradScaler that scaled the loss. ``.grad`` keeps its scale, as after any backward pass. Call
@@ -59,11 +56,10 @@ def clip_grad1_norm_(
     all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
     then changes ``.grad`` by at most max_norm / batch_size
     process_group: as in `per_sample_grads`. The sum and N cover the samples of all these processes
-    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model
 
     Returns the norms of this process's samples before clipping, N, without the scale.
 
-    Raises ValueError for max_norm or batch_size ≤ 0, for a scale other than 1, and for ``add`` if ``.grad`` already holds
+    Raises ValueError for max_norm or batch_size ≤ 0, and for ``add`` if ``.grad`` already holds
     the unclipped gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded if this pass was already added;
     ProcessesDisagree if another process has failed; and what `compute_grad1` raises.
 
@@ -76,13 +72,19 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        given = {"max_norm": max_norm, "scale": scale, "budget": budget, "batch_size": batch_size}
+        given = {"max_norm": max_norm, "budget": budget, "batch_size": batch_size}
         check("clip_grad1_norm_", ON_CLIPPING, "batch_size", **given)
-        _check_scaler(scale, scaler)
+        _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        lengths = grads.norms(budget=max(1, budget // 4)) if norms is None else norms
-        return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
+        norms = grads.norms(budget=max(1, budget // 4))
+        norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
+        if error_if_nonfinite and not norms.isfinite().all():
+            raise RuntimeError(
+                f"clip_grad1_norm_: samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a NaN or infinite norm. "
+                "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
+            )
+        return grads, norms
 
     def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *[name in here[0].reached for name in names]]
@@ -105,13 +107,8 @@ def clip_grad1_norm_(
     return lengths
 
 
-def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
-    """Raises if ``scaler.step`` would divide by the scale twice, or not at all."""
-    if scale != 1:
-        raise ValueError(
-            f"clip_grad1_norm_ was given scale={float(scale)}; expected scaler=scaler, the GradScaler, whose step() divides "
-            ".grad by its scale. For a scale of your own clip to max_norm * scale, then p.grad /= scale." + ON_SCALERS
-        )
+def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
+    """Raises if ``scaler.step`` would not divide by the scale."""
     check_kind("clip_grad1_norm_", ON_SCALERS, torch.amp.GradScaler | None, "a torch.amp.GradScaler", scaler=scaler)
     # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
     if scaler is not None and scaler.is_enabled() and is_unscaled(scaler):
@@ -119,19 +116,6 @@ def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) ->
             "clip_grad1_norm_ was called after scaler.unscale_(optimizer), so scaler.step(optimizer) would not divide its "
             "scaled gradients. Call unscale_ later, or not at all. If it was another model's, step that first." + ON_SCALERS
         )
-
-
-def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
-    """The norms without the scale, N.  Raises for norms of the wrong shape, and if asked for norms that aren't finite."""
-    if not isinstance(norms, Tensor) or norms.shape != (samples,):
-        raise ValueError(f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples} norms" + ON_CLIPPING)
-    norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
-    if error_if_nonfinite and not norms.isfinite().all():
-        raise RuntimeError(
-            f"clip_grad1_norm_: samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a NaN or infinite norm. Leave "
-            "them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
-        )
-    return norms
 
 
 def write_where_it_saves(

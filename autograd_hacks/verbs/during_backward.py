@@ -51,7 +51,6 @@ def during_backward(
     budget: int = BUDGET,
     weights: Tensor | None = None,
     kind: str = "signs",
-    entries: int = 1,
 ) -> Iterator[Quantities]:
     """A context that computes quantities during one backward pass and frees each layer's activations early.
 
@@ -69,7 +68,7 @@ def during_backward(
     samples of the same pass, for example held-out ones
     weights: N weights; sets ``.grad`` to Σₙ wₙ gₙ. After ``add_hooks(param_grad=False)`` it costs as much as ordinary
     gradients. Give held-out samples weight 0
-    project: the number of coordinates to project to    seed, kind, entries: as in ``PerSampleGrads.project``
+    project: the number of coordinates to project to    seed, kind: as in ``PerSampleGrads.project``
     loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
@@ -103,7 +102,7 @@ def during_backward(
         check_may_set(recorder, "during_backward(weights=...)")
         verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     if project is not None:
-        maps = random_maps("during_backward: project", project, seed, kind, entries)
+        maps = random_maps("during_backward", project, seed, kind)
         verbs["projection"] = lambda name, form: form.project(maps(name, form), budget)
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:

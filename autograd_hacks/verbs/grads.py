@@ -1,31 +1,36 @@
-"""`PerSampleGrads`: statistics, metrics and curvature from the matrix J of a whole model."""
+"""`PerSampleGrads`: algebra on the matrix J of a whole model, without writing J out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from math import prod
+from typing import Literal, overload
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, ON_VERBS, BlockTooLarge, NothingRecorded, needed
-from autograd_hacks.forms import BUDGET, Form, LinearMap, scale
+from autograd_hacks.errors import ON_METRICS, ON_NOISE, ON_VERBS
+from autograd_hacks.forms import BUDGET, Dense, Form, LinearMap, group, scale
+from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.mapped import mapped
-from autograd_hacks.forms.numerics import row_norms
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown
 from autograd_hacks.support.parts import whole_of
+from autograd_hacks.support.patterns import matches
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import versions_of
 from autograd_hacks.verbs import arguments, matrix
-from autograd_hacks.verbs.arguments import LIMIT, check_kind
-from autograd_hacks.verbs.statistics import Statistics
+from autograd_hacks.verbs.arguments import check_kind
+from autograd_hacks.verbs.matrix import Matrix
+from autograd_hacks.verbs.statistics import NoiseScale, noise_scales
 
-if TYPE_CHECKING:
-    from scipy.sparse.linalg import LinearOperator
+Kind = Literal["signs", "sjlt"]
+WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
+"""Verbs that compare rows of a batch with each other note it here, for `over`."""
 
 
-class PerSampleGrads(Statistics):
+class PerSampleGrads(Matrix):
     """The matrix J of a whole model: N samples by all trainable parameters.
 
     It maps each parameter's name to a form.  Row n is the gradient of sample n's loss, as in `compute_grad1`; a parameter
@@ -56,34 +61,173 @@ class PerSampleGrads(Statistics):
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a PerSampleGrads refers to its model's activations and can't be copied or pickled; take dense()")
 
+    def dense(self) -> dict[str, Tensor]:
+        """J written out, ``{name: (N, *shape)}``."""
+        with self.reading():
+            return self._each(lambda _, form: form.dense())
+
+    @overload
+    def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
-    def cosine(self, other: PerSampleGrads | Mapping[str, Tensor] | None = None, budget: int = BUDGET) -> Tensor:
-        """The cosines between gradients, (N, M); or between gradients and a direction, N.  A zero gradient has cosine 0.
+    def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
+        """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
-        other: the gradients of another batch of the same model; or a direction, {name: shape}; by default these gradients
-        themselves
+        per_parameter: return {name: N} instead    budget: bytes to use beside the result
 
-        Raises as `gram` and `dot` do.
+        Source: Goodfellow 2015 (arXiv:1510.01799); for layers with positions Li et al. 2022 (arXiv:2110.05679), section 4.
+        """
+        with self.reading():
+            if per_parameter:
+                return self._each(lambda _, form: form.norms(budget))
+            forms, factor = without_factor(self)
+            return self._placed(matrix.norms_of(forms, self._row_count, budget) * abs(factor))
+
+    @checked(ON_VERBS)
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+        """J v̄, the inner product ⟨gₙ, v⟩ of each sample's gradient with a direction, N.
+
+        For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
+
+        v: the direction, {name: shape} for every trainable parameter, whole or in shards
+        budget: bytes to use beside the result
+
+        Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
+        """
+        arguments.check_direction(v, self)
+        along = {name: whole_of(x).to(self[name].like.device).conj().resolve_conj() for name, x in v.items()}
+        return self._read(lambda name, form: form.dot(along[name], budget))
+
+    @checked(ON_VERBS)
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
+        """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
+
+        w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``
+
+        Raises ValueError for weights of the wrong shape, TypeError if ``w`` is not a floating-point tensor.
+        """
+        with self.summing(lambda: self._by_row(w, several=True)) as (by_row, _):
+            return self.spread.settled(self._totals(by_row, budget, narrow=True))
+
+    @checked(ON_VERBS)
+    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
+        """J J′ᴴ, the inner products ⟨gₙ, g′ₘ⟩ of all pairs of samples, (N, M).
+
+        For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
+
+        other: the gradients of another batch of the same model; by default these gradients themselves
+        budget: bytes to use beside the result
+
+        Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
-        if not isinstance(other, PerSampleGrads):
-            arguments.check_direction(other, self)
-            wide = {name: whole_of(x).to(torch.promote_types(x.dtype, torch.float32)) for name, x in other.items()}
-            length = matrix.nonzero(matrix.joint_norms([row_norms(x.reshape(1, -1)).cpu() for x in wide.values()], 1))
-            along = self.dot({name: x / length.to(x.device) for name, x in wide.items()}, budget)
-            return along / matrix.nonzero(self.norms(budget=budget))
-        theirs, products = other, self.gram(other, budget)  # checks the other
-        n = self.norms(budget=budget)
-        m = n if other is self else other.norms(budget=budget)
-        cosines = products / matrix.nonzero(n).view(*n.shape, *[1] * m.ndim) / matrix.nonzero(m)
-        again = matrix.leave_range(n, m)[:, None].flatten(1).any(1).nonzero()[:, 0]
-        if not len(again):
-            return cosines
-        # Rows of length one have products that neither overflow nor underflow.
-        some = self.select(again)
-        mine, yours = some._by_row(matrix.nonzero(n[again])), theirs._by_row(matrix.nonzero(m))
-        units = some._between(theirs, lambda name, form: matrix.unit_products(form, theirs[name], mine, yours, budget))
-        return cosines.index_put((again,), units)
+        if other is self and (taken := WITHIN.get()) is not None:
+            taken.append("gram")
+        check_kind("gram", ON_VERBS, PerSampleGrads, "per_sample_grads(model) of another batch", other=other)
+        if self._model != other._model or self.keys() != other.keys():
+            is_other = self._model != other._model
+            wrong = "belong to another model" if is_other else f"are {arguments.differing(list(other), list(self))}"
+            raise ValueError(f"gram: the other gradients {wrong}; expected two batches of one model" + ON_VERBS)
+        if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
+            raise ValueError(
+                f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
+                f"{tuple(self[differing[0]].shape)}, as here: apply preconditioned(metric) to both." + ON_METRICS
+            )
+        with self.reading(), other.reading():
+            total = self._added(lambda name, form: form.gram(other[name], budget), other._row_count)
+            return other._placed(total, total.ndim - 1)
+
+    @checked(ON_VERBS)
+    def second_moment(
+        self, w: Tensor | None = None, budget: int = BUDGET, *, about: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The weighted sum of squares Σₙ wₙ (gₙ - v)², elementwise, {name: shape}.
+
+        With weights of 1/N it is the diagonal of the empirical Fisher matrix.  With the mean as v, divided by N - 1, it is
+        the variance over the samples.
+
+        w: N weights, all 1 by default    budget: bytes to use beside the result
+        about: v, {name: shape} for every trainable parameter; zero by default
+
+        Raises as `weighted_sum` and `dot` do.
+        """
+        if about is not None:
+            arguments.check_direction(about, self, "second_moment")
+        whole = {name: whole_of(x).to(self[name].like.device) for name, x in (about or {}).items()}
+        with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
+            return self.spread.settled(matrix.second_moments(self, w, whole, budget).items())
+
+    @checked(ON_VERBS)
+    def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
+        """The sum Σₙ f(gₙ) of an elementwise function of the gradients, {name: shape}.
+
+        Examples are the sum of the samples' signs, of their magnitudes, or of their clamped entries.  After `group`, gₙ is
+        the sum of a group's rows.
+
+        f: an elementwise function: ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
+        count. It gets a matrix of any size, a part of the rows, and returns a tensor of the same shape. About 1,024 entries
+        of each part are also passed to it beside other entries, to check that each result depends on its own entry only
+
+        For half-precision parameters the sums are in single precision, also over processes.
+        Raises TypeError if ``f`` is not a function, ValueError if it isn't elementwise or overwrites its argument.
+        Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
+        optimizers" (arXiv:2510.00236), which takes optimizers' signs and squares inside the mean over samples.
+        """
+        check_kind("reduce", ON_VERBS, Callable, "an elementwise function: torch.sign", f=f)
+
+        def here() -> dict[str, Tensor]:  # f may fail on one process alone
+            with without_autocast(self._by_device.values()):
+                return {name: form.reduce(arguments.elementwise(f, name), budget) for name, form in self.items()}
+
+        with self.summing(here) as (sums, _):
+            return self.spread.settled(sums.items(), narrow=False)
+
+    @overload
+    def noise_scale(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> NoiseScale: ...
+    @overload
+    def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
+    @checked(ON_NOISE)
+    def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
+        """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
+
+        per_parameter: return {name: NoiseScale} instead    budget: bytes to use beside the result
+
+        Raises ValueError for fewer than two samples, and for rows of `per_sample_jacobian`; NothingRecorded for the rows of
+        `backprop_hess`.
+        Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
+        batches of 1 and N samples.
+        """
+        each = noise_scales(self, budget)
+        return each if per_parameter else NoiseScale(*(matrix.added(parts, ()) for parts in zip(*each.values())))
+
+    @checked(ON_VERBS)
+    def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
+        """Sums of rows with the same id: one row for each user, or each document.
+
+        ids: N integers, one for each sample
+        groups: the number of rows; each id must then be in [0, groups). By default there is one row for each distinct id,
+        in the order of the ids
+
+        Raises ValueError for ids of the wrong shape or out of range, TypeError if they are not integers.
+        """
+        ids, groups = arguments.numbered(ids, groups, self.samples)
+        ids = self._rows_of(ids, groups)
+        forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
+        return self.with_forms(forms, groups)
+
+    def select(self, index: slice | Tensor) -> PerSampleGrads:
+        """The rows of some samples.
+
+        For the rows of `backprop_hess` it selects rows and keeps ``batch``, so curvature is still divided by the same
+        number.
+
+        index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
+        Raises IndexError for a mask of another length, or for numbers out of range; TypeError for any other index.
+        """
+        chosen = arguments.chosen_samples(index, self.samples)
+        rows = self._rows_of(chosen, self.samples)
+        return self.with_forms({n: form[rows.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def scaled(self, w: Tensor) -> PerSampleGrads:
         """The rows wₙ gₙ, lazily.
@@ -121,156 +265,58 @@ class PerSampleGrads(Statistics):
         made._versions += [(name, x, n) for name, by in maps.items() for x, n in versions_of(by.tensors())]
         return made
 
-    _by_token: Callable[[nn.Module], PerSampleGrads] | None = None
-    """The function that `tokens` calls; None if these rows were not read from a record."""
+    @checked(ON_VERBS)
+    def project(self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs") -> Tensor:
+        """J R, the rows projected by a random map R, (N, dim).
 
-    def tokens(self) -> PerSampleGrads:
-        """The contribution of each position to these rows: position t of a layer adds row (n, t) to sample n's gradient.
+        R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``seed``, ``dim``, and
+        each parameter's name and shape, so projections of any two batches can be compared.
 
-        Verbs return an axis T after the samples: ``norms`` is (N, T).  Summed over t, the rows are those of the samples.
-        Positions are those of each layer: for the embedding a row shows the contribution of a word, for the last layer that
-        of its place in the sequence.  The rows are not the gradients of the tokens' losses, which also reach earlier
-        positions; for these take `per_sample_jacobian` of the losses.
+        dim: the number of coordinates    seed: the seed of R    budget: bytes to use beside the result
+        kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
+        map that adds each number to one coordinate (see `forms.SparseMap`) and is much faster. The squared length
+        of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
+        one, and of about √(6 / dim) with a sparse map
 
-        Supported are Linear, Embedding and norm layers on (N, T, ...), and transformers' Conv1D.  For parameters that are
-        read from the graph, hook the model by ``add_hooks(model, segments='tokens')``; its rows are already these.
+        A parameter's own projection is that of ``per_sample_grads(model, only=name)``.  For small matrices Pᵀ Gₙ Q take
+        ``grads.preconditioned(Metric.low_rank(model, rank)).dense()``.
 
-        Raises NothingRecorded if the record of the backward pass was freed; BatchSizeError and UnsupportedLayer for a layer
-        whose positions can't be distinguished (recurrent layers, convolutions, layers that run on one position per sample).
+        Raises ValueError for a ``dim`` below 1, and for an unknown kind.
+        Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
+        al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
-        model = self._model()
-        if self._by_token is None or model is None:
-            raise NothingRecorded("call tokens() on per_sample_grads(model) itself, and select, group or scale afterwards.")
-        return self._by_token(model)
+        maps = matrix.random_maps("project", dim, seed, kind)
+        return self._read(lambda name, form: form.project(maps(name, form), budget), dim)
 
-    # Curvature.
+    @checked(ON_VERBS)
+    def gram_of_all(self) -> Tensor:
+        """The inner products ⟨gₙ, g′ₘ⟩ of this process's N samples with all M samples of all processes, (N, M).
 
-    def fisher_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N, {name: shape}.
-
-        After an ordinary backward pass F is the empirical Fisher matrix; after `backprop_hess` it is the true one, or its
-        estimate from sampled labels.
-
-        v: {name: shape} for every trainable parameter
-
-        Raises as `dot` does, and NothingRecorded for the rows of `per_sample_jacobian`, which have no likelihood.
-        Source: Kunstner et al. 2019, "Limitations of the empirical Fisher approximation" (arXiv:1905.12558).
+        Columns are in the order of the processes.  All processes must call it together.  Written-out rows go to each
+        process, one parameter at a time.
         """
-        if self.hess_type == "Jacobian":
-            raise NothingRecorded("fisher_matvec: a Jacobian has no likelihood. Use ggn_matvec for JᵀJ v / N.")
-        return self._narrowed(self._matvec(v))
+        with self.summing(lambda: None, self.samples) as (_, count):
+            products = (form.gram(Dense(self.spread.everyones(form.dense()))) for form in self.values())
+            return matrix.added(products, (self.samples, int(count)))
 
-    def ggn_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, {name: shape}.  Call it after `backprop_hess`.
+    def local(self) -> PerSampleGrads:
+        """The same rows.  Sums are then over the samples of this process only."""
+        return self._read_as(self._forms, self.samples, self._of._replace(spread=self.spread.local()))
 
-        v: {name: shape} for every trainable parameter
+    # For other modules.
 
-        Raises as `dot` does, and NothingRecorded after an ordinary backward pass.
-        Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
-        """
-        if self.hess_type is None:
-            raise NothingRecorded(
-                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead, or take fisher_matvec."
-            )
-        return self._narrowed(self._matvec(v))
+    def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
+        """These gradients with other forms, for example with some of the rows."""
+        batches = self.batches if self.hess_type else [samples]
+        return self._read_as(forms, samples, self._of._replace(batches=batches))
 
-    @checked(ON_CURVATURE)
-    def natural_gradient(
-        self, v: Mapping[str, Tensor], damping: float | None = None, limit: float = LIMIT
-    ) -> dict[str, Tensor]:
-        """(JᵀJ / N + λ)⁻¹ v, computed from J Jᵀ, {name: shape}.
+    def _read_as(self, forms: Mapping[str, Form], samples: int, of: matrix.Of) -> PerSampleGrads:
+        made = PerSampleGrads(forms, samples, of)
+        made._versions = [*self._versions, *made._versions]
+        return made
 
-        v: {name: shape} for every trainable parameter, for example a gradient
-        damping: λ > 0. Rounding errors of v and of JᵀJ are divided by it, so in single precision choose it well above 10⁻⁶
-        of the largest eigenvalue
-        limit: bytes that J Jᵀ may take in double precision, 1 GiB by default
-
-        Raises as `dot` does, TypeError without a damping, ValueError for a damping that is not above 0, BlockTooLarge for
-        too many rows.
-        Source: the identity of Woodbury 1950; Ren and Goldfarb 2019 (arXiv:1906.02353).
-        """
-        self._check_alone("natural_gradient")
-        if damping is None:
-            raise TypeError(
-                f"natural_gradient: damping is missing; expected λ > 0, because JᵀJ / N has rank {self._row_count} at most. "
-                "Start with damping=1e-2 and try powers of ten: with a large one the step is close to v / λ." + ON_CURVATURE
-            )
-        if (size := 8 * self._row_count**2) > limit:
-            raise BlockTooLarge(
-                f"natural_gradient: J Jᵀ has {self._row_count:,} rows and takes {size / 2**20:,.0f} MiB; the limit is "
-                f"{limit / 2**20:,.0f} MiB. Raise limit; or sample vectors, backprop_hess(output, samples=1); or use "
-                "conjugate gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...)."
-            )
-        products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
-        products.diagonal().add_(count * float(damping))
-        along = self.dot(v)
-        inside = torch.linalg.solve(products, along.double().flatten()) if len(products) else along
-        back = self._transposed(inside.view(along.shape))
-        return self._narrowed({name: (v[name].to(x) - x) / damping for name, x in back.items()})
-
-    @checked(ON_CURVATURE)
-    def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
-        """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
-
-        name: a parameter's name, as in ``named_parameters``
-        other: the other parameter's name; by default the same one, for the diagonal block
-        limit: bytes that the block may take, 1 GiB by default
-
-        Raises KeyError for a name that is not a trainable parameter, BlockTooLarge for a larger block.
-        """
-        self._check_alone("block")
-        other = name if other is None else other
-        mine, theirs = self[name], self[other]
-        arguments.check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
-        with self.reading():
-            return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
-
-    def to_vector(self, v: Mapping[str, Tensor]) -> Tensor:
-        """{name: shape} as one vector, P.  Parameters are in the order of ``torch.nn.utils.parameters_to_vector``."""
-        return torch.cat([v[name].flatten() for name in self])
-
-    def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
-        """One vector, P, as {name: shape}: the inverse of `to_vector`."""
-        sizes = [form.shape.numel() for form in self.values()]
-        if vector.shape != (sum(sizes),):
-            shape = tuple(vector.shape)
-            raise ValueError(f"from_vector was given shape {shape}; expected ({sum(sizes)},)" + ON_CURVATURE)
-        return {name: part.view(form.shape) for part, (name, form) in zip(vector.split(sizes), self.items())}
-
-    @checked(ON_CURVATURE)
-    def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
-        """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
-
-        Its vectors have the layout of `to_vector` and `from_vector`.
-
-        damping: λ ≥ 0
-
-        Raises ImportError without scipy, ValueError for a negative damping.
-        """
-        self._check_alone("as_linear_operator")
-        with needed("curvature"):
-            from scipy.sparse.linalg import LinearOperator
-        like = next(iter(self.values())).like
-        dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
-
-        def product(x: Any) -> Any:
-            if x.dtype.kind == "c":
-                return product(x.real) + 1j * product(x.imag)
-            v = torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)
-            return (self.to_vector(self._matvec(self.from_vector(v))) + float(damping) * v).cpu().numpy()
-
-        size, of = sum(form.shape.numel() for form in self.values()), torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-        return LinearOperator((size, size), matvec=product, rmatvec=product, dtype=of)
-
-    def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """JᵀJ v / N in the forms' accumulation dtype, at least single precision."""
-        self._check_real()
-        with self.summing(lambda: None, self.batch) as (_, count):
-            return self._transposed(self.dot(v) / max(1, count))
-
-    def _narrowed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same in the parameters' dtypes."""
-        return {name: x.to(self[name].like.dtype) for name, x in sums.items()}
+    def _part(self, names: Iterable[str]) -> PerSampleGrads:
+        return self.with_forms({name: self[name] for name in names}, self.samples)
 
 
 def _maps_of(
@@ -278,18 +324,20 @@ def _maps_of(
 ) -> dict[str, LinearMap]:
     """{name: map} for some names, of the model's parameters with all their names.
 
-    Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
-    parameter of the metric is the model's; TypeError for what is no map.
+    Raises ValueError for a parameter without a map or with several maps, and for a pattern that matches nothing; TypeError
+    for what is no map.
     """
     each = {f"map {number}": by for number, by in enumerate(metric.values())}
     check_kind("preconditioned", ON_METRICS, LinearMap, "a Metric, whose maps are linear", **each)
-    by_id = {id(key): by for key, by in metric.items() if not isinstance(key, str)}
-    found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
-    if by_id and not any(id(p) in by_id for _, p in named):
-        raise ValueError("preconditioned was given a metric of parameters that are another model's" + ON_METRICS)
-    patterns = [key for key in metric if isinstance(key, str)]
-    for pattern, own in arguments.parts_by(patterns, names, "the metric") if patterns else ():
-        found |= dict.fromkeys(own, metric[pattern])
+    found: dict[str, LinearMap] = {}
+    by_id = {id(p): name for name, p in named if name in names}
+    for key, by in metric.items():
+        is_pattern = isinstance(key, str)
+        meant = [name for name in names if matches(name, key)] if isinstance(key, str) else [by_id.get(id(key), "")]
+        if is_pattern and (not meant or found.keys() & meant):
+            wrong = "matches what an earlier key does" if meant else f"matches none of {arguments.some(names)}"
+            raise ValueError(f"preconditioned: the metric's key {key!r} {wrong}" + ON_METRICS)
+        found |= dict.fromkeys(meant, by)
     if missing := [name for name in names if name not in found]:
         raise ValueError(
             f"preconditioned: the metric has no map for {arguments.some(missing)}. Give them a map, None for the identity; "

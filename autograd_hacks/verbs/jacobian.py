@@ -13,8 +13,6 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
-from autograd_hacks.forms import Concatenation, Dense, Form
-from autograd_hacks.forms.base import held_bytes, written_bytes
 from autograd_hacks.reading.guards import check_unseen
 from autograd_hacks.reading.loss_graphs import read_outside
 from autograd_hacks.support.contexts import outside_inference
@@ -25,15 +23,14 @@ from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.matrix import Of
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
 
 @checked(ON_OUTPUTS)
-def per_sample_jacobian(
-    model: nn.Module, output: Tensor, *, retain_graph: bool = False, chunk_size: int | None = None
-) -> PerSampleGrads:
+def per_sample_jacobian(model: nn.Module, output: Tensor, *, retain_graph: bool = False) -> PerSampleGrads:
     """The Jacobian of an output by the parameters: one row for each sample and each entry of its output.
 
     It runs one backward pass for each entry.  Verbs return the output's axes after the samples'.  For logits, ``norms()`` is
@@ -44,13 +41,10 @@ def per_sample_jacobian(
     output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
     outputs, such as tokens' losses, with the samples on axis 0
     retain_graph: keep the graph for another backward pass
-    chunk_size: write rows out after this many passes, if they then take less memory than the passes' gradients at layers'
-    outputs. Never by default
 
-    Raises TypeError if ``output`` is not a tensor of real numbers, ValueError if it has no entries or chunk_size is below 1;
-    SamplesMixed if ``output`` has no batch axis or mixes samples; BatchSizeError if it has another number of samples;
-    NothingRecorded if it has no graph, or does not come from a forward of the model with hooks; and what `compute_grad1`
-    raises.
+    Raises TypeError if ``output`` is not a tensor of real numbers, ValueError if it has no entries; SamplesMixed if
+    ``output`` has no batch axis or mixes samples; BatchSizeError if it has another number of samples; NothingRecorded if it
+    has no graph, or does not come from a forward of the model with hooks; and what `compute_grad1` raises.
     """
     recorder = recorder_of(model)
     record = recorder.record
@@ -67,29 +61,17 @@ def per_sample_jacobian(
         if leaves and not is_returned:
             _check_function(first)
         count = prod(first.shape[1:])
-        size, chunks, reached = chunk_size or count, list[dict[str, Form]](), set[str]()
-        losses = _announcement(first)
-        for number in progress(range(1, count + 1), "Jacobian", "pass", count):
+        losses = Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
+        for number in progress(range(count), "Jacobian", "pass", count):
             s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)  # 1 at this entry of every sample
-            s.view(len(first), count)[:, number - 1] = 1
+            s.view(len(first), count)[:, number] = 1
             with announced(first, losses) as root:
                 if leaves:
-                    run_pass(WHAT, root, leaves, s, retain_graph or number < count)
-            if number % size == 0 or number == count:
-                losses.complete = True
-                grads = _read(model, recorder, losses)
-                chunks.append(dict(grads))
-                if chunk_size is not None:  # rows are written out where that takes less memory
-                    large = [name for name, form in grads.items() if held_bytes(form) > written_bytes(form)]
-                    with torch.no_grad(), grads.reading():
-                        chunks[-1] |= {name: Dense(grads[name].dense()) for name in large}
-                reached |= grads.reached
-                losses = _announcement(first)
-        forms = chunks[0]
-        if len(chunks) > 1:
-            forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
-        samples, entries = len(first), first.shape[1:]
-        return PerSampleGrads(forms, samples, frozenset(reached), "sum", weakref.ref(model), "Jacobian", [samples], entries)
+                    run_pass(WHAT, root, leaves, s, retain_graph or number + 1 < count)
+        losses.complete = True
+        grads = _read(model, recorder, losses)
+        of = Of(grads.reached, "sum", weakref.ref(model), "Jacobian", [len(first)], tuple(first.shape[1:]))
+        return PerSampleGrads(dict(grads), len(first), of)
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
@@ -134,10 +116,6 @@ def _check_function(first: Tensor) -> None:
             f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}, at {at}: it is not an output of the "
             "model, and one index of axis 0 depends on several samples. If they are on axis 1: output.transpose(0, 1)."
         )
-
-
-def _announcement(first: Tensor) -> Announcement:
-    return Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
 
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import starmap
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, NotReduced, StaleRecord
+from autograd_hacks.errors import ON_VERBS, StaleRecord
 from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import without_factor
-from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms, smallest
+from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms
 from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.reading.processes import Spread
@@ -34,7 +34,7 @@ Forms = Mapping[str, Form]
 """Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
-INTERNAL = {"with_forms", "reading", "summing", "spread", "batches"}
+INTERNAL = {"with_forms", "reading", "summing", "wide_sum", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
 
@@ -45,30 +45,6 @@ def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], 
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
         moments[name] = form.second_moment(weights, about.get(name), budget)
     return moments
-
-
-def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
-    """The inner products of rows that are first divided by their lengths, N and M: (N, M)."""
-    total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
-    for rows, block in form.blocks(int(budget * share) // 3):
-        theirs = other if block is form else other.block(rows)
-        mine, yours = block.wide().matrix(), theirs.wide().matrix()
-        total += (mine / n.to(mine)[:, None].real) @ (yours / m.to(yours)[:, None].real).mH
-    return total
-
-
-def nonzero(lengths: Tensor) -> Tensor:
-    """Lengths that are safe to divide by: 1 for 0."""
-    return lengths.masked_fill(lengths == 0, 1)
-
-
-def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Which of our rows have products with some of theirs that overflow or underflow, from both rows' lengths."""
-    finite = theirs[(theirs > 0) & theirs.isfinite()].detach()
-    if not len(finite):
-        return torch.zeros_like(mine, dtype=torch.bool)
-    least, most = smallest(finite.dtype), torch.finfo(finite.dtype).max / 16
-    return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
 def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
@@ -144,38 +120,32 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     return form.dot(form[some].weighted_sum(w, budget).conj().resolve_conj(), budget)
 
 
-def random_maps(what: str, dim: int, seed: int, kind: str, entries: int) -> Callable[[str, Form], AnyMap]:
-    """The random map of each parameter.  Raises ValueError for settings that none has.  what: the verb's name for ``dim``"""
-    check_word(what.partition(":")[0], ON_VERBS, ("signs", "sjlt"), kind=kind)
-    if kind == "signs" and entries != 1:
-        raise ValueError(f"{what}={dim} with entries={entries}; entries is for kind='sjlt': leave it out" + ON_VERBS)
-    if dim % entries:
-        near = dim + -dim % entries
-        raise ValueError(f"{what}={dim} with entries={entries}; expected a multiple of entries: {near}" + ON_VERBS)
-    if kind == "sjlt":
-        return lambda name, form: SparseMap(unwrapped(name), form.shape, dim, seed, entries)
-    return lambda name, form: RandomMap(unwrapped(name), form.shape, dim, seed)
+def random_maps(what: str, dim: int, seed: int, kind: str) -> Callable[[str, Form], AnyMap]:
+    """The random map of each parameter.  Raises ValueError for an unknown kind.  what: the verb, for the message"""
+    check_word(what, ON_VERBS, ("signs", "sjlt"), kind=kind)
+    of = SparseMap if kind == "sjlt" else RandomMap
+    return lambda name, form: of(unwrapped(name), form.shape, dim, seed)
+
+
+class Of(NamedTuple):
+    """Where rows come from.  The first fields are those of `PerSampleGrads`."""
+
+    reached: frozenset[str]
+    loss_type: str
+    model: weakref.ref[nn.Module]
+    hess_type: str | None
+    batches: Sequence[int]  # the micro-batches' numbers of samples
+    entries: tuple[int, ...] = ()
+    spread: Spread = Spread({}, None)  # the processes that have other samples
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
-    """`PerSampleGrads` without the verbs.  spread: the processes that have other samples"""
+    """`PerSampleGrads` without the verbs."""
 
-    def __init__(
-        self,
-        forms: Mapping[str, Form],
-        samples: int,
-        reached: frozenset[str],
-        loss_type: str,
-        model: weakref.ref[nn.Module],
-        hess_type: str | None,
-        batches: Sequence[int],
-        entries: Sequence[int] = (),
-        spread: Spread | None = None,
-    ) -> None:
-        self._forms, self.samples, self.entries, self._model = dict(forms), samples, tuple(entries), model
-        self.reached, self.loss_type, self.hess_type = reached, loss_type, hess_type
-        self.batches, self.batch = batches, sum(batches)
-        self.spread = Spread({}, None) if spread is None else spread
+    def __init__(self, forms: Mapping[str, Form], samples: int, of: Of) -> None:
+        self._forms, self.samples, self._of = dict(forms), samples, of
+        self.reached, self.loss_type, self._model, self.hess_type, self.batches, self.entries, self.spread = of
+        self.batch = sum(self.batches)
         # The tensors that forms hold, with their version counters now.
         held = [(name, x) for name, form in forms.items() for x in form.held]
         self._versions = [(name, x, n) for (name, x), n in zip(held, versions_among(*[x for _, x in held]))]
@@ -291,20 +261,14 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A verb's results summed over parameters, (N, *shape)."""
         return self._placed(added(starmap(verb, self.items()), (self._row_count, *shape)))
 
-    def _read(self, verb: Verb, per_parameter: bool, *shape: int) -> Tensor | dict[str, Tensor]:
-        """A verb's results for each parameter, or summed over parameters."""
+    def _read(self, verb: Verb, *shape: int) -> Tensor:
+        """`_added`, when the forms may be read."""
         with self.reading():
-            return self._each(verb) if per_parameter else self._added(verb, *shape)
+            return self._added(verb, *shape)
 
     def _each(self, verb: Verb) -> dict[str, Tensor]:
         """A verb's results for each parameter, {name: (N, ...)}."""
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
-
-    def _between(self, other: Matrix, product: Verb) -> Tensor:
-        """The products of all parameters' rows with another batch's, summed over parameters, (N, M)."""
-        with self.reading(), other.reading():
-            total = self._added(product, other._row_count)
-            return other._placed(total, total.ndim - 1)
 
     def _totals(self, w: Tensor, budget: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
@@ -337,23 +301,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = form.weighted_sum(given(like := form.like), budget)
             yield name, total.to(like.dtype) if narrow else total
 
-    def _transposed(self, w: Tensor) -> dict[str, Tensor]:
+    def wide_sum(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
         w = self._by_row(w)
         with self.reading():
             return self.spread.settled(self._totals(w, BUDGET))
-
-    def _check_alone(self, what: str) -> None:
-        """Raises NotReduced if other processes have rows, too, and TypeError for complex parameters."""
-        self._check_real()
-        if self.spread.mesh is not None:
-            raise NotReduced(
-                f"{what} needs the inner products of all rows, but {self.spread.mesh.size()} processes share the batch. Use "
-                f"this one's alone, grads.local().{what}(...), or products with JᵀJ of all: fisher_matvec, ggn_matvec."
-            )
-
-    def _check_real(self) -> None:
-        """Raises TypeError for complex parameters, which have no curvature."""
-        for name, form in self.items():
-            if form.like.is_complex():
-                raise TypeError(f"parameter {name!r} is complex; curvature exists for real parameters only" + ON_CURVATURE)

@@ -20,17 +20,15 @@ from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.row_files import RowFiles, by_file, digest_of
+from autograd_hacks.support.row_files import RowFiles, digest_of
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
-from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.grads import WITHIN, PerSampleGrads
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
@@ -40,7 +38,7 @@ KEPT = 2**28
 """The default number of bytes for gradients that are kept from batch to batch."""
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
-_ROWS = PerSampleGrads.gram, PerSampleGrads.cosine, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
+_ROWS = PerSampleGrads.gram, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
 """Verbs that return one row per sample.  Their results can't be summed over batches."""
 
 
@@ -56,7 +54,6 @@ def over(
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
     budget: int = KEPT,
-    segments: Segments | None = None,
 ) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
@@ -66,8 +63,7 @@ def over(
     loader: the batches, D samples in all. Rows come in this order; there is a warning for a DataLoader that shuffles
     loss: ``loss(model, batch)`` returns N losses, one for each sample of the batch
     verb: ``verb(grads)`` gets the `PerSampleGrads` of a batch and returns N rows, for example ``PerSampleGrads.norms`` or
-    ``lambda grads: grads.project(512)``. It may also return {name: N rows}; a named tuple in it becomes one name for each
-    field: "0.weight.left"
+    ``lambda grads: grads.project(512)``. It may also return {name: N rows}
     against: batches of another data set with E samples. ``verb(grads, others)`` then returns (N, M), as
     ``PerSampleGrads.gram`` does, and the result is (D, E). Batches of ``against`` that don't fit the budget are recomputed
     for every batch of the loader, so make the loader the larger set, with large batches
@@ -80,8 +76,8 @@ def over(
     budget: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
     are recomputed when the weights change. If the loss depends on anything else that changes, pass
     ``budget=0``
-    segments: as in `add_hooks`, for samples that pack several documents; ``loss`` then returns one loss for each document.
-    By default those given to `add_hooks`
+
+    With ``add_hooks(segments=...)``, for samples that pack several documents, ``loss`` returns one loss for each document.
 
     Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
     batches, for a verb that returns something else, for a file with rows of other weights, and for batches in another order
@@ -99,9 +95,6 @@ def over(
             "batches. Give DataLoader(..., shuffle=False)" + ON_DATA_SETS,
             stacklevel=2,
         )
-    if segments is not None:
-        kinds = recorder.kinds
-        check_segments(segments, "over", kinds.batch_dim, kinds.probes, kinds.independent)
     file: RowFiles | None = None
     if out is not None:
         weights = digest_of(model.state_dict())
@@ -110,23 +103,19 @@ def over(
             origin = digest_of(other, before=origin)
         file = RowFiles(_of_process(out), origin, weights)
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
-    told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget)
     pieces: list[dict[str, Tensor]] = []
     batches = 0
-    try:
-        for batch in progress(loader, "gradients", "batch"):
-            batches += 1
-            if file is not None and not file.wants(batch):
-                continue
-            piece = step.rows(batch, total)
-            if file is None:
-                _check_alike(pieces, piece, total)
-                pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
-            else:
-                file.take(piece)
-    finally:
-        recorder.segments = told
+    for batch in progress(loader, "gradients", "batch"):
+        batches += 1
+        if file is not None and not file.wants(batch):
+            continue
+        piece = step.rows(batch, total)
+        if file is None:
+            _check_alike(pieces, piece, total)
+            pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
+        else:
+            file.take(piece)
     record.clear("over has read its passes and discarded them")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
@@ -256,7 +245,7 @@ class _Step:
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
     """A verb's result by name, on the CPU.  samples: the expected number of rows; None for sums"""
-    named = by_file(returned if isinstance(returned, Mapping) else {_ALONE: returned})
+    named = returned if isinstance(returned, Mapping) else {_ALONE: returned}
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
             rows = "sums" if samples is None else f"{samples} rows, one for each sample"

@@ -1,8 +1,7 @@
 """The last backward pass's per-sample gradients: as lazy matrices, as ``param.grad1``, and as a new ``.grad``."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.nn as nn
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Segment
-from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.errors import (
     ON_HOOKS,
     ON_PASSES,
@@ -19,26 +16,21 @@ from autograd_hacks.errors import (
     ON_REDUCTION,
     ON_SCALERS,
     ON_SEGMENTS,
-    BatchSizeError,
     NothingRecorded,
-    UnsupportedLayer,
 )
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
-from autograd_hacks.probe.documents import tokens_of
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.processes import Spread, Where, spread_of
 from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.verbs.grads import PerSampleGrads
-
-Reader = Callable[[nn.Module, Recorder], PerSampleGrads]
+from autograd_hacks.verbs.matrix import Of
 
 
 @checked(ON_REDUCTION)
@@ -82,56 +74,17 @@ def grads_of(
     names = [*forms] if only is None else names_matching(only, model, [*forms])
     reached = frozenset([name for name in names if forms[name] is not None])
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
-    of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
-    entries: tuple[int, ...] = ()
+    hess_type, entries = record.hess_type, tuple[int, ...]()
+    batches = [segment.batch_size() for segment in record.segments]
     documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
     if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
             raise NothingRecorded(f"rows of tokens need one batch, not {count}; read after each of them" + ON_SEGMENTS)
-        samples, *entries_of = tokens.ids.shape
-        entries, of = tuple(entries_of), (*of[:2], [samples])
-    made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
-    again = partial(grads_of, spread=spread, loss_type=loss_type, scale=scale, only=names)
-    made._by_token = partial(_read_tokens, again, weakref.ref(recorder), [*map(weakref.ref, record.segments)])
-    return made
-
-
-def _read_tokens(
-    again: Reader, of: weakref.ref[Recorder], segments: Sequence[weakref.ref[Segment]], model: nn.Module
-) -> PerSampleGrads:
-    """The rows of positions, from the same record as the rows of samples.  again: reads it"""
-    recorder = of()
-    known = [own() for own in segments]  # None once the record is freed
-    if recorder is None or len(known) != 1 or recorder.record.segments != known:
-        raise NothingRecorded(
-            "tokens: the record of the backward pass was freed, or holds several batches. Call tokens() after one batch and "
-            "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
-        )
-    uses = list(dict.fromkeys([use for recorded in recorder.record.passes for use in recorded.received]))
-    if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
-        return again(model, recorder)
-    shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
-    if shape is None:
-        raise BatchSizeError(
-            "tokens: the model has no output of shape (N, T, ...), so the positions are unknown; expected samples on axis 0 "
-            "and positions on axis 1. Name the positions before the forward: add_hooks(model, segments=...)." + ON_SEGMENTS
-        )
-    documents = tokens_of(shape[0], shape[1])
-    for use in uses:
-        if isinstance(use, NodeUse):
-            raise UnsupportedLayer(
-                f"tokens: {use.place}, was read for whole samples, as tables of positions are. Call add_hooks(model, "
-                "segments='tokens') before the forward." + ON_SEGMENTS
-            )
-    before = {use.within: use.documents for use in uses}
-    try:
-        for within in before:
-            within.documents = documents
-        return again(model, recorder)
-    finally:
-        for within, own in before.items():
-            within.documents = own
+        samples, *axes = tokens.ids.shape
+        batches, entries = [samples], tuple(axes)
+    of = Of(reached, record.reduction(loss_type), weakref.ref(model), hess_type, batches, entries, spread)
+    return PerSampleGrads(filled, samples, of)
 
 
 def compute_grad1(

@@ -1,6 +1,6 @@
 """Compares the library's rows with autograd's by randomly weighted sums, which a wrong row would change."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import mul
 from typing import Any
@@ -23,7 +23,6 @@ from autograd_hacks.errors import (
     UnsupportedLayer,
     VerificationFailed,
 )
-from autograd_hacks.forms import Form
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.probe.documents import Documents, documents_of
@@ -34,18 +33,18 @@ from autograd_hacks.reading.processes import Spread, spread_of
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
-from autograd_hacks.support.layout import Layouts, differs, rounding_of
+from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.support.trees import held, is_packed, tensors_of, unpacked
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Loss = Callable[[Any], Tensor]
+Over = Callable[[Tensor, Tensor], Any]
+"""Weights of samples at each entry of an output."""
 
 
 @checked(ON_WRONG)
@@ -54,27 +53,24 @@ def verify(
     samples: int = 0,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
     independent: bool = False,
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
     It runs a copy of the model, with random gradients g at the model's outputs and random weights w.  For every trainable
     parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
-    mixed samples or a wrong axis can't pass.  If a step is recorded, it also compares the sum of its rows with ``.grad``,
-    which must have been cleared before the step.
+    mixed samples or a wrong axis can't pass.
 
     With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
     that the outputs of the others in the same sample don't change.
 
     The model, what its hooks keep, ``.grad`` and the record don't change.  If processes share a batch, all must call it
-    together; each checks its own rows, but not ``.grad``, which contains those of the others.
+    together; each checks its own rows.
 
     samples: how many single samples to compare as well, by one backward pass each
     args: positional arguments for the model. Needed if the arguments of the last forward no longer exist: the library
     doesn't keep them alive
     kwargs: keyword arguments for the model
-    loss: a function from the model's output to N losses. Also checks that no loss depends on another sample's output
     independent: also check that no sample's output depends on other samples' values along a path without a gradient, see
     `add_hooks`
 
@@ -87,11 +83,8 @@ def verify(
 
     def own() -> None:
         given = (args or (), dict(kwargs or {})) if args is not None or kwargs is not None else last_step(recorder.record)
-        of_step = _with_grad(model, recorder) if spread.mesh is None else []
-        wrong = of_step + _with_autograd(model, recorder, given, samples, loss, independent)
-        if wrong:
-            hint = " (or .grad was not cleared before the step)" if of_step else ""
-            raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
+        if wrong := _with_autograd(model, recorder, given, samples, independent):
+            raise VerificationFailed("wrong per-sample gradients:\n" + text_table([HEADER, *wrong]))
 
     with ABOVE.alone(model):
         spread.agreed(own)
@@ -156,67 +149,24 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
         use.within.told = told
 
 
-Comparison = tuple[str, str, Form | None, Tensor, Tensor, float]
-"""A parameter, what is compared, its rows, N weights, the expected sum, and its terms' length over that of outputs'
-gradients."""
-
-
-def _wrong(record: Record, comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
-    """The rows of the table: where Σₙ wₙ gₙ of the recorded passes is something else than expected."""
-    received, wrong = [own for recorded in record.passes for own in recorded.received.items()], []
-    used, uses = {call.precision for call, _ in received}, [call for call, _ in received]  # used: autocast's dtypes
-    length = sum(grads.length for _, grads in received)
-    for parameter, what, form, w, expected, size in comparisons:
-        difference = expected
-        if form is not None:
-            w = w.to(form.like.device, form.sum_dtype)
-            if agree(form, w, expected, used, partial(mul, size, length), rounded_by(uses, expected)):
-                continue
-            difference = form.weighted_sum(w).to(expected) - expected
-        if form is not None or expected.any():
-            largest = (f"{float(x.abs().max()) if x.numel() else 0.0:.3g}" for x in (difference, expected))
-            wrong.append((parameter, what, *largest))
-    return wrong
-
-
-def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
-    """Compares the sums of the recorded rows with ``.grad``."""
-    record, passes = recorder.record, recorder.record.passes
-    is_other = any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes)
-    if is_other or not passes or not recorder.backward.wants_grad:
-        return []
-    announced = next((recorded.losses for recorded in passes if recorded.losses), None)
-    is_mean = announced is not None and announced.loss_type == "mean"
-    parameters, comparisons = dict(model.named_parameters()), list[Comparison]()
-    for name, form in read(model, parameters, recorder, None if announced else "sum").items():
-        grad = parameters[name].grad
-        if form is not None and grad is not None:
-            w = torch.full((form.samples,), 1 / form.samples if is_mean else 1.0, dtype=torch.float64, device="cpu")
-            comparisons.append((name, "sum of the step's rows with .grad", form, w, part_of(grad).to_dense(), 1.0))
-    return _wrong(record, comparisons)
-
-
 def _with_autograd(
-    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, loss: Loss | None, independent: bool
+    model: nn.Module, recorder: Recorder, arguments: Arguments, singles: int, independent: bool
 ) -> list[tuple[str, ...]]:
     """Compares weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
         raise TypeError("verify does not support packed sequences; give the model a padded batch" + ON_WRONG)
-    record = recorder.record
     if recorder.segments is not None:
         told = documents_of(recorder.segments, *arguments)
         if told.is_of_tokens:
             raise ValueError("verify can't check rows of segments='tokens'; hook the model without segments" + ON_SEGMENTS)
         _check_values(model, recorder, arguments, told)
     copy = Copy(model, arguments)
-    parameters = record.asked({name: p for name, p in copy.model.named_parameters() if p.requires_grad})
-    draws = torch.Generator().manual_seed(0)  # a separate generator, so that the user's random numbers don't change
+    parameters = recorder.record.asked({name: p for name, p in copy.model.named_parameters() if p.requires_grad})
     asked, independent = independent, independent or recorder.kinds.independent
     with copy.running(), hooked_copy(copy.model, recorder, independent, knows=asked) as own:
         args, kwargs = copy.given
         output = copy.model(*args, **kwargs)
-        outputs, record = tensors_of(output), own.record
-        forward = record.told
+        outputs, forward = tensors_of(output), own.record.told
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
         if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
@@ -224,43 +174,68 @@ def _with_autograd(
                 "verify(model, independent=True): no argument has samples that can be replaced by others of the batch. Give "
                 "tensors in which samples differ."
             )
-        places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
-        if not places:
-            raise SamplesMixed(
-                "verify(model) found no output with a batch axis; the model's outputs have shape "
-                f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
-            )
-        slot, count = next(iter(places)), own.forward.within.samples
-        samples = outputs[slot].shape[places[slot].axis] if count is None else count
-        over: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
-        if (documents := record.documents) is not None:
-            samples, tried = documents.count, torch.ones(documents.count, device="cpu")
-            over = {slot: documents.over for slot in places if documents.over(outputs[slot], tried) is not None}
-        if not samples:
-            return []
-        if loss is not None:
-            _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        every, ones = slice(samples), torch.ones(samples, device="cpu")
-        grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot in over for x in [outputs[slot]]}
-        grads = {slot: g * over[slot](g, ones.to(g)) for slot, g in grads.items()}  # zero at padding
-        # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
-        order = torch.randperm(samples, generator=draws, device="cpu")
-        signs = 2.0 * torch.randint(2, (samples,), generator=draws, device="cpu") - 1
-        weights = [("sum of rows", every, ones), ("weighted sum of rows", every, signs * 2.0 ** (order % 9 - 4))]
-        rows = torch.eye(min(singles, samples), samples, device="cpu")
-        weights += [(f"row {n}", slice(n, n + 1), w) for n, w in enumerate(rows)]
-        expected = []
-        with own.backward.silent():
-            for _, _, w in weights:
-                expected.append(_pull(outputs, {n: g * over[n](g, w.to(g)) for n, g in grads.items()}, parameters))
-        _pull(outputs, grads, parameters)
-        forms, comparisons = read(copy.model, dict(copy.model.named_parameters()), own, "sum"), list[Comparison]()
-        for (what, some, w), totals in zip(weights, expected):
-            for name, total in totals.items():
-                form = forms.get(name)
-                form = form if form is None or some == every else form[some]
-                comparisons.append((name, what, form, w[some], total, float(w.abs().max())))
-        return _wrong(record, comparisons)
+        samples, over = _samples_in(outputs, own)
+        return _wrong(copy.model, own, parameters, outputs, over, samples, singles) if samples else []
+
+
+def _samples_in(outputs: Sequence[Tensor], own: Recorder) -> tuple[int, dict[int, Over]]:
+    """How many samples, or documents, there are, and where they are in the outputs that have some."""
+    record = own.record
+    places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
+    if not places:
+        raise SamplesMixed(
+            "verify(model) found no output with a batch axis; the model's outputs have shape "
+            f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
+        )
+    if (documents := record.documents) is not None:
+        tried = torch.ones(documents.count, device="cpu")
+        found = [slot for slot in places if documents.over(outputs[slot], tried) is not None]
+        return documents.count, dict.fromkeys(found, documents.over)
+    slot, count = next(iter(places)), own.forward.within.samples
+    samples = outputs[slot].shape[places[slot].axis] if count is None else count
+    return samples, {slot: at.over for slot, at in places.items()}
+
+
+def _wrong(
+    model: nn.Module,
+    own: Recorder,
+    parameters: Mapping[str, Tensor],
+    outputs: Sequence[Tensor],
+    over: Mapping[int, Over],
+    samples: int,
+    singles: int,
+) -> list[tuple[str, ...]]:
+    """The rows of the table: where Σₙ wₙ gₙ is something else than a backward pass from w · g."""
+    draws = torch.Generator().manual_seed(0)  # a separate generator, so that the user's random numbers don't change
+    every, ones = slice(samples), torch.ones(samples, device="cpu")
+    grads = {slot: noise(x.shape, key_of(slot), x.device, x.dtype) for slot in over for x in [outputs[slot]]}
+    grads = {slot: g * over[slot](g, ones.to(g)) for slot, g in grads.items()}  # zero at padding
+    # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
+    order = torch.randperm(samples, generator=draws, device="cpu")
+    signs = 2.0 * torch.randint(2, (samples,), generator=draws, device="cpu") - 1
+    weights = [("sum of rows", every, ones), ("weighted sum of rows", every, signs * 2.0 ** (order % 9 - 4))]
+    rows = torch.eye(min(singles, samples), samples, device="cpu")
+    weights += [(f"row {n}", slice(n, n + 1), w) for n, w in enumerate(rows)]
+    with own.backward.silent():
+        expected = [_pull(outputs, {n: g * over[n](g, w.to(g)) for n, g in grads.items()}, parameters) for *_, w in weights]
+    _pull(outputs, grads, parameters)
+    forms = read(model, dict(model.named_parameters()), own, "sum")
+    received, wrong = [pair for recorded in own.record.passes for pair in recorded.received.items()], []
+    used, uses = {call.precision for call, _ in received}, [call for call, _ in received]  # used: autocast's dtypes
+    length = sum(grads.length for _, grads in received)
+    for (what, some, w), totals in zip(weights, expected):
+        for name, total in totals.items():
+            form, difference = forms.get(name), total
+            if form is not None:
+                form = form if some == every else form[some]
+                by, size = w[some].to(form.like.device, form.sum_dtype), partial(mul, float(w.abs().max()), length)
+                if agree(form, by, total, used, size, rounded_by(uses, total)):
+                    continue
+                difference = form.weighted_sum(by).to(total) - total
+            if form is not None or total.any():
+                largest = (f"{float(x.abs().max()) if x.numel() else 0.0:.3g}" for x in (difference, total))
+                wrong.append((name, what, *largest))
+    return wrong
 
 
 def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, documents: Documents) -> None:
@@ -290,27 +265,6 @@ def _check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, do
                 raise SamplesMixed(
                     f"documents mix: when the tokens of some were replaced, the model's output {slot}, of shape "
                     f"{tuple(x.shape)}, changed at the positions of others. Mask attention, and all else, by document."
-                )
-
-
-def _check_loss(loss: Loss, output: Any, layouts: Layouts, samples: int) -> None:
-    """Raises SamplesMixed if the losses of some samples change with the outputs of others."""
-    draws, places = torch.Generator().manual_seed(0), iter(layouts)
-    here = [(x.detach(), next(places, None)) for x in tensors_of(output)]
-    with torch.no_grad():
-        losses = loss(map_tensors(Tensor.detach, output))
-        if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            raise ValueError(
-                f"verify: the loss returned {kind_of(losses)}; expected {samples} losses, one for each sample "
-                "(reduction='none')" + ON_WRONG
-            )
-        for kept in kept_samples(samples, draws):
-            others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
-            again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
-            if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
-                raise SamplesMixed(
-                    "verify: samples mix in the loss: when the model's outputs for some samples were replaced, the losses "
-                    "of others changed. Use each sample's own outputs only."
                 )
 
 

@@ -357,6 +357,10 @@ def score(name: str, recipe: Callable[..., Tensor], *arguments: Any) -> None:
     seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - start)
 
 
+def cosines(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:
+    return grads.gram(others) / grads.norms()[:, None] / others.norms()
+
+
 states: list[Mapping[str, Any]] = []
 for seed in tqdm(range(options.models), desc="scores", unit="network"):
     (model, steps), (adam_model, visited) = by_sgd(seed), by_adam(seed)
@@ -364,7 +368,7 @@ for seed in tqdm(range(options.models), desc="scores", unit="network"):
     add_hooks(adam_model)
     states.append(copy.deepcopy(model.state_dict()))
     checkpoints = [(weights, RATE) for weights, *_ in steps[:: -(-len(steps) // 4)][1:]] + [(states[-1], RATE)]
-    along, cosine = (partial(over, model, train, losses, v) for v in (PerSampleGrads.gram, PerSampleGrads.cosine))
+    along, cosine = (partial(over, model, train, losses, verb) for verb in (PerSampleGrads.gram, cosines))
     score("gradients' dot", partial(along, against=queries))
     score("gradients' cosine", partial(cosine, against=queries))
     score("TracIn", tracin, model, train, queries, checkpoints, losses)

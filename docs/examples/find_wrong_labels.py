@@ -96,7 +96,7 @@ with add_hooks(hooked, param_grad=False):
         hooked.load_state_dict(state)
         scores["TracIn"] += rate * over(hooked, loader, losses, lengths)
     hooked.load_state_dict(model.state_dict())
-    compute_hess_over(hooked, loader, kind="ekfac", kfac_bias="joint")
+    compute_hess_over(hooked, loader, kind="ekfac")
     scores["EK-FAC"] = over(hooked, loader, losses, by_ekfac)
 
 # %%

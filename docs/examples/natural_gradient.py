@@ -54,11 +54,11 @@ def sgd(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def natural(model: nn.Module, x: Tensor, y: Tensor) -> None:
     output = model(x)
     autograd_hacks.backprop_hess(output, "CrossEntropy")
-    curvature = autograd_hacks.per_sample_grads(model)
+    rows = autograd_hacks.per_sample_grads(model)
     with autograd_hacks.pause_hooks():
         F.cross_entropy(output, y).backward()
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name, direction in curvature.natural_gradient(gradient, DAMPING).items():
+    for name, direction in autograd_hacks.curvature.natural_gradient(rows, gradient, DAMPING).items():
         model.get_parameter(name).grad = direction
 
 

@@ -114,11 +114,17 @@ for _ in tqdm(range(40), desc="training", unit="epoch"):
 # ---------------------
 
 weights = ["*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight"]
+
+
+def cosines(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:
+    return grads.gram(others) / grads.norms()[:, None] / others.norms()
+
+
 train, queries, metric = [stated], [asked[:30]], Metric.from_optimizer(optimizer)
 with add_hooks(model, param_grad=False):
     ways = {
         "dot": over(model, train, losses, PerSampleGrads.gram, against=queries, only=weights),
-        "cosine": over(model, train, losses, PerSampleGrads.cosine, against=queries, only=weights),
+        "cosine": over(model, train, losses, cosines, against=queries, only=weights),
         "TrackStar": trackstar(model, train, queries, metric, losses, only=weights),
     }
     whole = trackstar(model, train, queries, metric, losses, rank=64, only=weights)

@@ -81,12 +81,14 @@ print(f'asked "{ASKED} ...", it says "{" ".join(said[-ANSWERED:])}"')
 # %%
 # A gradient for each token
 # -------------------------
-# The rows have two axes, sentences and tokens.  ``cosine`` and ``gram`` return both axes of both: N T 1 T′.
+# The rows have two axes, sentences and tokens.  ``gram`` returns both axes of both: N T 1 T′.  Of rows of
+# length one it has the cosines.
 
 with autograd_hacks.add_hooks(model, param_grad=False):
     rows = autograd_hacks.per_sample_jacobian(model, losses_of(text))
     wanted = autograd_hacks.per_sample_jacobian(model, losses_of(asked))
-    taught, products = rows.cosine(wanted)[:, :, 0], rows.gram(wanted)[:, :, 0]
+    unit, unit_wanted = (own.scaled(1 / own.norms()) for own in (rows, wanted))
+    taught, products = unit.gram(unit_wanted)[:, :, 0], rows.gram(wanted)[:, :, 0]
 
 # %%
 # Compared with autograd

@@ -60,7 +60,6 @@ VERBS: dict[str, Callable[[PerSampleGrads], Any]] = {
     "rows.npy": lambda grads: joined(grads.dense()),
     "rows.safetensors": lambda grads: joined(grads.dense()),
     "rows": PerSampleGrads.dense,
-    "factors": lambda grads: grads.low_rank(5),
 }
 
 
@@ -213,32 +212,3 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
         (ValueError, r"expects {name: tensor} for '0\.weight'",
          lambda: Store(tmp_path / "folder").search(torch.randn(2, 4), 1)),
     )  # fmt: skip
-
-
-def test_the_name_that_queries_lack_is_named(tmp_path: Path) -> None:
-    """Also among many names, of which a message lists five."""
-    rows = {f"{n}.weight": torch.randn(4, 3) for n in range(9)}
-    own = {name: x[:1] for name, x in rows.items()}
-    over(net(), batches(1), loss, lambda grads: own, out=tmp_path / "r")
-    store = Store(tmp_path / "r")
-    last = {"8.weight": rows.pop("8.weight")}
-    check_each(
-        (ValueError, r"given queries without '8\.weight'; .* expects one for each of its 9 names",
-         lambda: store.search(rows, 1)),
-        (ValueError, r"queries without '8\.weight', and with 'more' too many; ",
-         lambda: store.search({**rows, "more": last["8.weight"]}, 1)),
-    )  # fmt: skip
-
-
-def test_an_unfinished_store_warns(tmp_path: Path) -> None:
-    model, data, path = net(), batches(2, 2), tmp_path / "rows.npy"
-
-    def verb(grads: PerSampleGrads) -> Tensor:
-        if path.exists():
-            raise Interrupted
-        return grads.project(4)
-
-    with pytest.raises(Interrupted):
-        over(model, data, loss, verb, out=path)
-    with pytest.warns(RuntimeWarning, match="has 2 rows"):
-        assert len(Store(path)) == 2

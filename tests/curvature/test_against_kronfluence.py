@@ -25,7 +25,10 @@ def of_words() -> nn.Module:
     sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(**sizes, **drops, eos_token_id=0)
-    return Bare(lambda m, words: m.inner(words).logits, inner=transformers.GPT2LMHeadModel(config))
+    inner = transformers.GPT2LMHeadModel(config)
+    for name, p in inner.named_parameters():  # kronfluence has them in one block with their weights
+        p.requires_grad_(not (name.endswith("bias") and ".c_" in name))
+    return Bare(lambda m, words: m.inner(words).logits, inner=inner)
 
 
 def of_linear_layers(model: nn.Module) -> nn.Module:
@@ -33,8 +36,8 @@ def of_linear_layers(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     for path, layer in model.named_modules():
         if type(layer).__name__ == "Conv1D":
-            plain = nn.Linear(*layer.weight.shape).to(layer.weight)
-            plain.load_state_dict({"weight": layer.weight.mT, "bias": layer.bias})
+            plain = nn.Linear(*layer.weight.shape, bias=False).to(layer.weight)
+            plain.load_state_dict({"weight": layer.weight.mT})
             twin.set_submodule(path, plain)
     return twin
 
@@ -66,7 +69,7 @@ def influences(model: nn.Module, train: Tensor, test: Tensor, kfac: dict[str, An
     generator = torch.Generator().manual_seed(1)
     with autograd_hacks.add_hooks(model):
         autograd_hacks.backprop_hess(model(train), samples=1, generator=generator)
-        autograd_hacks.compute_hess(model, "ekfac", parameters=LAYERS, kfac_bias="joint")
+        autograd_hacks.compute_hess(model, "ekfac", parameters=LAYERS)
 
         def rows(words: Tensor) -> autograd_hacks.PerSampleGrads:
             losses(model, words).sum().backward()

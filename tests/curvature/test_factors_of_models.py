@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from curvature_nets import curve
-from parts_of_models import CASES, IS_TURNED, Use, assert_damped, assert_solves, expected_block, hooked, rows_of
-from rarely import crossed
+from parts_of_models import CASES, IS_TURNED, Use, assert_solves, hooked, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.attribution import Metric
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -33,24 +31,20 @@ def uses_of(model: nn.Module, x: Tensor) -> list[dict[str, list[tuple[int, Tenso
     return found
 
 
-def by_hand(uses: Sequence[tuple[Tensor, Tensor]], samples: int, approximation: str) -> tuple[Tensor, Tensor]:
+def by_hand(uses: Sequence[tuple[Tensor, Tensor]], samples: int) -> tuple[Tensor, Tensor]:
     """A and B of a block.  uses: of each sample that has one the inputs, T I, and gradients, K T O"""
-    if approximation == "expand":
-        a = torch.cat([inputs for inputs, _ in uses])
-        b = torch.cat([gradients.flatten(0, 1) for _, gradients in uses])
-    else:
-        a = torch.stack([inputs.mean(0) for inputs, _ in uses])
-        b = torch.cat([gradients.sum(1) for _, gradients in uses])
+    a = torch.cat([inputs for inputs, _ in uses])
+    b = torch.cat([gradients.flatten(0, 1) for _, gradients in uses])
     return a.T @ a / len(a), b.T @ b / samples
 
 
-@crossed(approximation=["expand", "reduce"], case=list(CASES))
-def test_factors(case: str, approximation: str) -> None:
+@pytest.mark.parametrize("case", list(CASES))
+def test_factors(case: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
         uses = uses_of(model, x)
     for batches in ([x], [x[:1], x[1:]]):
-        autograd_hacks.curvature.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
+        autograd_hacks.curvature.compute_hess_over(model, batches, "kfac", "Jacobian")
         for name in uses[0]:
             p = model.get_parameter(name)
             a, b = p.kfac
@@ -58,7 +52,7 @@ def test_factors(case: str, approximation: str) -> None:
             blocks = dict.fromkeys(range(1), (a, b)) if b.ndim == 2 else {k: (a[k], b[k]) for k in range(len(b))}
             for block, (mine, theirs) in blocks.items():
                 own = [(i, g) for sample in uses for k, i, g in sample[name] if k == block and len(i)]
-                expected = by_hand(own, len(x), approximation) if own else (torch.zeros_like(mine), torch.zeros_like(theirs))
+                expected = by_hand(own, len(x)) if own else (torch.zeros_like(mine), torch.zeros_like(theirs))
                 assert_close(mine, expected[0].diagonal() if mine.ndim == 1 else expected[0])
                 assert_close(theirs, expected[1])
 
@@ -73,55 +67,16 @@ def test_vectors_have_their_own_block() -> None:
         assert_close(torch.kron(b, a), rows[name].T @ rows[name] / len(x))
 
 
-@crossed(approximation=["expand", "reduce"], case=list(CASES))
-def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
+@pytest.mark.parametrize("case", list(CASES))
+def test_ekfac_and_its_inverse(case: str) -> None:
     model, x = hooked(case)
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
     table = autograd_hacks.curvature.compute_hess_over(
-        model, [x[:2], x[2:]], "ekfac", "Jacobian", kfac_approx=approximation, forward=lambda m, batch: m(batch)
+        model, [x[:2], x[2:]], "ekfac", "Jacobian", forward=lambda m, batch: m(batch)
     )
     assert table.share == 1
     assert_solves(model, x, rows, IS_TURNED)
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_damped_factors_as_a_metric(case: str) -> None:
-    model, x = hooked(case)
-    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
-    assert_damped(model, x, IS_TURNED)
-
-
-@crossed(approximation=["expand", "reduce"], case=list(CASES))
-def test_a_bias_as_one_more_input(case: str, approximation: str) -> None:
-    model, x = hooked(case)
-    with autograd_hacks.pause_hooks():
-        rows, uses = rows_of(model, x), uses_of(model, x)
-    options = {"kfac_approx": approximation, "kfac_bias": "joint"}
-    autograd_hacks.curvature.compute_hess_over(model, [x[:2], x[2:]], "ekfac", "Jacobian", **options)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.curvature.ekfac_solve(model, v, 0.3)
-    for layer in ("turned", "grouped", "deep", "last"):
-        if not hasattr(model, layer):
-            continue
-        weight, bias = f"{layer}.weight", f"{layer}.bias"
-        p, size = model.get_parameter(weight), model.get_parameter(bias).numel()
-        a, b = p.kfac
-        count, axis = (len(b) if b.ndim == 3 else 1), (-2 if weight in IS_TURNED else -1)
-        own = [i for sample in uses for k, i, _ in sample[weight] if k == 0]
-        inputs = torch.cat(own) if approximation == "expand" else torch.stack([i.mean(0) for i in own])
-        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-        assert_close(a if count == 1 else a[0], inputs.T @ inputs / len(inputs))
-
-        def joint(weights: Tensor, biases: Tensor, p: Tensor = p, count: int = count, axis: int = axis) -> Tensor:
-            matrix = weights.reshape(-1, *(p.shape if count == 1 else (count, p.shape[0] // count, p[0].numel())))
-            return torch.cat([matrix, biases.reshape(len(matrix), *matrix.shape[1:-2], -1).unsqueeze(axis)], axis).flatten(1)
-
-        block = expected_block(joint(rows[weight], rows[bias]), (a, b), weight in IS_TURNED, len(x))
-        flat = joint(v[weight][None], v[bias][None])[0]
-        found = joint(solved[weight][None], solved[bias][None])[0]
-        assert_close(found, torch.linalg.solve(block + 0.3 * torch.eye(len(block)), flat))
-        assert size == v[bias].numel()
 
 
 @pytest.mark.parametrize(
@@ -160,22 +115,3 @@ def test_language_models(family: str, way: str | None) -> None:
         assert_close(found, rows[name].to(found), msg=lambda told, name=name: f"{name}: {told}")
     if way:
         assert inner.get_parameter("model.layers.0.mlp.experts.down_proj").kfac[1].shape == (3, 16, 16)
-
-
-def test_a_bias_that_shares_the_factors_of_groups() -> None:
-    model, x = hooked("convolutions")
-    autograd_hacks.curvature.compute_hess_over(model, [x[:5], x[5:]], "ekfac", "Jacobian", kfac_bias="shared")
-    with autograd_hacks.pause_hooks():
-        rows = rows_of(model, x)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.curvature.ekfac_solve(model, v, 0.3)
-    model(x).square().flatten(1).sum(1).mean().backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
-    for name, blocks in (("grouped.bias", 2), ("deep.bias", 6)):
-        a, b = model.get_parameter(name).kfac
-        assert_close(b, model.get_parameter(name.replace("bias", "weight")).kfac[1])
-        assert_close(a, torch.ones(blocks, 1, 1))
-        block = expected_block(rows[name], (a, b), False, len(x)) + 0.3 * torch.eye(6)
-        assert_close(solved[name], torch.linalg.solve(block, v[name]))
-        assert_close(lazily[name].dense(), grads[name].dense() @ torch.linalg.inv(block))

@@ -106,7 +106,6 @@ def verbs(model: nn.Module, x: Tensor) -> None:
     grads.gram()
     grads.weighted_sum(w)
     grads.second_moment()
-    grads.variance()
     grads.project(5)
     grads.preconditioned(autograd_hacks.attribution.Metric.low_rank(model, 2)).dense()
     grads.project(16, kind="sjlt")

@@ -11,7 +11,7 @@ from spread import BOUND, batch, made, own, sharded, spread_out, squares, train_
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks import PerSampleGrads
+from autograd_hacks import PerSampleGrads, curvature
 from autograd_hacks.errors import (
     NothingRecorded,
     NotReduced,
@@ -110,14 +110,9 @@ SUMS: dict[str, Callable[[PerSampleGrads], object]] = {
     "weighted_sum": lambda grads: grads.weighted_sum(torch.ones(grads.samples, dtype=torch.float64)),
     "second_moment": lambda grads: grads.second_moment(),
     "reduce": lambda grads: grads.reduce(torch.sign),
-    "variance": lambda grads: grads.variance(),
-    "snr": lambda grads: grads.snr(),
     "noise_scale": lambda grads: grads.noise_scale(),
-    "fisher_matvec": lambda grads: grads.fisher_matvec(
-        {name: torch.ones(form.shape).double() for name, form in grads.items()}
-    ),
+    "matvec": lambda grads: curvature.matvec(grads, {name: torch.ones(form.shape).double() for name, form in grads.items()}),
     "gram_of_all": lambda grads: grads.gram_of_all(),
-    "gram_of_all, projected": lambda grads: grads.gram_of_all(dim=4),
 }
 
 CHANGED = "(overwritten|has changed since)"

@@ -148,19 +148,18 @@ def net() -> nn.Module:
     return convolution.double()
 
 
-@pytest.mark.parametrize("entries", [1, 4])
-def test_a_models_rows_are_projected_as_autograds_are(entries: int) -> None:
+def test_a_models_rows_are_projected_as_autograds_are() -> None:
     model, x, y = net(), torch.randn(5, 1, 6, 6, dtype=torch.float64), torch.randint(10, (5,))
     losses = lambda out, y: F.cross_entropy(out, y, reduction="none")  # noqa: E731
     rows = one_backward_per_sample(model, losses, x, y)
-    expected = sum(own.flatten(1) @ map_of(SparseMap(name, own.shape[1:], 32, 7, entries)) for name, own in rows.items())
+    expected = sum(own.flatten(1) @ map_of(SparseMap(name, own.shape[1:], 32, 7)) for name, own in rows.items())
     autograd_hacks.add_hooks(model)
     F.cross_entropy(model(x), y).backward()
     grads = autograd_hacks.per_sample_grads(model)
-    assert_close(grads.project(32, seed=7, kind="sjlt", entries=entries), expected)
-    assert_close(grads.select(slice(1, 3)).project(32, seed=7, kind="sjlt", entries=entries), expected[1:3])
+    assert_close(grads.project(32, seed=7, kind="sjlt"), expected)
+    assert_close(grads.select(slice(1, 3)).project(32, seed=7, kind="sjlt"), expected[1:3])
     assert not torch.allclose(grads.project(32, seed=7), expected)
-    with autograd_hacks.during_backward(model, "norms", project=32, seed=7, kind="sjlt", entries=entries) as streamed:
+    with autograd_hacks.during_backward(model, "norms", project=32, seed=7, kind="sjlt") as streamed:
         F.cross_entropy(model(x), y).backward()
     assert_close(streamed.projection, expected)
 
@@ -171,14 +170,6 @@ def test_maps_that_there_are_not_are_refused() -> None:
     for options, words in [
         ({"dim": 0}, "dim=0; expected a whole number"),
         ({"dim": 8, "kind": "gauss"}, "expected one of 'signs', 'sjlt'"),
-        ({"dim": 8, "kind": "sjlt", "entries": 0}, "entries=0"),
-        ({"dim": 8, "kind": "sjlt", "entries": 3}, "expected a multiple of entries: 9"),
-        ({"dim": 8, "entries": 2}, "entries is for kind='sjlt'"),
     ]:
         with pytest.raises(ValueError, match=words):
             grads.project(**options)
-    with pytest.raises(TypeError, match=r"entries=1\.5"):
-        grads.project(8, kind="sjlt", entries=1.5)
-    inside = autograd_hacks.during_backward(model, "norms", project=8, kind="sjlt", entries=3)
-    with pytest.raises(ValueError, match="during_backward: project=8 with entries=3"), inside:
-        pass

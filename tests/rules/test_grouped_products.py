@@ -50,4 +50,4 @@ def test_rows_of_a_stack(samples: int, tokens: int, transposed: bool, param_grad
             assert_close(
                 grads.weighted_sum(torch.arange(samples).float())["stack"].flatten(), torch.arange(samples).float() @ rows
             )
-            assert_close(grads.gram(per_parameter=True)["stack"], rows @ rows.T, rtol=1e-4, atol=1e-4)
+            assert_close(grads["stack"].gram(grads["stack"]), rows @ rows.T, rtol=1e-4, atol=1e-4)

@@ -130,42 +130,36 @@ def test_verify_finds_values_that_leak_without_a_gradient() -> None:
 
 
 def test_over_a_loader_of_packed_batches() -> None:
-    model = hooked(None)
+    model = hooked("position_ids")
     batches = [batch(2, [3, 2]), batch(1, [1, 4, 2])]
 
     def of_documents(model: nn.Module, given: Any) -> Tensor:
         whose = (given[1] == 0).flatten().cumsum(0) - 1
         return torch.zeros(int(whose.max()) + 1).double().index_add(0, whose, losses(model, *given).flatten())
 
-    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
     rows = [one_by_one(model, 2, [3, 2], batches[0]), one_by_one(model, 1, [1, 4, 2], batches[1])]
-    by_hand = [joined(own).norm(dim=1) for own in rows]
-    assert_close(norms, torch.cat(by_hand))
-    losses(model, *batches[0]).sum().backward()
-    assert autograd_hacks.per_sample_grads(model).samples == 2  # of samples again
+    assert_close(norms, torch.cat([joined(own).norm(dim=1) for own in rows]))
 
 
 def test_numbers_of_positions_for_batches_that_are_packed_alike() -> None:
-    model, batches = hooked(None), [batch(2, [3, 2]), batch(2, [3, 2])]
+    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
+    model, batches = hooked(told), [batch(2, [3, 2]), batch(2, [3, 2])]
 
     def of_documents(model: nn.Module, given: Any) -> Tensor:
         return losses(model, *given).split([3, 2], 1)[0].sum(1).repeat_interleave(2) * torch.tensor([1.0, 0.0, 1.0, 0.0])
 
-    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
-    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
     rows = [one_by_one(model, 2, [3, 2], given) for given in batches]
     by_hand = torch.cat([joined(own).norm(dim=1) for own in rows])
     assert_close(norms[::2], by_hand[::2])
     assert not norms[1::2].any()
     check_each(
-        *[(ValueError, words, lambda other=other: autograd_hacks.over(
-            model, [*batches, other], of_documents, autograd_hacks.PerSampleGrads.norms, segments=told))
+        *[(ValueError, words, lambda other=other: losses(model, *other))
           for other, words in [
              (batch(2, [3, 3]), r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
              (batch(3, [3, 2]), r"expected .* of shape \(3, 5\)")]],
     )  # fmt: skip
-    autograd_hacks.add_hooks(model, segments=told)
-    check_each((ValueError, r"the tensor that .* as segments is .* \(2, 5\)", lambda: losses(model, *batch(2, [3, 3]))))
 
 
 def test_a_loss_of_what_has_no_positions_is_refused() -> None:
@@ -180,15 +174,10 @@ def test_a_loss_of_what_has_no_positions_is_refused() -> None:
 
 
 def test_what_does_not_cover_the_batch_is_refused() -> None:
-    given, norms = batch(2, [3, 2]), autograd_hacks.PerSampleGrads.norms
-    other, bare, told = Packed(), Packed(), r"^over was given segments"
+    given = batch(2, [3, 2])
+    other, bare = Packed(), Packed()
     other.forward = lambda ids, cu_seqlens: other.head(other.words(ids))  # type: ignore[method-assign]
     autograd_hacks.add_hooks(other, segments="cu_seqlens")
-
-    def over_packed(**settings: bool) -> None:
-        autograd_hacks.add_hooks(model := Packed(), **settings)
-        autograd_hacks.over(model, [given], losses, norms, segments="position_ids")
-
     check_each(
         *[(ValueError, words, lambda segments=segments: losses(hooked(segments), *given))
           for segments, words in [
@@ -199,14 +188,9 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
         (ValueError, "has 2 at the start of a document",
          lambda: losses(hooked("position_ids"), given[0], given[1] + 2, given[2])),
         (ValueError, "ascending from 0 to 10", lambda: other(given[0], cu_seqlens=torch.tensor([0, 3, 9]))),
-        *[(TypeError, words, call)
-          for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))
-          for words, call in [
-             ("^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong)),
-             (told, lambda wrong=wrong: autograd_hacks.over(other, [], losses, norms, segments=wrong))]],
+        *[(TypeError, "^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong))
+          for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))],
         (ValueError, "segments", lambda: autograd_hacks.add_hooks(other, segments="position_ids", independent=True)),
-        *[(ValueError, f"{told}, and add_hooks", lambda settings=settings: over_packed(**settings))
-          for settings in ({"independent": True}, {"probe": False})],
     )  # fmt: skip
 
 
@@ -230,74 +214,43 @@ def contributions(model: nn.Module, layer: nn.Linear, given: Sequence[Tensor]) -
 def test_tokens_are_what_positions_add() -> None:
     torch.manual_seed(0)
     model, given = Packed().double(), batch(3, [4])
-    for layer in (model.first, model.second):
-        layer.gain.requires_grad_(False)
     autograd_hacks.add_hooks(model)
     losses(model, *given).sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
-    tokens = grads.tokens()
+    expected = autograd_hacks.per_sample_grads(model, "sum").dense()
+    autograd_hacks.add_hooks(model, segments="tokens")
+    losses(model, *given).sum().backward()
+    tokens = autograd_hacks.per_sample_grads(model, "sum")
     rows = tokens.dense()
     assert tokens.norms().shape == (3, 4)
-    assert_close({name: x.sum(1) for name, x in rows.items()}, grads.dense())
+    assert_close({name: x.sum(1) for name, x in rows.items()}, expected)
     for path in ("first.qkv", "head"):
         assert_close(rows[f"{path}.weight"], contributions(model, model.get_submodule(path), given))
     words = rows["words.weight"]
     for n, t in [(0, 0), (2, 3)]:
         assert words[n, t].abs().sum(1).nonzero()[:, 0].tolist() == [int(given[0][n, t])]
     assert tokens.gram().shape == (3, 4, 3, 4)
-    losses(model, *given)
-    with pytest.raises(NothingRecorded, match="freed"):
-        grads.tokens()
-
-
-def test_a_mean_over_samples_gives_tokens_of_their_losses() -> None:
-    torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double(),
-        torch.randn(5, 6, 3).double(),
-    )
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.backward(model(x).square().flatten(1).sum(1))
-    grads = autograd_hacks.per_sample_grads(model)
-    assert_close({name: rows.sum(1) for name, rows in grads.tokens().dense().items()}, grads.dense())
-
-
-def test_tokens_of_parameters_that_are_read_off_the_graph_are_asked_for_beforehand() -> None:
-    given = batch(2, [4])
-    model = hooked(None)
-    losses(model, *given).sum().backward()
-    with pytest.raises(UnsupportedLayer, match=r"as tables of positions are.*segments='tokens'"):
-        autograd_hacks.per_sample_grads(model).tokens()
-    expected = autograd_hacks.per_sample_grads(model, "sum").dense()
-    model = hooked("tokens")
-    losses(model, *given).sum().backward()
-    tokens = autograd_hacks.per_sample_grads(model, "sum")
-    assert tokens.norms().shape == (2, 4)
-    assert_close({name: rows.sum(1) for name, rows in tokens.dense().items()}, expected)
-    assert_close(tokens.tokens().dense(), tokens.dense())
     with pytest.raises(ValueError, match="tokens"):
-        autograd_hacks.verify(model)
+        autograd_hacks.verify(model, args=given[:1])
 
 
 def test_layers_without_positions_have_no_tokens() -> None:
     torch.manual_seed(0)
     for model in (nn.GRU(3, 4, batch_first=True), nn.Sequential(nn.Conv1d(6, 4, 1), nn.Flatten(), nn.Linear(12, 2))):
-        autograd_hacks.add_hooks(model)
+        autograd_hacks.add_hooks(model, segments="tokens")
         out = model(torch.randn(5, 6, 3))
         (out[0] if isinstance(out, tuple) else out).sum().backward()
         with pytest.raises((BatchSizeError, UnsupportedLayer)):
-            autograd_hacks.per_sample_grads(model).tokens()
+            autograd_hacks.per_sample_grads(model)
 
 
-@pytest.mark.parametrize("segments", [None, "tokens"])
-def test_two_axes_as_long_as_the_tokens_are_refused(segments: str | None) -> None:
+def test_two_axes_as_long_as_the_tokens_are_refused() -> None:
     model = Bare(
         lambda m, x: m.each(x.unflatten(2, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2), each=nn.Linear(2, 2)
     )
-    autograd_hacks.add_hooks(model, segments=segments)
+    autograd_hacks.add_hooks(model, segments="tokens")
     model(torch.randn(3, 4, 8)).square().sum().backward()
     with pytest.raises(BatchSizeError, match="be assigned to documents"):
-        autograd_hacks.per_sample_grads(model).tokens()
+        autograd_hacks.per_sample_grads(model)
 
 
 def test_rows_of_tokens_are_read_by_per_sample_grads_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import joined, one_loss_at_a_time, squares
+from oracle import squares
 from rarely import crossed
 from refused import check_each
 from steps import alive
@@ -241,22 +241,6 @@ def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
     autograd_hacks.over(net, shuffled, lambda net, batch: loss(net, batch[0]), PerSampleGrads.second_moment, total=True)
 
 
-def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
-    def last(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.head(m.body(x[:, None].expand(-1, 100, -1))[:, 0])
-        return out
-
-    model, held = Bare(last, body=nn.Linear(4, 64).requires_grad_(False), head=nn.Linear(64, 2)), list[int]()
-    autograd_hacks.add_hooks(model)
-
-    def remember(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:
-        held.append(max(x.untyped_storage().nbytes() for f in others.values() for leaf in f.leaves() for x in leaf.held))
-        return grads.gram(others)
-
-    autograd_hacks.over(model, X.split(4), loss, remember, against=OTHERS.split(2))
-    assert max(held) == 2 * 64 * 8
-
-
 def test_loaders_without_a_length(net: nn.Module) -> None:
     class Endless(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
@@ -285,17 +269,6 @@ def test_optimizers_in_the_backward_pass_do_not_step(net: nn.Module) -> None:
     assert not seen
     loss(net, X).sum().backward()
     assert len(seen) == 4, "they are there again"
-
-
-def test_a_loss_that_begins_to_read_a_weight(net: nn.Module) -> None:
-    def regularised(model: nn.Module, x: Tensor) -> Tensor:
-        return loss(model, x) + model[0].weight.square().sum()  # type: ignore[operator, index, union-attr]
-
-    for _ in range(3):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
-    with autograd_hacks.pause_hooks():
-        expected = joined(one_loss_at_a_time(net, lambda: regularised(net, X)))
-    assert_close(autograd_hacks.over(net, X.split(4), regularised, PerSampleGrads.norms), expected.norm(dim=1))
 
 
 def test_after_it_there_is_nothing_to_clip(net: nn.Module) -> None:
@@ -330,11 +303,6 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     check_each((ValueError, "does not contain the notes of over", go_on))
     assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
     check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
-
-
-def test_a_budget_that_is_no_number(net: nn.Module) -> None:
-    with pytest.raises(TypeError, match=r"budget=None; expected a number of bytes"):
-        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

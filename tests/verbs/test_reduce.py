@@ -65,8 +65,9 @@ def test_parameters_without_entries(budget: int) -> None:
     groups = grads.group(torch.tensor([0, 0, 0, 1, 2]), 3)
     assert_close(groups.second_moment(budget=budget)["1.weight"], moments["1.weight"])
     variances = {name: (rows - rows.mean(0)).square().sum(0) / 4 for name, rows in own.items()}
-    assert_close(grads.variance(budget=budget), variances)
-    assert_close(grads.snr(budget=budget)["2.weight"], moments["2.weight"])
+    about = {name: rows.mean(0) for name, rows in own.items()}
+    found = grads.second_moment(budget=budget, about=about)
+    assert_close({name: x / 4 for name, x in found.items()}, variances)
     assert_close(grads.gram(budget=budget), joined(own) @ joined(own).T)
 
 
@@ -79,24 +80,6 @@ def test_groups_are_added_up_first(budget: int) -> None:
     assert_close(grads.group(ids).reduce(torch.sign, budget), expected)
     each = grads.reduce(torch.sign)
     assert any(not torch.equal(each[name], expected[name]) for name in expected)
-
-
-@pytest.mark.usefixtures("double")
-def test_scaled_and_selected_rows() -> None:
-    model, x = perceptron(), torch.randn(6, 4)
-    rows, grads = rows_of(model, x), stepped(model, x)
-    lengths, found = joined(rows).norm(dim=1), grads.scaled(1 / grads.norms()).select(slice(1, 4)).reduce(torch.abs)
-    units = {name: (own.flatten(1) / lengths[:, None])[1:4] for name, own in rows.items()}
-    assert_close(found, {name: unit.abs().sum(0).view(rows[name].shape[1:]) for name, unit in units.items()})
-
-
-@pytest.mark.usefixtures("double")
-def test_rows_in_a_metric() -> None:
-    model, x = perceptron(), torch.randn(6, 4)
-    rows = rows_of(model, x)
-    metric = {name: torch.rand(own.shape[1:]) for name, own in rows.items()}
-    found = stepped(model, x).preconditioned(autograd_hacks.attribution.Metric(metric)).reduce(torch.tanh)
-    assert_close(found, {name: (own * metric[name]).tanh().sum(0) for name, own in rows.items()})
 
 
 def test_of_no_samples_the_sum_is_zero() -> None:
@@ -124,14 +107,6 @@ def test_half_precision_is_added_up_in_single() -> None:
     assert_close(
         found, {"weight": torch.full((2, 3), 300.0), "bias": torch.full((2,), 300.0)}
     )  # which bfloat16 doesn't have
-
-
-@pytest.mark.usefixtures("double")
-def test_rows_of_an_outputs_entries_are_all_added_up() -> None:
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    autograd_hacks.add_hooks(model)
-    rows = autograd_hacks.per_sample_jacobian(model, model(x))
-    assert_close(rows.reduce(torch.abs), {name: own.abs().sum((0, 1)) for name, own in rows.dense().items()})
 
 
 def test_sums_can_be_differentiated() -> None:

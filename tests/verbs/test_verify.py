@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from nets import Between, Noisy
 from oracle import squares
 from rarely import crossed, rarely
@@ -18,14 +17,6 @@ import autograd_hacks
 from autograd_hacks.forms import Form
 from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading import gate
-
-
-def test_verify_after_clipping(model: nn.Sequential) -> None:
-    """Which has put something else into ``.grad``."""
-    x, y = batch()
-    step(model, x, y)
-    autograd_hacks.clip_grad1_norm_(model, 1e-3)
-    autograd_hacks.verify(model)
 
 
 def swapped(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,56 +162,3 @@ def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tenso
             squares(model(x)).mean().backward()
             with pytest.raises(autograd_hacks.errors.SamplesMixed):
                 autograd_hacks.verify(model, independent=True)
-
-
-def test_verify_proves_anew_what_has_begun_to_mix() -> None:
-    """Also between the forwards in which proofs are taken anew."""
-    model = Between(torch.sin).double()
-    with autograd_hacks.add_hooks(model):
-        for n in range(8):
-            model.how = MIXING["detached"] if n > 4 else torch.sin
-            x = torch.randn(6, 3).double()
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            if n > 4:
-                with pytest.raises(autograd_hacks.errors.SamplesMixed):
-                    autograd_hacks.verify(model, independent=True)
-            else:
-                autograd_hacks.verify(model, independent=True)
-
-
-LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "contrastive": lambda out: F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="none"),
-    "centred": lambda out: (out - out.mean(0)).square().sum(1),
-    "centred, detached": lambda out: (out - out.mean(0).detach()).square().sum(1),
-    "weighted by the batch": lambda out: squares(out) * squares(out).detach().softmax(0),
-    "the hardest": lambda out: squares(out) * (squares(out) >= squares(out).median()),
-    "paired": lambda out: (out - out.roll(len(out) // 2, 0)).square().sum(1),
-    "a little": lambda out: squares(out) + 1e-4 * out.mean(),
-}
-
-
-def verify_named(model: nn.Module, what: str, loss: Callable[[Tensor], Tensor]) -> None:
-    autograd_hacks.verify(model, loss=loss)
-    pytest.fail(f"passed a loss that mixes: {what}")
-
-
-@pytest.mark.parametrize("samples", [3, 4, 8, *rarely(17, 32)])
-def test_verify_of_a_loss_function(samples: int) -> None:
-    model, x, y = Between(torch.sin).double(), torch.randn(samples, 3).double(), torch.arange(samples) % 3
-    weight = torch.tensor([1.0, 2.0, 0.5]).double()
-    with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
-        for loss in (
-            squares,
-            lambda out: F.cross_entropy(out, y, reduction="none"),
-            lambda out: F.cross_entropy(out, y, weight, reduction="none"),
-            lambda out: F.huber_loss(out, torch.zeros_like(out), reduction="none").mean(1),
-        ):
-            autograd_hacks.verify(model, loss=loss)
-        for what, loss in LOSSES.items():
-            with pytest.raises(autograd_hacks.errors.SamplesMixed, match="samples mix in the loss"):
-                verify_named(model, what, loss)
-        for loss in (lambda out: squares(out).mean(), lambda out: out, lambda out: squares(out)[:-1], lambda out: None):
-            with pytest.raises(ValueError, match=rf"expected {samples} losses, one for each sample"):
-                autograd_hacks.verify(model, loss=loss)
