@@ -6,10 +6,10 @@ import operator
 
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, Routed, behind, name_of, tensors_of
+from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, behind, name_of, tensors_of
 from autograd_hacks.compiled.operations import rule_of
-from autograd_hacks.compiled.routed import routed
 from autograd_hacks.graph.label import SUM, At
+from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN
 from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
 
 LINEAR = frozenset(
@@ -58,9 +58,6 @@ def _labelled(joint: Joint) -> Labels:
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
             labels.mixed(gradient, f"the gradient of {name} has a batch axis")
-    for node in seen:
-        if isinstance(labels[node], Routed):
-            labels.mixed(node, "an output is in an order that depends on all samples")
     for name, node in (joint.left or {}).items():
         if labels[node] is not None:
             labels.mixed(node, f"the forward writes a value to {name} that depends on samples")
@@ -78,13 +75,11 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
     made = node.meta.get("val")
-    if not isinstance(made, Tensor) and not any(isinstance(x, Tensor) for x in tree_leaves(made)):  # sizes
-        return None
     name = name_of(node)
+    if name in UNIFORM | UNWRITTEN or not any(isinstance(x, Tensor) for x in tree_leaves(made)):
+        return None
     if not hasattr(node.target, "_schema"):
         return labels.unsupported(node, f"there is no rule for the operation {name!r}, a loop or a custom function")
-    if any(isinstance(label, Routed) for label in given):
-        return routed(labels, node)
     if SUM in given:
         return _after_sum(labels, node, name)
     if (rule := rule_of(node)) is not None:
