@@ -7,16 +7,16 @@ import operator
 from torch import Tensor, fx
 
 from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, behind, name_of, tensors_of
-from autograd_hacks.compiled.operations import rule_of
+from autograd_hacks.compiled.operations import ADJOINTS, rule_of
 from autograd_hacks.graph.label import SUM, At
 from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN
 from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
 
-LINEAR = frozenset(
-    """add sub neg view _unsafe_view reshape permute transpose t clone alias sum mean expand unsqueeze squeeze slice select
-    slice_scatter select_scatter cat stack constant_pad_nd _to_copy where index_put index gather scatter_add as_strided
-    split_with_sizes split unbind copy detach index_add flip roll index_select diagonal unfold unfold_backward repeat cumsum
-    real imag complex view_as_real view_as_complex _conj lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 a list of words to be read
+LINEAR = ADJOINTS.keys() | frozenset(
+    """add sub neg permute transpose t clone alias sum mean expand unsqueeze squeeze _to_copy where
+    index_put index gather scatter scatter_add diagonal_scatter as_strided copy detach index_add
+    index_select unfold unfold_backward repeat cumsum real imag complex view_as_real view_as_complex _conj
+    lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 to be read
 )
 """Operations that are linear in all of their tensors together, so each may be a sum over samples."""
 MULTIPLE = {
@@ -97,8 +97,9 @@ def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
         return SUM
     sums = {place for place, x in enumerate(tensors_of(node)) if labels[x] is SUM}
     alternatives = [{int(place) for place in together} for together in MULTIPLE.get(name, "").split()]
-    if "::" not in name and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
+    is_torchs = "::" not in name and name != "_cdist_backward"  # of which torch's vmap is wrong
+    if is_torchs and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
         alternatives = [{0}]  # a derivative, which is linear in what it is multiplied by
     if not any(sums <= together for together in alternatives):
-        labels.mixed(node, "the operation is not linear in the sums over samples that it gets")
+        labels.unsupported(node, "the operation is not known to be linear in the sums over samples that it gets")
     return SUM

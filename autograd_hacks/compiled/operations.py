@@ -281,7 +281,9 @@ class _Indices:
         self.labels, self.given = labels, [(dim, index) for dim, index in enumerate(indices) if index is not None]
         masks = [index for _, index in self.given if index.meta["val"].dtype in (torch.bool, torch.uint8)]
         if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
-            labels.mixed(masks[0], "a mask takes other entries of each sample")
+            labels.unsupported(
+                masks[0], "a mask picks as many entries as its values say; torch.where(mask, a, b) keeps sizes"
+            )
         self.dims = [dim for dim, _ in self.given]
         self.axes = max(len(shape(index)) for _, index in self.given)
         self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0

@@ -19,7 +19,6 @@ from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
-from autograd_hacks.graph.axes import some_axes
 from autograd_hacks.graph.label import SUM, At
 from autograd_hacks.support.internals import tree_flatten, tree_leaves, tree_unflatten
 
@@ -125,16 +124,9 @@ class TakenApart:
         if name in ("t", "transpose", "permute") and len(sizes) == 2:
             is_turned = name != "permute" or list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
             return transposed(first, (0, 1), sizes) if is_turned else first
-        if name == "embedding_dense_backward" and not node.args[4]:  # a table of positions, say
-            return self._looked_up(first.dense(), *self._flat(node)[0][1:4])
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))
-
-    def _looked_up(self, g: Tensor, index: Tensor, entries: int, padding: int) -> Dense:
-        """The form of a table whose entries are looked up for all samples alike.  g: N *T D    index: *T"""
-        g = g.masked_fill((index == padding)[..., None], 0).reshape(g.shape[0], index.numel(), g.shape[-1])
-        return Dense(g.new_zeros(g.shape[0], entries, g.shape[-1]).index_add(1, index.reshape(-1), g))
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
@@ -166,8 +158,6 @@ class TakenApart:
             return self._outer(values, found.at)
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
-        if node.target is aten.sum.dim_IntList and not node.kwargs:
-            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))
         if node.target is aten.embedding_dense_backward.default and not node.args[4]:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
@@ -190,15 +180,6 @@ class TakenApart:
             return Outer(values[0].permute(1, 0), values[1])
         left, right = unfolded(values[0].mT, at[0].moved(0), self.samples), unfolded(values[1], at[1], self.samples)
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
-
-    def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
-        """The form of a sum over axes of x that include the samples' axis."""
-        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
-        axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
-        axes += [at.dim + 1] if has_outer else []
-        rows = rows.sum(axes, keepdim=True) if axes else rows
-        rows = rows.squeeze(at.dim + 1) if has_outer else rows
-        return Dense(rows if keepdim else rows.squeeze([d + 1 for d in over]))
 
     def _convolved(self, values: Sequence[Any], args: Sequence[Any], output: int | None) -> Form:
         g, x, w = values[:3]

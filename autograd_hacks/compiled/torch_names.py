@@ -1,4 +1,4 @@
-"""All private names of torch's compiler that the package uses.  Seen in torch 2.13 and 2.14; others are untried.
+"""All private names of torch's compiler that the package uses.  Run with torch 2.13 and 2.14; 2.11 and 2.12 have them, too.
 
 `support/internals.py` has those that the package needs without a compiler, and the releases that these were seen in.
 """

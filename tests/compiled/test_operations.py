@@ -161,6 +161,9 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "gathered": lambda h: h.gather(0, h.argsort(0)),
     "unfolded": lambda h: h.unfold(0, 3, 1).mean(-1).sum(0, keepdim=True) + h,
     "Fourier": lambda h: torch.fft.rfft(h, dim=0).abs().sum(0) + h,
+    "chosen by a mask": lambda h: h * h[h > 0].mean(),
+    "selected by a mask": lambda h: h * torch.masked_select(h, h > 0).sum(),
+    "Fourier over all": lambda h: torch.fft.fftn(h).abs(),
     # As many rows of padding as samples fit this batch, and no other.
     "beside constants": lambda h: torch.cat([h, torch.ones_like(h)])[:N],
     "behind padding": lambda h: F.pad(h, (0, 0, 0, 0, N, 0))[N:],
@@ -222,6 +225,7 @@ def parameters_alone(model: Any, h: Tensor) -> Tensor:
         F.scaled_dot_product_attention(table[None, None], square[None, None], table[None, None])[0, 0]
         * torch.linalg.slogdet(square)[1]
         + torch.linalg.solve_ex(square, table)[0]
+        + torch.linalg.qr(square)[0] * table.sort(0).values * square.max(0).values
         + torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(model.bare), n=N)
     )
 
