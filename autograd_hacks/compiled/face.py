@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 NUMBERS = {
     "rows": (), "norms": (), "clip": ("max_norm",),
     "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
-    "sum": (), "dot": (), "project": ("dim",),
 }  # fmt: skip
 """{what a compiled step can compute: the numbers that it needs}"""
 
@@ -36,17 +35,15 @@ def compile(
     noise_multiplier: float | None = None,
     expected_batch_size: float | None = None,
     noise: Noise = None,
-    dim: int | None = None,
-    seed: int = 0,
     budget: int = 2**28,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
 ) -> CompiledStep:
     """A compiled training step of a model, whose backward pass also computes rows, norms or clipped gradients::
 
-        step = autograd_hacks.compile(model, "clip", max_norm=1.0)
-        F.cross_entropy(step(x), y, reduction="none").sum().backward()
-        step.norms, model.weight.grad                  # before clipping; the sum of clipped gradients
+        step = autograd_hacks.compile(model, "clip", max_norm=1.0, loss_type="mean")
+        F.cross_entropy(step(x), y).backward()
+        step.norms, model.weight.grad                  # before clipping; the mean of clipped gradients
 
     Forward and backward become one graph.  An analysis of the graph shows that samples don't mix, for all values.
     Operations that sum over samples are split.  No hooks are needed, and a model with the hooks of `add_hooks` is refused.
@@ -55,19 +52,15 @@ def compile(
 
     * 'rows' sets ``param.grad1``, ``(N, *shape)``
     * 'norms' sets ``step.norms``, N
-    * 'clip' sets ``.grad`` to the sum of the gradients, each clipped to ``max_norm``
+    * 'clip' sets ``.grad`` to the mean, or the sum, of the gradients, each clipped to ``max_norm``
     * 'clip_and_noise' sets ``.grad`` for private training, as `clip_and_noise_` does
-    * 'sum' sets ``.grad`` to Σₙ wₙ gₙ; set ``step.weights = w`` before the backward pass
-    * 'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}
-    * 'project' sets ``step.projection``, (N, dim), by the same random map as `PerSampleGrads.project`
 
     batch: the axis of the samples in all arguments; or a tree of axes as in `add_hooks`, None for an argument without
     samples
-    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'sum' is assumed, and a line on stderr says so, once a
-    process; `backward` says it for the losses that it is given
-    param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
+    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'mean' is assumed, as everywhere, and a line on stderr
+    says so, once a process
+    param_grad: also fill ``.grad``, for 'rows' and 'norms'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
-    dim, seed: as in `PerSampleGrads.project`
     budget: bytes of rows that 'clip' and 'norms' keep for norms and sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``: None makes the sizes that change dynamic, True all, False none
@@ -85,7 +78,7 @@ def compile(
     if backend not in (None, "inductor"):
         raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
     numbers = {
-        "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
+        "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size,
     }  # fmt: skip
     needed: Collection[str] = NUMBERS[verb]
     check_noise("compile", noise)
@@ -99,4 +92,4 @@ def compile(
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic)
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, budget, backend, dynamic)

@@ -6,17 +6,17 @@ import operator
 
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, Routed, behind, name_of, tensors_of
-from autograd_hacks.compiled.operations import rule_of
-from autograd_hacks.compiled.routed import routed
+from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, behind, name_of, tensors_of
+from autograd_hacks.compiled.operations import ADJOINTS, rule_of
 from autograd_hacks.graph.label import SUM, At
+from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN
 from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
 
-LINEAR = frozenset(
-    """add sub neg view _unsafe_view reshape permute transpose t clone alias sum mean expand unsqueeze squeeze slice select
-    slice_scatter select_scatter cat stack constant_pad_nd _to_copy where index_put index gather scatter_add as_strided
-    split_with_sizes split unbind copy detach index_add flip roll index_select diagonal unfold unfold_backward repeat cumsum
-    real imag complex view_as_real view_as_complex _conj lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 a list of words to be read
+LINEAR = ADJOINTS.keys() | frozenset(
+    """add sub neg permute transpose t clone alias sum mean expand unsqueeze squeeze _to_copy where
+    index_put index gather scatter scatter_add diagonal_scatter as_strided copy detach index_add
+    index_select unfold unfold_backward repeat cumsum real imag complex view_as_real view_as_complex _conj
+    lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 to be read
 )
 """Operations that are linear in all of their tensors together, so each may be a sum over samples."""
 MULTIPLE = {
@@ -58,9 +58,6 @@ def _labelled(joint: Joint) -> Labels:
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
             labels.mixed(gradient, f"the gradient of {name} has a batch axis")
-    for node in seen:
-        if isinstance(labels[node], Routed):
-            labels.mixed(node, "an output is in an order that depends on all samples")
     for name, node in (joint.left or {}).items():
         if labels[node] is not None:
             labels.mixed(node, f"the forward writes a value to {name} that depends on samples")
@@ -78,13 +75,11 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
     made = node.meta.get("val")
-    if not isinstance(made, Tensor) and not any(isinstance(x, Tensor) for x in tree_leaves(made)):  # sizes
-        return None
     name = name_of(node)
+    if name in UNIFORM | UNWRITTEN or not any(isinstance(x, Tensor) for x in tree_leaves(made)):
+        return None
     if not hasattr(node.target, "_schema"):
         return labels.unsupported(node, f"there is no rule for the operation {name!r}, a loop or a custom function")
-    if any(isinstance(label, Routed) for label in given):
-        return routed(labels, node)
     if SUM in given:
         return _after_sum(labels, node, name)
     if (rule := rule_of(node)) is not None:
@@ -102,8 +97,9 @@ def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
         return SUM
     sums = {place for place, x in enumerate(tensors_of(node)) if labels[x] is SUM}
     alternatives = [{int(place) for place in together} for together in MULTIPLE.get(name, "").split()]
-    if "::" not in name and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
+    is_torchs = "::" not in name and name != "_cdist_backward"  # of which torch's vmap is wrong
+    if is_torchs and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
         alternatives = [{0}]  # a derivative, which is linear in what it is multiplied by
     if not any(sums <= together for together in alternatives):
-        labels.mixed(node, "the operation is not linear in the sums over samples that it gets")
+        labels.unsupported(node, "the operation is not known to be linear in the sums over samples that it gets")
     return SUM

@@ -2,9 +2,8 @@
 
 They are the labels of `graph/label.py`, of which a graph has few, since they must hold for all values and sizes: None for a
 tensor that is the same for all samples, `At` for one with samples on an axis, and `SUM` for a sum over samples of terms that
-each depend on one sample.  `Routed` stands for the sample of each entry, where only a run tells it.  Anything else that an
-operation does with samples is an error.  So a graph that can be labelled has independent samples, for all values of weights
-and inputs.
+each depend on one sample.  Anything else that an operation does with samples is an error.  So a graph that can be labelled
+has independent samples, for all values of weights and inputs.
 """
 
 from __future__ import annotations
@@ -23,20 +22,7 @@ from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Links, Several
 from autograd_hacks.graph.tape_laws import REGISTERED, Step
 from autograd_hacks.support.internals import tree_flatten
 
-
-@dataclass(frozen=True)
-class Routed:
-    """A tensor that depends on a sort of positions by values: see `compiled/routed.py`.
-
-    order: the sort
-    source: where the samples are in the sorted tensor
-    """
-
-    order: fx.Node
-    source: At
-
-
-Label = At | Several | Routed | None
+Label = At | Several | None
 Found = Label | Sequence[Label | Exception]
 """The label of an operation's result; for several results a list, with an error for each that has no label."""
 Rule = Callable[..., Found]
@@ -100,13 +86,13 @@ def _links(rule: Rule, step: Step) -> Sequence[Sequence[Links]]:
 class Contraction:
     """A node that sums over samples.
 
-    at: where the samples are in its tensors, by place among its flattened arguments; all on axes, or all routed
+    at: where the samples are in its tensors, by place among its flattened arguments
     gradient: the place of the argument that depends on the gradient; the node is linear in it
     output: the number of the result that is the sum
     """
 
     node: fx.Node
-    at: Mapping[int, Any]
+    at: Mapping[int, At]
     gradient: int
     output: int | None = None
 
@@ -251,10 +237,14 @@ def results_of(node: fx.Node) -> list[Any]:
 
 def place_of(node: fx.Node) -> str:
     """An operation and the line of user code that it comes from, for messages."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    files = [n for n, line in enumerate(trace) if line.startswith("File ")]
-    name = str(node.target).removeprefix("aten.")
-    return f"{name}, at {' '.join(trace[files[-1] : files[-1] + 2])}" if files else name
+    return str(node.target).removeprefix("aten.") + last_line(node.meta.get("stack_trace") or "")
+
+
+def last_line(trace: str) -> str:
+    """The last line of code in a trace, for messages; nothing if there is none."""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    files = [n for n, line in enumerate(lines) if line.startswith("File ")]
+    return f", at {' '.join(lines[files[-1] : files[-1] + 2])}" if files else ""
 
 
 def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -134,6 +134,8 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
         if x is None or (at := labels[x]) is None:
             continue
         to = links[k][at.dim] if k < len(links) and at.dim < len(links[k]) else MIX
+        if to == MIX and name == "sort":
+            return labels.unsupported(node, "positions of several samples are sorted, as for experts that they are sent to")
         if to == MIX:
             what = " (BatchNorm in training mode)" if "batch_norm" in name else ""
             return labels.mixed(node, f"the operation works along the samples' axis{what}")
@@ -170,15 +172,7 @@ def _summed(
     return labels.contract(node, {**along, **lost}, output=o if isinstance(node.meta["val"], tuple | list) else None)
 
 
-# Numbers that don't depend on the argument, and copies of memory.
-
-
-@rule(
-    "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_full", "new_empty", "new_ones",
-    "new_empty_strided", "randperm", "arange",
-)  # fmt: skip
-def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
-    return None
+# Copies of memory.
 
 
 @rule("as_strided", "as_strided_scatter")
@@ -287,7 +281,9 @@ class _Indices:
         self.labels, self.given = labels, [(dim, index) for dim, index in enumerate(indices) if index is not None]
         masks = [index for _, index in self.given if index.meta["val"].dtype in (torch.bool, torch.uint8)]
         if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
-            labels.mixed(masks[0], "a mask takes other entries of each sample")
+            labels.unsupported(
+                masks[0], "a mask picks as many entries as its values say; torch.where(mask, a, b) keeps sizes"
+            )
         self.dims = [dim for dim, _ in self.given]
         self.axes = max(len(shape(index)) for _, index in self.given)
         self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0

@@ -18,8 +18,7 @@ from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
-from autograd_hacks.compiled.labels import size
-from autograd_hacks.compiled.opaque import projection
+from autograd_hacks.compiled.labels import last_line, size
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import (
     CALL,
@@ -54,8 +53,6 @@ Gradients = Mapping[str, fx.Node]
 _COUNT = count()
 LARGE = 2**18
 """From this size in bytes on, rows reuse earlier memory; for smaller rows the lookup takes longer than it saves."""
-WEIGHTS = "the samples' weights"
-"""The name of the weights among a step's inputs.  No parameter has such a name."""
 SLOW = 2.0
 """Longer compilations, in seconds, are reported on stderr."""
 
@@ -63,21 +60,19 @@ SLOW = 2.0
 class CompiledStep(nn.Module):
     """The result of `autograd_hacks.compile`: a module that is called like the model.
 
-    * ``model``: the model itself
-    * ``weights``: N weights for 'sum'; set them before the backward pass
-    * ``direction``: {name: shape} for 'dot'; set it before the backward pass
+    ``model`` is the model itself.
     """
 
     def __init__(
         self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str | None, param_grad: bool,
-        numbers: Mapping[str, float | None], noise: Noise, seed: int, budget: int, backend: str | None, dynamic: bool | None,
+        numbers: Mapping[str, float | None], noise: Noise, budget: int, backend: str | None, dynamic: bool | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch = model, verb, batch
-        self._loss_type, self._is_mean = loss_type, loss_type == "mean"
+        self._loss_type, self._is_mean = loss_type, loss_type != "sum"
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
-        self._seed, self._budget = seed, budget
-        self._given, self._results = Given(), dict[str, Tensor]()
+        self._budget, self._results, self._pool = budget, dict[str, Tensor](), Pool()
+        _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
@@ -189,9 +184,9 @@ class CompiledStep(nn.Module):
             ) from why
         line, *_ = str(why).strip().splitlines() or [""]
         raise UnsupportedOperation(
-            f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}. Use "
-            "add_hooks(model) for it; or call the model once before, if it prepares itself in its first forward."
-            + ON_COMPILING
+            f"{type(self.model).__name__} can't be captured as one graph: {type(why).__name__}: {line.rstrip('.')}"
+            f"{last_line(str(why))}. Use add_hooks(model) for it; or call the model once before, if it prepares itself in "
+            "its first forward." + ON_COMPILING
         ) from why
 
     @property
@@ -203,40 +198,6 @@ class CompiledStep(nn.Module):
     def norms(self) -> Tensor:
         """The norms of the last backward pass before clipping, N."""
         return self._result("norms")
-
-    @property
-    def dot(self) -> Tensor:
-        """The products ⟨gₙ, direction⟩ of the last backward pass, N."""
-        return self._result("dot")
-
-    @property
-    def projection(self) -> Tensor:
-        """J R of the last backward pass, (N, dim), for the random map R of `PerSampleGrads.project`."""
-        return self._result("projection")
-
-    @property
-    def weights(self) -> Tensor | None:
-        return self._given.tensors.get(WEIGHTS)
-
-    @weights.setter
-    def weights(self, w: Tensor) -> None:
-        self._given.tensors[WEIGHTS] = w
-
-    @property
-    def direction(self) -> dict[str, Tensor]:
-        return {name: v for name, v in self._given.tensors.items() if name != WEIGHTS}
-
-    @direction.setter
-    def direction(self, v: Mapping[str, Tensor]) -> None:
-        shapes = {name: p.shape for name, p in self.model.named_parameters() if p.requires_grad}
-        wrong = [name for name, shape in shapes.items() if name not in v or v[name].shape != shape]
-        if wrong or v.keys() - shapes.keys():
-            raise ValueError(
-                f"the direction has no entry, or one of another shape, for {wrong[:5]}, and unknown entries "
-                f"{sorted(v.keys() - shapes.keys())}; expected {{name: tensor}} with the shape of each trainable parameter"
-                + ON_COMPILING
-            )
-        self._given.tensors = {name: x.detach() for name, x in v.items()}
 
     def _result(self, name: str) -> Tensor:
         if name not in self._results:
@@ -270,14 +231,14 @@ class CompiledStep(nn.Module):
     def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
         factor = apart.samples if self._is_mean else 1
         made: Made = VERBS[self.verb](self, apart, gradients, factor)
-        if self.verb in ("rows", "norms", "dot", "project") and not self._param_grad:
+        if self.verb in ("rows", "norms") and not self._param_grad:
             made.gradients = dict.fromkeys(gradients)
         return made
 
     def _begin(self) -> None:
         """Returns the old rows' memory to the pool.  Raises ValueError if losses are reduced otherwise than is known."""
         announced = ANNOUNCED.get(current_task())
-        used = self._loss_type or ("sum" if announced else assumed("sum"))
+        used = self._loss_type or ("mean" if announced else assumed("mean"))
         if announced and announced.loss_type != used:
             raise ValueError(
                 f"{announced.what} used {announced.loss_type!r}, but the step was compiled for {used!r}. Call "
@@ -285,7 +246,7 @@ class CompiledStep(nn.Module):
                 + ON_REDUCTION
             )
         for name, p in self._named.items() if self.verb == "rows" else ():
-            self._given.pool.give_back(name, vars(p).pop("grad1", None))
+            self._pool.give_back(name, vars(p).pop("grad1", None))
 
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self._task != NO_TASK and self._task == current_task():
@@ -342,45 +303,17 @@ def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> N
         )
 
 
-# Inputs of a backward pass from outside of its graph: weights, directions, and memory for rows.
+# Verbs.
 
-
-class Given:
-    """The inputs of a step by name, and the pool with the memory of earlier rows."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.pool = Pool()
-        self.key = id(self)
-        _EVERY[self.key] = self
-
-
-_EVERY: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("autograd_hacks::given", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _given(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
-    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
-    found = _EVERY[key].tensors.get(name)
-    if found is None or list(found.shape) != list(sizes):
-        was = "nothing" if found is None else f"shape {tuple(found.shape)}"
-        raise NothingRecorded(
-            f"compiled step: {name} was given {was}; expected a tensor of shape {tuple(sizes)}. Set step.weights or "
-            "step.direction before the backward pass." + ON_COMPILING
-        )
-    return found.detach().to(like).clone()
-
-
-@_given.register_fake
-def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
-    return like.new_empty(tuple(sizes))
+_POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+"""{id: the memory of a step's earlier rows}"""
 
 
 @torch.library.custom_op("autograd_hacks::rows_of_products", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
     """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
     form = Outer(left, right, torch.Size(shape))
-    return form.dense(_EVERY[key].pool.take(name, (form.samples, *form.shape), left))
+    return form.dense(_POOLS[key].take(name, (form.samples, *form.shape), left))
 
 
 @_rows_of_products.register_fake
@@ -399,7 +332,7 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
             continue
         if type(form) is Outer and size(written_bytes(form)) >= LARGE:
             left = form.left * factor if step._is_mean else form.left
-            rows[name] = _rows_of_products(left, form.right, step._given.key, name, list(form.shape))
+            rows[name] = _rows_of_products(left, form.right, id(step._pool), name, list(form.shape))
         else:
             rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
     return Made(results=rows)
@@ -423,26 +356,5 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
     return Made({name: sums.get(node) for name, node in gradients.items()}, {"norms": apart.rounded(norms)})
 
 
-def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    """Σₙ wₙ gₙ."""
-    like = apart.values[next(iter(apart.joint.tangents))]
-    sums = apart.weighted(_given(like, step._given.key, WEIGHTS, [apart.samples]))
-    return Made({name: sums.get(node) for name, node in gradients.items()})
-
-
-def _along(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    """The rows' products with the direction, or with random ones."""
-    like: Any = apart.values[next(iter(apart.joint.tangents))]
-    total: Any = 0
-    for name, form in ((name, apart.forms[node]) for name, node in gradients.items() if node in apart.forms):
-        if step.verb == "dot":
-            total = total + form.dot(_given(like, step._given.key, name, list(form.shape)))
-        else:
-            total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
-    return Made(results={"dot" if step.verb == "dot" else "projection": total * factor})
-
-
-VERBS: dict[str, Callable[..., Made]] = {
-    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _along, "project": _along,
-}  # fmt: skip
+VERBS: dict[str, Callable[..., Made]] = {"rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip}
 """{verb of `compile`: a function that computes its results in the graph}"""

@@ -13,20 +13,16 @@ from torch import Tensor, fx
 from torch.func import vmap
 
 from autograd_hacks.compiled.labels import Contraction, Joint, Labels, behind, name_of, size
-from autograd_hacks.compiled.opaque import Experts, squares
-from autograd_hacks.compiled.routed import Sorted
+from autograd_hacks.compiled.opaque import squares
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.formulas.conv import weight_gradient
 from autograd_hacks.formulas.embedding import lookup
 from autograd_hacks.formulas.views import reshaped, transposed
-from autograd_hacks.graph.axes import some_axes
 from autograd_hacks.graph.label import SUM, At
 from autograd_hacks.support.internals import tree_flatten, tree_leaves, tree_unflatten
 
 aten: Any = torch.ops.aten
-GROUPED = "transformers::grouped_mm_fallback"
-"""Grouped products that transformers defines if torch lacks them."""
 
 
 def unfolded(x: Tensor, at: At, samples: int) -> Tensor:
@@ -48,6 +44,8 @@ def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """An operation's result, also for tensors with other strides than traced."""
     if target in (aten.view.default, aten._unsafe_view.default):
         return args[0].reshape(args[1])
+    if target is aten.slice_scatter.default and len(args) > 4:  # vmap's rule for it counts up to the end that is given
+        args = (*args[:4], min(args[4], args[0].shape[args[2]]), *args[5:])
     return target(*args, **kwargs)
 
 
@@ -88,10 +86,8 @@ class TakenApart:
         if self.labels[node] is SUM:
             self.forms[node] = self._form(node)
             return
-        args, kwargs = self._arguments(node, self.values)
-        if name_of(node) == f"{GROUPED}_backward" and node in self.labels.found:  # of the input alone
-            self.values[node] = torch.ops.transformers.grouped_mm_fallback(args[3], args[1].mT, args[2]), None
-            return
+        sums = {x: self.forms[x].like.new_empty(x.meta["val"].shape) for x in node.all_input_nodes if self.labels[x] is SUM}
+        args, kwargs = self._arguments(node, self.values | sums)  # of sums only the sizes are read
         if node.target is aten.convolution_backward.default and node in self.labels.found:
             args = (*args[:-1], [args[-1][0], False, False])
         self.values[node] = run_operation(node.target, args, kwargs)
@@ -123,21 +119,14 @@ class TakenApart:
             return Dense(self._row_by_row(node))
         if name in ("view", "_unsafe_view", "reshape", "clone", "alias", "detach", "unsqueeze", "squeeze"):
             return reshaped(first, sizes)
+        if name == "copy" and sums == [node.args[1]] and first.shape == sizes:
+            return first
         if name in ("t", "transpose", "permute") and len(sizes) == 2:
             is_turned = name != "permute" or list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
             return transposed(first, (0, 1), sizes) if is_turned else first
-        if isinstance(first, Experts) and node.args[1:] in ((1, 2), (2, 1), (-1, -2), (-2, -1), ([0, 2, 1],)):
-            return first.turned()
-        if name == "embedding_dense_backward" and not node.args[4]:  # a table of positions, say
-            return self._looked_up(first.dense(), *self._flat(node)[0][1:4])
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))
-
-    def _looked_up(self, g: Tensor, index: Tensor, entries: int, padding: int) -> Dense:
-        """The form of a table whose entries are looked up for all samples alike.  g: N *T D    index: *T"""
-        g = g.masked_fill((index == padding)[..., None], 0).reshape(g.shape[0], index.numel(), g.shape[-1])
-        return Dense(g.new_zeros(g.shape[0], entries, g.shape[-1]).index_add(1, index.reshape(-1), g))
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
@@ -164,15 +153,11 @@ class TakenApart:
 
     def _contracted(self, found: Contraction) -> Form:
         node, (values, spec) = found.node, self._flat(found.node)
-        if any(isinstance(at, Sorted) for at in found.at.values()):
-            return self._routed(found, values)
         is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
         if node.target is aten.mm.default:
             return self._outer(values, found.at)
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
-        if node.target is aten.sum.dim_IntList and not node.kwargs:
-            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))
         if node.target is aten.embedding_dense_backward.default and not node.args[4]:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
@@ -180,27 +165,6 @@ class TakenApart:
         if node.target is aten._embedding_bag_backward.default:
             return self._of_bags(values, found.at)
         return Dense(self._sample_by_sample(found, values, spec))
-
-    def _routed(self, found: Contraction, values: Sequence[Any]) -> Form:
-        """The form of sorted positions: of experts' weights, or of a table of experts."""
-        name, owners = name_of(found.node), self._owners(next(iter(found.at.values())))
-        if name == "index_put":
-            table, experts, g = values[0], values[1], values[2]
-            rows = g.new_zeros(self.samples * len(table), *g.shape[1:]).index_add(0, owners * len(table) + experts, g)
-            return Dense(rows.view(self.samples, *table.shape))
-        x, g, ends = (values[0], values[3], values[2]) if name == f"{GROUPED}_backward" else (values[0].mT, *values[1:3])
-        return Experts(x, g, ends, owners, self.samples)
-
-    def _owners(self, at: Sorted) -> Tensor:
-        """The sample of each position, in the order of the sort."""
-        order: Tensor = self.values[at.order][1]
-        return order // (order.shape[0] // self.samples)
-
-    def _over(self, w: Tensor, x: Tensor, at: Any) -> Tensor:
-        if not isinstance(at, Sorted):
-            return over(w, x, at)
-        kind = torch.bool if w.dtype == torch.bool else x.dtype
-        return w[self._owners(at)].view(-1, *[1] * (x.ndim - at.dim - 1)).to(kind)
 
     def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
         """The form of sums or means of a table's entries."""
@@ -216,15 +180,6 @@ class TakenApart:
             return Outer(values[0].permute(1, 0), values[1])
         left, right = unfolded(values[0].mT, at[0].moved(0), self.samples), unfolded(values[1], at[1], self.samples)
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
-
-    def _summed(self, x: Tensor, dims: Any, at: At, keepdim: bool) -> Dense:
-        """The form of a sum over axes of x that include the samples' axis."""
-        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, some_axes(dims, x.ndim)
-        axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
-        axes += [at.dim + 1] if has_outer else []
-        rows = rows.sum(axes, keepdim=True) if axes else rows
-        rows = rows.squeeze(at.dim + 1) if has_outer else rows
-        return Dense(rows if keepdim else rows.squeeze([d + 1 for d in over]))
 
     def _convolved(self, values: Sequence[Any], args: Sequence[Any], output: int | None) -> Form:
         g, x, w = values[:3]
@@ -314,9 +269,9 @@ class TakenApart:
             own, spec = self._flat(found.node)
             if taken is not None:  # 0 · inf is NaN
                 for n, at in found.at.items():
-                    own[n] = own[n].where(self._over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
+                    own[n] = own[n].where(over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
             if w is not None:
-                own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
+                own[found.gradient] = own[found.gradient] * over(w, own[found.gradient], found.at[found.gradient])
             values[node] = run_contraction(found, own, spec)
         sums = {node: values[node] for node in self.forms if node in values}
         for gradient, rows in self._rows.items():

@@ -1,12 +1,12 @@
-"""All private names of torch's compiler that the package uses.  Seen in torch 2.13 and 2.14; others are untried.
+"""All private names of torch's compiler that the package uses.  Run with torch 2.13 and 2.14; 2.11 and 2.12 have them, too.
 
 `support/internals.py` has those that the package needs without a compiler, and the releases that these were seen in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor, fx
 
 from autograd_hacks.errors import ON_COMPILING
-from autograd_hacks.support.restored import kept, restored
+from autograd_hacks.support.restored import restored
 
 try:
     with catch_warnings():
@@ -27,7 +27,6 @@ try:
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
         from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
         from torch._functorch._aot_autograd import descriptors
-        from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._guards import detect_fake_mode
         from torch._inductor.compile_fx import compile_fx_inner
@@ -95,18 +94,6 @@ def compiling(most: int) -> Any:
     """A context for calls: recurrent layers are traced step by step, and a step may be compiled ``most`` times."""
     limits: dict[str, Any] = {"recompile_limit": most, "accumulated_recompile_limit": MOST}
     return dynamo.config.patch(allow_rnn=True, **limits)
-
-
-def joint_graph(
-    stack: ExitStack, module: nn.Module, args: Sequence[Tensor], decompositions: Mapping[Any, Any]
-) -> fx.GraphModule:
-    """The graph of a module's forward and backward, traced without values."""
-    stack.enter_context(kept(torch.compiler, "_is_compiling_flag"))
-    torch.compiler._is_compiling_flag = True  # libraries then skip code that depends on values
-    found = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=dict(decompositions))
-    traced: fx.GraphModule = found.graph_module
-    traced.graph.eliminate_dead_code()
-    return traced
 
 
 class Ends(NamedTuple):

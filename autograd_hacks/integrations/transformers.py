@@ -78,12 +78,12 @@ class CompiledCallback(TrainerCallback):
     training.  The mean of its norms goes into the trainer's logs.
 
     verb: as in `autograd_hacks.compile`
-    loss_type: how the loss is reduced over samples, 'mean' by default    settings: as in `autograd_hacks.compile`
+    loss_type, settings: as in `autograd_hacks.compile`
 
     Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
     """
 
-    def __init__(self, verb: str, loss_type: str = "mean", **settings: Any) -> None:
+    def __init__(self, verb: str, loss_type: str | None = None, **settings: Any) -> None:
         self.verb, self.settings = verb, {"loss_type": loss_type, **settings}
         self.step: Any = None
 

@@ -227,7 +227,7 @@ def test_a_compiled_step(name: str, captured: bool) -> None:
     """By inductor's kernels; also in a CUDA graph, as torch.compile has it with mode="reduce-overhead"."""
     model, x = FAMILIES[name].on("cuda", torch.float32)
     matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
-    compiled = autograd_hacks.compile(model, "norms")
+    compiled = autograd_hacks.compile(model, "norms", loss_type="sum")
     for _ in range(3):
         with torch._inductor.config.patch({"triton.cudagraphs": captured}):
             losses(compiled(x)).sum().backward()
@@ -243,7 +243,7 @@ def test_a_compiled_step_by_a_kernel_of_attention(backend: SDPBackend) -> None:
     torch.manual_seed(0)
     model, x = Causal(128).to("cuda"), torch.randint(11, (4, 8), device="cuda")
     matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
-    compiled = autograd_hacks.compile(model, "norms")
+    compiled = autograd_hacks.compile(model, "norms", loss_type="sum")
     for _ in range(2):
         with sdpa_kernel(backend), torch.autocast("cuda", torch.bfloat16):
             losses(compiled(x)).sum().backward()

@@ -150,7 +150,8 @@ def test_sums_over_processes(both: Both, verb: str) -> None:
 def a_few_steps(verb: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    step = autograd_hacks.compile(model, verb, backend=None, **({"max_norm": 0.5} if verb == "clip" else {}))  # type: ignore[arg-type]
+    numbers = {"max_norm": 0.5} if verb == "clip" else {}
+    step = autograd_hacks.compile(model, verb, loss_type="sum", backend=None, **numbers)  # type: ignore[arg-type]
     replica, x = nn.parallel.DistributedDataParallel(step), torch.randn(12, 4).double()
     mine = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
     for _ in range(2):
