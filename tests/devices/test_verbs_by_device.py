@@ -18,7 +18,6 @@ from packed import batch as packed_batch
 from packed import losses as losses_of_documents
 from pretend import Far, near, placed, pretending
 from rarely import rarely
-from test_face import public
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._device import _device_constructors
@@ -346,26 +345,6 @@ def test_documents_packed_into_samples(place: str) -> None:
             losses_of_documents(model, *own).sum().backward()
             found.append(list(near_leaves(autograd_hacks.per_sample_grads(model, "sum").norms())))
     assert_close(*found)
-
-
-def test_every_public_name_is_in_some_test_by_device() -> None:
-    """A name that comes has to be taken up here."""
-    files = [*Path(__file__).parent.glob("*.py")]
-    used = "\n".join(file.read_text() for file in files)
-    assert {own for name in public() if f".{(own := name.rpartition('.')[2])}" not in used} == NOT_BY_DEVICE
-
-
-NOT_BY_DEVICE = {
-    "EKFAC",
-    "KFAC",
-    "PerSampleGrads",
-    "register_operation",
-    "register_rule",
-    "remove_hooks",
-    "trak_scores",
-    "without_batch_norm",
-}
-"""Names that take no tensors; `PerSampleGrads` is what per_sample_grads returns."""
 
 
 def made_without_device(text: str) -> list[str]:
