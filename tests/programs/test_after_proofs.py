@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time, squares
-from steps import check_batches
 from torch import Tensor
-from twin import Bare, check_right
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -85,38 +84,3 @@ def test_a_function_that_runs_a_layer_in_its_backward(gives: bool) -> None:
             for p in model.parameters():
                 assert p.grad is not None
                 torch.testing.assert_close(p.grad1.mean(0), p.grad)  # type: ignore[attr-defined]
-
-
-def test_independence_of_samples_in_an_order_of_their_values() -> None:
-    def in_order(m: Any, x: Tensor) -> Tensor:
-        order = x[:, 0].argsort()
-        y: Tensor = m.layer(x[order])[order.argsort()]
-        return y
-
-    model = Bare(in_order, layer=nn.Linear(3, 2))
-    check_batches(model, torch.randn(5, 3), torch.randn(5, 3), independent=True)
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_a_model_whose_output_it_is_given_again(param_grad: bool) -> None:
-    """Five times a step, so that forward 16 of its kind, which is proven, has others before and behind it."""
-
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x)
-        for _ in range(5):
-            state = model(x, state)
-        return squares(state)
-
-    check_right(
-        Bare(
-            lambda m, x, state: (m.of_input(x) + m.of_state(state)).tanh() * m.scale,
-            of_input=nn.Linear(6, 6),
-            of_state=nn.Linear(6, 6),
-            scale=torch.randn(6),
-        ),
-        *[(torch.randn(5, 6),) for _ in range(6)],
-        run=run,
-        total="each",
-        param_grad=param_grad,
-    )

@@ -36,15 +36,6 @@ def test_a_batch_of_file_names() -> None:
     check(model, lambda: squares(model(next(names))))
 
 
-def test_a_tensor_and_strings() -> None:
-    def captioned(m: nn.Module, x: Tensor, captions: list[str]) -> Tensor:
-        own = torch.stack([m.words(torch.tensor([len(word) for word in c.split()])).mean(0) for c in captions])
-        return m.out(x + own)
-
-    model, x = Bare(captioned, words=nn.Embedding(9, 3), out=nn.Linear(3, 2)).double(), data(3, 3)
-    check(model, lambda: squares(model(x, ["a cat", "the blue whale", "dog"])))
-
-
 @pytest.mark.parametrize("batch_dim", [None, (None,)])
 def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
     stored, rows = data(9, 3), iter([range(3), range(3, 7), range(2, 6)])
@@ -72,12 +63,6 @@ def test_a_parameter_that_is_returned() -> None:
         losses().mean().backward()
         with pytest.raises(UnseenGradient, match=r"log_std.*output that depends on parameters only.*backward\(losses\)"):
             autograd_hacks.compute_grad1(model)
-
-
-def test_a_distribution_of_a_parameter() -> None:
-    model = policy(lambda mean, log_std: torch.distributions.Normal(mean, log_std.exp()))
-    x, a = data(4, 3), data(4, 2)
-    check(model, lambda: -model(x).log_prob(a).sum(1), by_losses=True)
 
 
 def test_a_scale_of_logits_that_is_returned() -> None:
@@ -135,28 +120,6 @@ def test_outputs_that_an_index_picked(name: str) -> None:
         return torch.zeros(4, dtype=x.dtype).index_add(0, rows[len(rows) - len(chosen) :], squares(chosen))
 
     check(model, losses)
-
-
-class Lazily:
-    """An output that is computed when it is asked for."""
-
-    def __init__(self, h: Tensor, head: nn.Module) -> None:
-        self.h, self.head = h, head
-
-    @property
-    def logits(self) -> Tensor:
-        return self.head(self.h)
-
-
-def test_outputs_that_are_computed_lazily() -> None:
-    model = Bare(
-        lambda m, x: Lazily(m.first(x).tanh() * m.scale, m.head),
-        first=nn.Linear(3, 4),
-        head=nn.Linear(4, 2),
-        scale=torch.ones(4),
-    ).double()
-    x = data(4, 3)
-    check(model, lambda: squares(model(x).logits))
 
 
 # Batches of one sample, in which a value of parameters has the same size as one for each sample

@@ -54,40 +54,6 @@ def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) ->
     check_right(model, *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
 
 
-def weighted(m: Any, x: Tensor) -> Tensor:
-    """A mean of values, weighted step by step by exp(u + key), as in RWKV: at the first step there is nothing to weigh u
-    against, so that its gradient there is what rounding leaves of a zero."""
-    total, weights = torch.zeros(len(x), 4), torch.zeros(len(x), 4)
-    out = []
-    for at in x.unbind(1):
-        key, value = m.key(at), m.value(at)
-        own = (m.u + key).exp()
-        out.append((total + own * value) / (weights + own))
-        total, weights = total + key.exp() * value, weights + key.exp()
-    return torch.stack(out, 1).flatten(1)
-
-
-def test_what_rounding_leaves_of_a_zero_opens_no_branch() -> None:
-    model = Bare(weighted, key=nn.Linear(6, 4), value=nn.Linear(6, 4), u=torch.randn(4))
-    with torch.no_grad():
-        model.value.weight[:, 0], model.value.bias[:] = 0, 0
-    xs = torch.randn(8, 5, 3, 6)
-    xs[:4, :, 0, 1:] = 0  # the first value is 0, and so is the gradient
-    check_right(model, *[(x,) for x in xs])
-
-
-def test_an_outlier_hides_no_branch_that_opens_for_others() -> None:
-    """The same layer with and without a gate, which opens for all samples but the first."""
-    weights, gate = torch.tensor([1e17, 1, 1, 1, 1]), torch.tensor([[0.0], [1], [1], [1], [1]])
-
-    def run(model: Any, x: Tensor, opens: bool) -> Tensor:
-        model.gate = gate * opens
-        return squares(model(x)) * weights
-
-    model = Bare(lambda m, x: m.inner(x) + m.gate * m.inner(x.tanh()), inner=nn.Linear(6, 4))
-    check_right(model, *[(torch.randn(5, 6), step > 2) for step in range(5)], run=run, total="sum")
-
-
 @pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
 def test_exits_at_which_nobody_leaves(sure: float) -> None:
     """Samples leave at the first exit that is sure of them."""

@@ -48,15 +48,6 @@ def number(pattern: str, out: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_is_told(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import scipy\nprint(scipy.nothing)\n")
-    with pytest.raises(AssertionError, match="has no attribute 'nothing'"):
-        run_script(tmp_path / "broken.py", tmp_path)
-    with pytest.raises(AssertionError, match="ModuleNotFoundError: import of scipy halted"):
-        run_script(tmp_path / "broken.py", tmp_path, without="scipy")
-
-
-@pytest.mark.slow
 def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
     out = printed("wrong_labels", tmp_path, "--epochs", "3", "--batch-size", "100", "--seed", "3")
     found = [int(n) for n in re.findall(r"(\d+) wrong labels", out)]
@@ -173,10 +164,6 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
     return [{**cell, "source": "".join(cell["source"])} for cell in cells]
 
 
-def test_there_are_two() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["first_steps.ipynb", "tutorial.ipynb"]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_kept_without_outputs(path: Path) -> None:
     for cell in cells_of(path):
@@ -242,12 +229,3 @@ def test_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
     torch.testing.assert_close(found["small"][2].bias.hess, found["true"], rtol=1e-4, atol=1e-6)
     assert max(found["change"]) <= found["C"] * 1.001
     assert found["place"] > len(found["order"]) - 20
-
-
-def test_every_way_leads_there() -> None:
-    docs = ROOT / "docs"
-    assert "first_steps" in (docs / "index.rst").read_text()
-    assert ":doc:`first_steps`" in (docs / "want.rst").read_text()
-    assert "first_steps.ipynb" in (ROOT / "README.rst").read_text()
-    assert "   tutorial\n" in (docs / "index.rst").read_text()
-    assert "tutorial.ipynb" in (ROOT / "README.rst").read_text()

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import squares
 from rarely import crossed
 from torch import Tensor
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare, check_refused, check_right, of_squares
 
 import autograd_hacks
@@ -36,44 +34,6 @@ def merged(m: Bare, x: Tensor) -> Tensor:
 def sorted_inside(m: Bare, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
     return (((x @ m.a)[order].tanh() * m.scale) @ m.w)[order.argsort()]
-
-
-# So many samples that one digit doesn't tell them apart
-
-
-@crossed(how=[plain, merged, sorted_inside], samples=[16, 17, 20, 33, 64, 256])
-def test_more_samples_than_digits(how: Callable[..., Tensor], samples: int) -> None:
-    check_right(Bare(how, **weights()), *[(torch.randn(samples, 3),) for _ in range(2)])
-
-
-@crossed(layers=[False, True], apart=[1, 8, 16, 32, 64])
-def test_mixing_of_two_samples_with_the_same_digit(apart: int, layers: bool) -> None:
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = m.first(x) if layers else x @ m.a
-        return (h + F.pad(h[:-apart], (0, 0, apart, 0)) * 0.5).tanh() * m.scale @ m.w
-
-    model = Bare(how, **weights(), **({"first": nn.Linear(3, 4)} if layers else {}))
-    check_refused(model, *[(torch.randn(2 * apart + 3, 3),) for _ in range(2)])
-
-
-# Few entries are alive in the first step
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["time first", "batch first"])
-@pytest.mark.parametrize("head", [True, False])
-def test_two_living_entries_fit_two_layouts(first: bool, head: bool) -> None:
-    """N = T, positions folded into one axis with samples, and in the first step alive on the diagonal alone."""
-
-    def how(m: Bare, x: Tensor, alive: Tensor) -> Tensor:
-        h = (m.layer(x.flatten(0, 1)) * m.scale).unflatten(0, x.shape[:2]) * alive[..., None]
-        h = h.transpose(0, 1) if first else h
-        return h.sum(1) @ m.w if head else h
-
-    corners = torch.zeros(4, 4)
-    corners[0, 0] = corners[3, 3] = 1
-    model = Bare(how, **weights(), layer=nn.Linear(3, 4))
-    batches = [(torch.randn(4, 4, 3), alive) for alive in (corners, torch.ones(4, 4), torch.rand(4, 4), corners)]
-    check_right(model, *batches, batch_dim=1 if first else 0)
 
 
 @crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
@@ -130,35 +90,6 @@ def test_experts_in_one_stack_by_index() -> None:
 
     model = Bare(how, stack=torch.randn(4, 3, 2), biases=torch.randn(4, 2), router=torch.randn(3, 4))
     check_right(model, (torch.randn(1, 3).expand(4, 3).clone(),), *[(torch.randn(6, 3),) for _ in range(2)])
-
-
-# The batch in another order inside, and in order at first
-
-
-@pytest.mark.parametrize("cell", ["bare", "layer"])
-def test_packing_that_sorts(cell: str) -> None:
-    def how(m: Bare, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        if cell == "layer":
-            padded, _ = pad_packed_sequence(m.rnn(packed)[0], batch_first=True)
-        else:
-            inside = packed._replace(data=(packed.data @ m.a).tanh() * m.scale)
-            padded, _ = pad_packed_sequence(inside, batch_first=True)
-        return padded.sum(1) @ m.w
-
-    own = weights() if cell == "bare" else {"w": torch.randn(4, 2), "rnn": nn.GRU(3, 4, batch_first=True)}
-    lengths = [[5, 4, 3, 1], [5, 3, 2, 1], [1, 3, 2, 5], [2, 2, 5, 4], [4, 5, 5, 1]]
-    check_right(Bare(how, **own), *[(torch.randn(4, 5, 3), torch.tensor(own)) for own in lengths])
-
-
-# Where the batch is not
-
-
-@pytest.mark.parametrize("samples", [3, 4])
-def test_time_first_with_as_many_steps_as_samples(samples: int) -> None:
-    model = Bare(lambda m, x: (m.layer(x) * m.scale).tanh(), scale=torch.randn(4), layer=nn.Linear(3, 4))
-    batches = [(torch.randn(4, samples, 3),) for _ in range(2)]
-    check_right(model, *batches, run=lambda m, x: squares(m(x).transpose(0, 1)), batch_dim=1)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -227,21 +158,11 @@ def test_data_without_a_gradient(what: str, samples: int) -> None:
         check_right(model, *batches)
 
 
-# Mixing
-
-
 MIXING: dict[str, Callable[[Bare, Tensor], Tensor]] = {
     "a mean of another layer": lambda m, x: (x @ m.a) * (x @ m.w).mean() * m.scale,
-    "a mean of another layer, detached data": lambda m, x: x[:, :2] * (x.detach() @ m.a).mean() * m.scale[:2],
     "batch norm": lambda m, x: F.batch_norm(x @ m.a, None, None, m.scale, m.v, training=True),
-    "batch norm of data": lambda m, x: F.batch_norm(x @ m.a, None, None, training=True) * m.scale,
-    "rolled": lambda m, x: (x @ m.a + (x @ m.a).roll(1, 0)) * m.scale,
     "products": lambda m, x: ((x @ m.a) @ (x @ m.a).mT).softmax(1) @ x @ m.a,
-    "largest": lambda m, x: (x @ m.a) / (x @ m.a).amax(0) * m.scale,
-    "chosen by index": lambda m, x: (x @ m.a)[x.argmax(0)[:1]] * x[:, :1] * m.scale,
-    "by order": lambda m, x: (x @ m.a)[x[:, 0].argsort()] * m.scale,
     "through a weight": lambda m, x: x @ (m.a * (x @ m.a).mean(0)) * m.scale,
-    "a norm of all": lambda m, x: F.normalize(x @ m.a, dim=0) * m.scale,
     "a convolution over samples": lambda m, x: F.conv1d((x @ m.a).mT[None], m.k, padding=1)[0].mT * m.scale,
     "a product over samples": lambda m, x: (x @ m.a).cumprod(0) * m.scale,
     "a solution": lambda m, x: torch.linalg.solve((x @ m.a).mT @ (x @ m.a) + torch.eye(4), (x @ m.a).mT).mT * m.scale,
@@ -258,10 +179,7 @@ def test_mixing_beside_bare_parameters(what: str) -> None:
 WITHOUT_GRADIENT: dict[str, Callable[[Bare, Tensor], Tensor]] = {
     "centred data": lambda m, x: (x - x.mean(0)) @ m.a * m.scale,
     "data normalised": lambda m, x: F.batch_norm(x, None, None, training=True) @ m.a * m.scale,
-    "data rolled": lambda m, x: (x + x.roll(1, 0)) @ m.a * m.scale,
-    "ranks": lambda m, x: x @ m.a * m.scale * (1 + x[:, :1].argsort(0)),
     "one-hot centred": lambda m, x: (F.one_hot(x.argmax(1), 3) - F.one_hot(x.argmax(1), 3).double().mean(0)) @ m.a * m.scale,
-    "detached": lambda m, x: (x @ m.a - (x @ m.a).mean(0).detach()) * m.scale,
 }
 
 

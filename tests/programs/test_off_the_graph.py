@@ -1,20 +1,17 @@
 """Programs whose parameters are read off autograd's graph, against one backward pass from each loss of the same forward."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from one_graph import check, data
-from oracle import one_loss_at_a_time, squares
+from oracle import squares
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 from twin import Bare, check_right
 
 import autograd_hacks
@@ -120,19 +117,6 @@ def test_rows_of_a_program(what: str) -> None:
     check_right(Bare(how, **own()).double(), *[(data(n, 3),) for n in sizes])
 
 
-@pytest.mark.parametrize("layers", [True, False])
-def test_a_checkpointed_function_with_a_bare_parameter(layers: bool) -> None:
-    def how(m: Bare, x: Tensor) -> Tensor:
-        def inside(h: Tensor) -> Tensor:
-            return ((m.inner(h) if layers else h) * m.scale).tanh()
-
-        return checkpoint(inside, m.first(x), use_reentrant=False)
-
-    own = {"inner": nn.Linear(4, 4)} if layers else {}
-    model = Bare(how, first=nn.Linear(3, 4), **own, scale=normal(4)).double()
-    check_right(model, *[(data(4, 3),) for _ in range(3)])
-
-
 def _parametrised() -> nn.Module:
     layer = nn.Linear(3, 3)
     parametrize.register_parametrization(layer, "weight", Bare(lambda m, w: w.triu() + w.triu(1).mT))
@@ -161,31 +145,6 @@ def test_parameters_that_are_made_of_others(build: Callable[[], nn.Module]) -> N
     check(model, lambda: squares(model(x)))
 
 
-def test_another_networks_weights_between_steps() -> None:
-    online, target, x = _merged().double(), _merged().double(), data(4, 3)
-
-    def losses() -> Tensor:
-        for p, q in zip(target.parameters(), online.parameters()):
-            p.data = 0.9 * p.data + 0.1 * q.data
-        with torch.no_grad():
-            y = target(x)
-        return squares(online(x), y)
-
-    check(online, losses)
-
-
-def test_gradients_in_the_range_of_denormals() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net(), nn.Linear(4, 2)), torch.randn(4, 3)
-    expected = one_loss_at_a_time(model, lambda: squares(model(x)) * 1e-38)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            model.zero_grad()
-            (squares(model(x)) * 1e-38).sum().backward()
-            autograd_hacks.compute_grad1(model, loss_type="sum")
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(p.grad1, expected[name], rtol=1e-5, atol=1e-43)
-
-
 def scale_net() -> nn.Module:
     return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
 
@@ -201,24 +160,6 @@ def test_branches_in_threads() -> None:
     branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
     model, x = Bare(threads, branches=branches).double(), data(4, 3)
     check(model, lambda: squares(model(x)))
-
-
-@pytest.mark.parametrize("kind", ["generator", "iterator", "hidden module", "numpy"])
-def test_things_that_a_model_holds_go_on_as_they_would(kind: str) -> None:
-    hidden = [nn.Linear(3, 3).double()]
-
-    def run(m: nn.Module, x: Tensor) -> Tensor:
-        if kind == "hidden module":
-            return hidden[0](m.first(x)) * m.scale
-        m.seen.append(float(np.random.default_rng(len(m.seen)).random()) if kind == "numpy" else next(m.numbers))
-        return m.first(x) * m.scale * m.seen[-1]
-
-    numbers = (n for n in itertools.count(1)) if kind == "generator" else itertools.cycle([1.0, 2.0, 5.0])
-    model = Bare(run, first=nn.Linear(3, 3), scale=torch.ones(3), numbers=numbers, seen=[]).double()
-    x = data(4, 3)
-    check(model, lambda: squares(model(x)))
-    if kind in ("generator", "iterator"):
-        assert model.seen == ([1, 2, 3] if kind == "generator" else [1, 2, 5])
 
 
 # Models of transformers
