@@ -15,7 +15,7 @@ from ways import by_of, is_compiled, is_ours, what_of
 
 COLOURS = {
     "write once": "#cccccc", "hooks alone": "#bbbbbb", "ours": "#2a9d6f", "ours, param_grad=False": "#0b6e4f",
-    "ours, two passes": "#7fc8a9", "ours, with its passes": "#7fc8a9", "loop": "#8c6d5a", "vmap(grad)": "#3b6fb6",
+    "ours, two passes": "#7fc8a9", "loop": "#8c6d5a", "vmap(grad)": "#3b6fb6", "expand trick": "#5fa8d3",
     "ExpandedWeights": "#d98a29", "Opacus": "#b5364a", "Opacus, ghost": "#b5364a", "BackPACK": "#7a4fa3",
 }  # fmt: skip
 LIGHT, DARK = "#222222", "#dddddd"  # ink for pages that are light, or dark

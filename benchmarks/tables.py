@@ -51,16 +51,12 @@ TABLES = {
     "Per-sample gradients written out (grad1)": Table(
         lambda: MODELS,
         ("plain", "write once", "hooks alone", *ROWS),
-        ("rows: loop", "rows: vmap(grad)", "rows: ExpandedWeights", "rows: Opacus", "rows: BackPACK"),
+        ("rows: loop", "rows: vmap(grad)", "rows: expand trick", "rows: ExpandedWeights", "rows: Opacus", "rows: BackPACK"),
     ),
     "The mean of clipped gradients": Table(
         lambda: MODELS,
         ("plain", *CLIPS, "clip: ours, two passes"),
         ("clip: loop", "clip: vmap(grad)", "clip: ExpandedWeights", "clip: Opacus, ghost", "clip: BackPACK"),
-    ),
-    "Curvature": Table(
-        lambda: {name: MODELS[name] for name in ("tutorial CNN, N 64",)},
-        ("plain", "GGN product: ours", "GGN product: ours, with its passes", "KFAC: ours", "KFAC: ours, param_grad=False"),
     ),
     "Losses with derivatives: rows, and a clipped step": Table(
         lambda: DERIVED,

@@ -18,7 +18,7 @@ import given
 import torch
 import uses_of_others as others
 import uses_of_ours as own
-from given import BATCH, DIM, Given
+from given import BATCH, Given
 from measuring import guarded, interleaved, seconds
 from systems import Data
 from torch import Tensor
@@ -38,16 +38,10 @@ def ranks_apart(own: Tensor, other: Tensor) -> float:
     return 1 - float(torch.corrcoef(torch.stack([x.flatten().argsort().argsort().double() for x in (own, other)]))[0, 1])
 
 
-def products_apart(own: Tensor, other: Tensor) -> float:
-    """1 - the correlation of the inner products that two random maps keep."""
-    return 1 - float(torch.corrcoef(torch.stack([(x @ x.T).flatten().double() for x in (own, other)]))[0, 1])
-
-
 @dataclass(frozen=True)
 class Use:
     """what: for people, of what and how many    theirs: {peer: its way}, of one package
-    apart: how far numbers are from another way's    limit: how far they may be
-    hooks: whether it is ours to hook the model, so that its graphs may be left unread"""
+    apart: how far numbers are from another way's    limit: how far they may be"""
 
     what: str
     ours: given.Use
@@ -55,7 +49,6 @@ class Use:
     theirs: dict[str, given.Use]
     apart: Callable[[Tensor, Tensor], float] = furthest
     limit: float = 1e-4
-    hooks: bool = True
 
 
 USES = {
@@ -65,19 +58,8 @@ USES = {
         {"Opacus": others.opacus_private, "Opacus, ghost": partial(others.opacus_private, ghost=True)},
     ),
     "TracIn": Use("{samples} × {queries}, 4 checkpoints", own.tracin, "captum", {"captum's TracInCP": others.captum}),
-    "self-influence": Use(
-        "{samples}, 4 checkpoints", own.self_influence, "captum",
-        {"captum's TracInCP": partial(others.captum, itself=True)},
-    ),
-    "projections": Use(
-        f"{{samples}} to {DIM}, to a file", own.projected, "traker", {"traker": others.traker}, products_apart, 0.15
-    ),
     "EK-FAC influence": Use(
         "{samples}, one drawn label", own.ekfac, "kronfluence", {"kronfluence": others.kronfluence}, ranks_apart, 0.02
-    ),
-    "Laplace, Kronecker factors": Use(
-        "{samples}, {queries} predictions", partial(others.posterior, own=True), "laplace-torch",
-        {"laplace-torch with curvlinops": others.posterior}, furthest, 1e-2, hooks=False,
     ),
 }  # fmt: skip
 PACKAGES = {use.package for use in USES.values()}
@@ -94,7 +76,7 @@ def cases(rounds: int, quick: bool) -> dict[str, Callable[[], Data]]:
 def measured(use: Use, rounds: int, of: Given) -> Data:
     """What `measuring.measured` gives of a case; a peer whose numbers are other ones fails."""
     failures, errors = dict[str, str](), dict[str, float]()
-    ways = {OURS: partial(use.ours, of)} | ({UNPROVEN: partial(use.ours, replace(of, probe=False))} if use.hooks else {})
+    ways = {OURS: partial(use.ours, of), UNPROVEN: partial(use.ours, replace(of, probe=False))}
     with quiet():
         right = ways[OURS]()
         for peer, make in use.theirs.items():

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import given
 import torch
 import torch.nn as nn
@@ -14,10 +9,6 @@ from given import Given
 from torch import Tensor
 
 import autograd_hacks
-
-
-def squares(grads: autograd_hacks.PerSampleGrads) -> Tensor:
-    return grads.norms().square()
 
 
 def hooked(of: Given) -> nn.Sequential:
@@ -45,29 +36,13 @@ def private(of: Given) -> Tensor:
     return given.weights(model)
 
 
-def over_checkpoints(of: Given, verb: Callable[..., Tensor], **options: Any) -> Tensor:
+def tracin(of: Given) -> Tensor:
     """Σ rate · rows, over the checkpoints of a training."""
-    model, found = hooked(of), torch.zeros(())
+    model, found, gram = hooked(of), torch.zeros(()), autograd_hacks.PerSampleGrads.gram
     for state, rate in of.checkpoints:
         model.load_state_dict(state)
-        found = found + rate * autograd_hacks.over(model, of.loader(), given.losses, verb, **options)
+        found = found + rate * autograd_hacks.over(model, of.loader(), given.losses, gram, against=of.loader(of.test))
     return found
-
-
-def tracin(of: Given) -> Tensor:
-    return over_checkpoints(of, autograd_hacks.PerSampleGrads.gram, against=of.loader(of.test))
-
-
-def self_influence(of: Given) -> Tensor:
-    return over_checkpoints(of, squares)
-
-
-def projected(of: Given) -> Tensor:
-    with tempfile.TemporaryDirectory() as folder:
-        found: Tensor = autograd_hacks.over(
-            hooked(of), of.loader(), given.margins, lambda grads: grads.project(given.DIM), out=Path(folder) / "rows.npy"
-        )
-        return found.clone()
 
 
 def ekfac(of: Given) -> Tensor:

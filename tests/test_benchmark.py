@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import os
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import derived
 import gpu
 import measuring
-import over_processes
 import pytest
 import report
 import run
@@ -20,16 +17,12 @@ import uses
 from architectures import ARCHITECTURES
 from families import TINY
 from given import given
-from gpu_parts import PARTS, Part
 from measuring import Case, checked, measured
 from rarely import rarely
 from systems import trainable
 from tables import TABLES, Table
-from torch.testing import assert_close
 from ways import WAYS, installed_version, is_ours
 from workloads import Workload, classification, multilayer, of_shape, stack
-
-import autograd_hacks
 
 CPU = torch.device("cpu")
 TINY_MODEL = Workload(
@@ -64,10 +57,10 @@ def write(monkeypatch, folder, *options, **tables):
 
 
 def test_tables_and_parts_name_ways_that_there_are():
-    cases = [case for part in PARTS.values() for tiny in (True, False) for case in part.cases(tiny).values()]
+    cases = [case for _, cases in gpu.PARTS.values() for tiny in (True, False) for case in cases(tiny).values()]
     asked = {way for case in cases for way in case.ways} | {way for own in TABLES.values() for way in own.ways + own.peers}
     assert asked <= set(WAYS)
-    assert {way for way in WAYS if is_ours(way)} <= asked | {"norms: ours", "project: ours"}
+    assert {way for way in WAYS if is_ours(way)} <= asked | {"norms: ours"}
     assert all(name in TABLES[title].models() for title in TABLES for name in TABLES[title].cases(True))
 
 
@@ -133,16 +126,21 @@ def test_how_the_fastest_other_way_compares():
 
 
 @pytest.mark.slow
-def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
+def test_tables_of_their_own(tmp_path, monkeypatch):
     name = "UNet, noise drawn inside"
-    table = next(table for table in TABLES.values() if table.option == "architectures")
-    own = dataclasses.replace(table, models=lambda: {name: ARCHITECTURES[name](TINY)})
-    data = write(monkeypatch, tmp_path, "--architectures", "--peers", a=own, b=TABLES["Curvature"])
+    own = {table.option: table for table in TABLES.values()}
+    table = dataclasses.replace(own["architectures"], models=lambda: {name: ARCHITECTURES[name](TINY)})
+    data = write(monkeypatch, tmp_path, "--architectures", "--peers", a=table, b=own["layers"])
     assert (tmp_path / "cpu-architectures.json").exists()
     (result,) = data["results"]["a"].values()
     assert set(result["seconds"]) == {*table.ways, *table.peers}
     assert set(result["errors"]) == {way for way in table.ways if is_ours(way)}
     assert max(result["errors"].values()) < 1e-9
+    small = {f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (10, 12) for count in (1, 2, 4)}
+    table = dataclasses.replace(own["layers"], models=lambda: small)
+    write(monkeypatch, tmp_path / "layers", "--layers", a=table)
+    told = (tmp_path / "layers" / "cpu-layers.txt").read_text()
+    assert all(f"a further layer of width {width}" in told for width in (10, 12))
 
 
 TINY_LOSSES = {
@@ -189,11 +187,15 @@ def test_peak_counts_what_is_kept_between_steps():
 
 
 @pytest.mark.parametrize(
-    "options", [["--workload", "nope"], ["--system", "nope"], ["--rounds", "0"], ["--threads", "0"], ["--device", "tpu"]]
+    ("command", "options"),
+    [
+        *((run, told) for told in ("--workload nope", "--system nope", "--rounds 0", "--threads 0", "--device tpu")),
+        *((gpu, told) for told in ("nope", "smoke --device cpu", "smoke --tiny --device cpu --rounds 0")),
+    ],
 )
-def test_options_that_make_no_sense(options, tmp_path, capsys):
+def test_options_that_make_no_sense(command, options, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run.main([*options, "--output", str(tmp_path / "out")])
+        command.main([*options.split(), "--output", str(tmp_path / "out")])
     said = capsys.readouterr().err
     assert "expected" in said or "invalid choice" in said
     assert not (tmp_path / "out").exists()
@@ -205,26 +207,6 @@ def test_ways_and_models_are_chosen_by_parts_of_names():
     assert all("MLP" in name or "ResNet" in name for name in cases)
     clips = options.tables["The mean of clipped gradients"].values()
     assert [measure.args[1].ways for measure in clips] == [("plain", "clip: ours, two passes")] * 2
-
-
-def test_ways_of_clipping_that_are_timed_over_processes_bring_the_same() -> None:
-    batch = over_processes.batch(0)
-    found = {way: over_processes.made(over_processes.ONE, way)(batch) for way in over_processes.CLIPS}
-    over_processes.check(found)
-    name, rows = over_processes.CLIPS[1], found[over_processes.CLIPS[1]]
-    with pytest.raises(AssertionError, match="wrong on"):
-        over_processes.check({**found, name: {key: 1.01 * x for key, x in rows.items()}})
-
-
-@pytest.mark.slow
-def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
-    table = next(table for table in TABLES.values() if table.option == "layers")
-    small = {f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (10, 12) for count in (1, 2, 4)}
-    data = write(monkeypatch, tmp_path, "--layers", a=dataclasses.replace(table, models=lambda: small))
-    assert data["about"]["threads"] == 1
-    told = (tmp_path / "cpu-layers.txt").read_text()
-    assert all(f"{way}: " in told for way in table.ways)
-    assert all(f"a further layer of width {width}" in told for width in (10, 12))
 
 
 def test_a_layer_costs_the_slope_of_what_is_beyond_plain():
@@ -290,118 +272,30 @@ def test_whole_uses_are_compared_before_they_are_timed() -> None:
 # `benchmarks/gpu.py`: each part's code, in sizes that a CPU runs in seconds
 
 
-SOME = "some"
-QUICK = "cnn"
-"""The part that runs with the usual tests; the others take the rest of a minute."""
-CLIPPED, GHOST = "clip: ours, param_grad=False", "clip: Opacus, ghost"
-FAILING = {("gpt2", GHOST), ("wide", GHOST)}
-"""Opacus' ghost clipping is not for tied weights."""
-
-
-def on_gpu(folder: Path, *told: str, part: str = SOME, rounds: int = 3) -> dict[str, Any]:
-    gpu.main([part, "--tiny", "--device", "cpu", "--rounds", str(rounds), "--output", str(folder), *told])
-    return json.loads((folder / "gpu.json").read_text())["results"].get(gpu.PARTS[part].title, {})
-
-
-@pytest.fixture
-def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part of two small cases."""
-    cases = {name: Case(stack(2, 10, 4), ("plain", CLIPPED), 8, apart=name == "b") for name in "ab"}
-    monkeypatch.setattr(gpu, "PARTS", {SOME: Part("Some", lambda tiny: cases)})
+def on_gpu(folder: Path, part: str, *told: str) -> dict[str, Any]:
+    gpu.main([part, "--tiny", "--device", "cpu", "--rounds", "1", "--output", str(folder), *told])
+    return json.loads((folder / "gpu.json").read_text())["results"].get(gpu.PARTS[part][0], {})
 
 
 @pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
-@pytest.mark.parametrize("name", [QUICK, *rarely(*(name for name in PARTS if name != QUICK))])
-def test_a_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["cnn", *rarely(*(part for part in gpu.PARTS if part != "cnn"))])
+def test_a_part_runs(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "peak", lambda *given: 1.0)  # which takes longest, and has tests of its own
-    if GHOST in {way for case in PARTS[name].cases(True).values() for way in case.ways}:
-        pytest.importorskip("opacus")
-    for result in on_gpu(tmp_path, part=name, rounds=1).values():
-        assert set(result["failures"]) <= {way for part, way in FAILING if part == name}
+    pytest.importorskip("opacus")
+    found = on_gpu(tmp_path, part)
+    for result in found.values():
+        assert set(result["failures"]) <= ({gpu.GHOST} if part == "gpt2" else set())  # which is not for tied weights
         assert set(result["seconds"]) | set(result["failures"]) == set(result["ways"])
         assert max(result["errors"].values()) < 1e-2
+    assert on_gpu(tmp_path, part) == found
+    assert on_gpu(tmp_path, part, "--again") != found
+    told = (tmp_path / "gpu.rst").read_text()
+    assert all(words in told for words in (gpu.PARTS[part][0], "time ×", gpu.CLIP, "no figures"))
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-def test_full_models_have_the_sizes_of_their_names() -> None:
+@pytest.mark.parametrize(("part", "millions"), [("gpt2", 124), ("bert", 22)])
+def test_full_models_have_the_sizes_of_their_names(part: str, millions: int) -> None:
     """On the meta device, where they take no memory."""
-    millions = {"gpt2": [124], "pythia": [70, 162, 405, 1012, 1415, 2775, 6856], "bert": [22] * 4, "lora": [7], "vit": [86]}
-    for name, expected in millions.items():
-        with torch.device("meta"):
-            models = [case.workload.model() for case in PARTS[name].cases(False).values()]
-        assert [round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models] == expected
-        if name == "lora":
-            assert round(sum(p.numel() for p in models[0].parameters()) / 1e8) == 80
-
-
-def test_dot_is_what_the_rows_say() -> None:
-    """And .grad is their mean."""
-    work = stack(2, 10, 4)
-    torch.manual_seed(0)
-    model, batch = work.model(), work.batch(0)
-    torch.manual_seed(1)
-    step = WAYS["dot: ours, param_grad=False"](work, model)
-    torch.manual_seed(1)
-    direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
-    found = step(batch)["dot"]
-    with autograd_hacks.pause_hooks():
-        losses = work.losses(model, batch)
-        rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    right = [sum((g * v).sum() for g, v in zip(own, direction.values())) for own in rows]
-    assert_close(found, torch.stack(right))
-    assert_close([p.grad for p in model.parameters()], [torch.stack(own).mean(0) for own in zip(*rows)])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_parts")
-def test_figures_are_kept_and_put_together(tmp_path: Path) -> None:
-    first = on_gpu(tmp_path)
-    assert all(len(own) == 3 for result in first.values() for own in result["seconds"].values())
-    assert all(set(result["peak MB"]) == {"plain", CLIPPED} for result in first.values())
-    assert on_gpu(tmp_path) == first
-    assert on_gpu(tmp_path, "--again") != first
-    for words in ((tmp_path / "gpu.txt").read_text(), (tmp_path / "gpu.rst").read_text()):
-        assert all(part in words for part in ("Some", "time ×", CLIPPED, "no figures", "tokens/s"))
-    data = json.loads((tmp_path / "gpu.json").read_text())
-    data["about"]["machine"] = "another card"
-    (tmp_path / "gpu.json").write_text(json.dumps(data))
-    assert on_gpu(tmp_path) != data["results"]["Some"]  # figures of two cards are not mixed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_parts")
-def test_what_ran_out_of_time_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(gpu, "ENOUGH", -1.0)
-    gpu.main([SOME, "--tiny", "--device", "cpu", "--output", str(tmp_path)])
-    assert "run the part again" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "ENOUGH", 1.0)
-    assert set(on_gpu(tmp_path)) == {"a", "b"}
-
-
-def test_parts_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    commands = []
-
-    def command(told: list[str], **options: Any) -> Any:
-        commands.append(told[2])
-        assert options["timeout"] <= 60 * 9
-        if told[2] == "gpt2":
-            raise subprocess.TimeoutExpired(told, options["timeout"])
-        assert {"--tiny", "--rounds=2", "--again"} <= set(told)
-        return SimpleNamespace(returncode=int(told[2] == "vit"))
-
-    monkeypatch.setattr(gpu.subprocess, "run", command)
-    with pytest.raises(SystemExit, match="gpt2, vit"):
-        gpu.main(["all", "--tiny", "--device", "cpu", "--rounds", "2", "--again", "--output", str(tmp_path)])
-    assert commands == list(PARTS)
-    assert "was ended" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "told",
-    [["nope"], ["smoke", "--device", "cpu"], ["smoke", "--tiny", "--device", "tpu"], ["smoke", "--tiny", "--rounds", "0"]],
-)
-def test_options_of_gpu_that_make_no_sense(told: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([*told, "--device", "cpu"] if "--device" not in told else told)
-    said = capsys.readouterr().err
-    assert "expected" in said or "invalid choice" in said
+    with torch.device("meta"):
+        models = [case.workload.model() for case in gpu.PARTS[part][1](False).values()]
+    assert {round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models} == {millions}

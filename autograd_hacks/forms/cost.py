@@ -1,8 +1,8 @@
 """The costs of verbs, by which they choose the cheaper way.  All estimates are in this module.
 
 The unit is a multiplication in a large matrix product in single precision, on the device at hand: about 0.02 ns on one core.
-The numbers are in ``costs.json``, by device or by card; ``python benchmarks/choices.py`` compares what is chosen with the
-clock, and ``--device cuda --write`` measures a card's numbers and adds them there.
+The numbers are in ``costs.json``, by device or by card; ``python benchmarks/device_costs.py --device cuda`` measures
+a card's numbers and adds them there.
 """
 
 import json
