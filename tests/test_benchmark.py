@@ -115,16 +115,6 @@ def test_from_figures_to_table_page_and_chart(tmp_path, monkeypatch):
         assert "fastest other way / ours" in words
 
 
-def test_how_the_fastest_other_way_compares():
-    seconds = {"plain": [0.1], SKIPPED: [0.2], "rows: ours": [0.4], VMAP: [0.3], "clip: loop": [0.1], "rows: graph": [0.1]}
-    result = {"ways": list(seconds), "seconds": seconds, "failures": {}}
-    assert report.lead(result, SKIPPED) == pytest.approx(1.5)
-    assert report.lead(result, VMAP) is None
-    says = {line.partition(": 4")[0]: line for line in report.summary({"a": result, "b": result})}
-    assert "behind, where plain steps take 10 ms: a 0.75, b 0.75" in says["rows: ours"]
-    assert not any("behind" in line for line in says.values() if line.startswith(SKIPPED))
-
-
 @pytest.mark.slow
 def test_tables_of_their_own(tmp_path, monkeypatch):
     name = "UNet, noise drawn inside"
@@ -201,32 +191,6 @@ def test_options_that_make_no_sense(command, options, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_ways_and_models_are_chosen_by_parts_of_names():
-    options = run.parse(["--system", "two passes", "--workload", "MLP", "--workload", "ResNet"])
-    cases = {name: measure.args[1] for own in options.tables.values() for name, measure in own.items()}
-    assert all("MLP" in name or "ResNet" in name for name in cases)
-    clips = options.tables["The mean of clipped gradients"].values()
-    assert [measure.args[1].ways for measure in clips] == [("plain", "clip: ours, two passes")] * 2
-
-
-def test_a_layer_costs_the_slope_of_what_is_beyond_plain():
-    counts = [10, 50, 200]
-    results = {
-        f"{n} layers of 16, N 4": {
-            "ways": ["plain", CLIP],
-            "seconds": {
-                "plain": [1e-6 * (100 + 7 * n), 1.0],  # the second round on a busier machine
-                CLIP: [1e-6 * (150 + 10 * n), 1.0 + 1e-6 * (50 + 3 * n)],
-            },
-        }
-        for n in counts
-    }
-    own = report.stacks(results)[16]
-    assert list(own) == counts
-    assert report.slope(own, CLIP) == pytest.approx(3)
-    assert f"{CLIP}: 3.0 µs for a further layer of width 16" in list(report.summary(results))
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_compiled_steps_are_compared_as_they_are_timed(monkeypatch):
     torch.compiler.reset()
@@ -251,22 +215,6 @@ def test_whole_uses_bring_what_other_systems_bring(name: str, peer: str) -> None
     if installed_version(use.package) is None and not os.environ.get("CI"):
         pytest.skip(f"{use.package} is not installed; tox -e py brings it")
     assert use.apart(use.ours(of), use.theirs[peer](of)) <= use.limit
-
-
-def test_whole_uses_are_compared_before_they_are_timed() -> None:
-    def failing(of):
-        raise NotImplementedError("not for this\nmodel")
-
-    ways = {"same": lambda of: torch.arange(3.0), "failing": failing, "other": lambda of: 1.01 * torch.arange(3.0)}
-    use = uses.Use("{samples} numbers", ways["same"], "torch", ways)
-    found = uses.measured(use, 2, given(10, 2, 5))
-    assert {way: len(own) for way, own in found["seconds"].items()} == {"ours": 2, "ours, probe=False": 2, "same": 2}
-    other = "its numbers are 9.9e-03 from ours; expected 1e-04 at most"
-    assert found["failures"] == {"failing": "NotImplementedError: not for this", "other": other}
-    found["seconds"] = {"ours": [0.1, 0.2], "same": [0.2, 0.5]}
-    assert report.rows_of(found)["same"][:2] == ["350.00", "2.33"]
-    absent = uses.measured(dataclasses.replace(use, package="no-such-package"), 1, given(10, 2, 5))
-    assert absent["failures"] == dict.fromkeys(ways, "not installed")
 
 
 # `benchmarks/gpu.py`: each part's code, in sizes that a CPU runs in seconds

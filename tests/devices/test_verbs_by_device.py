@@ -2,7 +2,6 @@
 the default, beside what it says on the CPU."""
 
 import ast
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -94,11 +93,6 @@ def by_curvature(kind: str, model: nn.Module, x: Tensor, path: Path) -> Any:
     return back(model, x).preconditioned(metric).norms()
 
 
-def hess_over(model: nn.Module, x: Tensor, path: Path) -> Any:
-    autograd_hacks.curvature.compute_hess_over(model, [(x[:4],), (x[4:],)], "diag", "CrossEntropy")
-    return {name: p.hess_diag for name, p in model.named_parameters()}
-
-
 def hess(model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x)
     return {name: p.hess for name, p in model.named_parameters()}
@@ -140,12 +134,6 @@ def private(noise: Any, clip: Any, model: nn.Module, x: Tensor, path: Path) -> A
     return grads_of(model)
 
 
-def secure(model: nn.Module, x: Tensor, path: Path) -> Any:
-    """Whose numbers are others each time: sizes alone."""
-    found = private(autograd_hacks.private.SecureNoise, lambda: "flat", model, x, path)
-    return {name: torch.zeros(g.shape, device="cpu") * near(g).cpu().isfinite() for name, g in found.items()}
-
-
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -171,17 +159,6 @@ def differentiated(model: nn.Module, x: Tensor, path: Path) -> Any:
     return autograd_hacks.per_sample_grads(model).norms()
 
 
-def through_rows(model: nn.Module, x: Tensor, path: Path) -> Any:
-    """Rows that are differentiated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that .grad and the graph hold each other
-        each(model, x).mean().backward(create_graph=True)
-    total = autograd_hacks.per_sample_grads(model).norms().sum()
-    found = torch.autograd.grad(total, list(model.parameters()))
-    model.zero_grad()
-    return found
-
-
 def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
     seed = 2**100 + 3
     private = autograd_hacks.private.PrivateTraining(
@@ -198,14 +175,6 @@ def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
     return [p.detach() for p in model.parameters()]
 
 
-def scales(model: nn.Module, x: Tensor, path: Path) -> Any:
-    kept = autograd_hacks.attribution.NoiseScales(0.9)
-    for _ in range(2):
-        model.zero_grad()
-        kept.update(back(model, x))
-    return torch.stack(kept.noise_scale())  # the ratio may be infinite, which compares nothing
-
-
 def accumulated(model: nn.Module, x: Tensor, path: Path) -> Any:
     with autograd_hacks.accumulate(model):
         for part in x.split(4):
@@ -218,23 +187,12 @@ def clipped(model: nn.Module, x: Tensor, path: Path) -> Any:
     return autograd_hacks.clip_grad1_norm_(model, 0.1), grads_of(model)
 
 
-def ord_of(table: Any) -> Tensor:
-    return torch.tensor([ord(letter) for letter in str(table)], device="cpu")
-
-
-def verified(model: nn.Module, x: Tensor, path: Path) -> Any:
-    back(model, x)
-    autograd_hacks.verify(model, samples=2)
-    return x[:1]
-
-
 VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "compute_grad1": rows,
     "norms": read(lambda g: (g.norms(), g.norms(per_parameter=True))),
     "dot": directed(lambda g, v: g.dot(v)),
     "gram": read(lambda g: (g.gram(), g.gram(per_parameter=True))),
     "weighted_sum": read(lambda g: g.weighted_sum(g.norms())),
-    "cosine": directed(lambda g, v: g.cosine(v)),
     "second_moment": read(lambda g: (g.second_moment(), g.variance(), g.snr())),
     "noise_scale": read(lambda g: torch.stack(g.noise_scale())),
     "project": read(lambda g: (g.project(5), g.project(6, per_parameter=True))),
@@ -247,26 +205,20 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "Metric.from_kfac": partial(by_curvature, "kfac"),
     "Metric.from_ekfac": partial(by_curvature, "ekfac"),
     "Metric.low_rank": lambda m, x, path: back(m, x).preconditioned(Metric.low_rank(m, 2)).norms(),
-    "NoiseScales": scales,
     "Store": stored,
     "check_rows": checked,
     "clip_grad1_norm_": clipped,
     "clip_and_noise_": partial(private, seeded, lambda: "flat"),
     "QuantileClip": partial(private, seeded, lambda: autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=2.0)),
-    "SecureNoise": secure,
     "PrivateTraining": privately_trained,
     "during_backward": arrived,
     "streaming": streamed,
     "accumulate": accumulated,
     "create_graph": differentiated,
-    "differentiated rows": through_rows,
     "per_sample_jacobian": lambda m, x, path: autograd_hacks.per_sample_jacobian(m, m(x)).norms(),
     "compute_hess": hess,
-    "compute_hess_over": hess_over,
     "ekfac_solve": ekfac,
     "over": lambda m, x, path: autograd_hacks.over(m, [x[:4], x[4:]], each, PerSampleGrads.norms),
-    "verify": verified,
-    "describe": lambda m, x, path: (back(m, x), ord_of(autograd_hacks.describe(m))),
 }
 
 
@@ -307,7 +259,7 @@ def said(verb: Callable[..., Any], place: str, path: Path, family: str = "") -> 
 
 
 OF_TEXT = (
-    "during_backward", "streaming", "accumulate", "fisher", "clip_and_noise_", "per_sample_jacobian", "over", "verify",
+    "during_backward", "streaming", "accumulate", "fisher", "clip_and_noise_", "per_sample_jacobian", "over",
 )  # fmt: skip
 """The verbs with passes of their own, also of a language model: `test_families_by_device` has the others of all families."""
 

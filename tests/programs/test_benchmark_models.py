@@ -28,9 +28,16 @@ COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "rwkv", "t5")
 
 USUAL = (
     *("deit, layer scale", "cait", "mixer", "resnet18, BatchNorm in eval", "llama, LoRA", "qwen3", "rwkv", "dlrm", "gat"),
-    *("mixtral, one expert after the other", "UNet, noise drawn inside", "hubert, CTC", "yolos, matched boxes"),
+    *(
+        "mixtral, one expert after the other",
+        "UNet, noise drawn inside",
+        "hubert, CTC",
+        "yolos, matched boxes",
+        "bert, dropout",
+    ),
+    *("bert, dropout", "t5", "mamba", "swin"),
 )
-"""What every run has; of the others `test_architectures` has some as well, or they are like these."""
+"""What every run has; the others are like these."""
 
 
 def model_of(workload: Workload) -> nn.Module:
@@ -136,13 +143,6 @@ def test_a_penalty(name: str) -> None:
 # Whole networks, rows against one backward pass for each sample
 
 
-def reused(m: nn.Module, x: Tensor) -> Tensor:
-    """An MLP that goes through its middle layer twice, once with positions and once without."""
-    h = torch.tanh(m.middle(m.first(x.flatten(1))))
-    positions = m.middle(torch.stack([h, h.flip(1), -h], 1))
-    return m.last(m.middle(positions.mean(1)))
-
-
 def tied(m: nn.Module, x: Tensor) -> Tensor:
     """An autoencoder whose decoder is the encoder's weight, and a convolution that shares its kernel too."""
     x = m.again(torch.tanh(m.conv(x))).flatten(1)
@@ -157,7 +157,6 @@ def strange(m: nn.Module, x: Tensor) -> Tensor:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "reused": lambda: Bare(reused, first=nn.Linear(784, 12), middle=nn.Linear(12, 12), last=nn.Linear(12, 10)),
     "tied": lambda: Bare(
         tied,
         conv=nn.Conv2d(1, 1, 3, padding=1),

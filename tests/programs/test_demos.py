@@ -130,13 +130,6 @@ def test_the_demo_refuses_options_that_make_no_sense(
     assert "usage:" in capsys.readouterr().err
 
 
-def test_the_demo_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ends("wrong_labels", 0, monkeypatch, "--help")
-    said = capsys.readouterr().out
-    for words in ("--batch-size", "--epochs", "--seed", "rounds through the images (default: 5)"):
-        assert words in said
-
-
 def trained_privately(said: Path) -> None:
     """In each process: those of torchrun abort at times as Python ends, which is torch's doing (pytorch#190489)."""
     train = runpy.run_path(str(EXAMPLES / "private_processes.py"))["train"]

@@ -3,7 +3,6 @@
 import ast
 import copy
 import csv
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,21 +86,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: tuple[Tensor,
         optimizer.step()
 
 
-def loss_of(output: Tensor, label: Tensor) -> Tensor:
-    return F.cross_entropy(output, label)
-
-
-def odds_of(output: Tensor, label: Tensor) -> Tensor:
-    p = output.softmax(0).gather(0, label[None])[0]
-    return torch.log(p / (1 - p))
-
-
-def rows_of(model: nn.Module, data: tuple[Tensor, Tensor], of: Callable[[Tensor, Tensor], Tensor] = loss_of) -> Rows:
+def rows_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Rows:
     """{name: D + E, numbers of the parameter}, by torch.func."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def value(weights: Rows, x: Tensor, y: Tensor) -> Tensor:
-        return of(functional_call(model, weights, x[None])[0], y)
+        return F.cross_entropy(functional_call(model, weights, x[None])[0], y)
 
     return {name: x.flatten(1) for name, x in vmap(grad(value), (None, 0, 0))(weights, *data).items()}
 
@@ -157,23 +147,6 @@ def test_less_over_two_checkpoints(hooked: nn.Module, data: tuple[Tensor, Tensor
         adam = F.normalize(joined({name: x * scale[name] for name, x in rows.items()})[:D] @ by)
         expected += rate * adam @ F.normalize(joined(rows)[D:] @ by).mT
     assert_close(recipes.less(hooked, train, others, visited, recipes.losses, dim=7), expected)
-
-
-def test_trak_of_two_models_is_its_formula(hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: SimpleNamespace) -> None:
-    train, others = parts(data)
-    states = [copy.deepcopy(hooked.state_dict())]
-    step(hooked, torch.optim.SGD(hooked.parameters(), lr=0.5), data, 3)
-    states.append(copy.deepcopy(hooked.state_dict()))
-    products, doubts = [], []
-    for seed, state in enumerate(states):
-        hooked.load_state_dict(state)
-        by = map_of(hooked, data[0], dim=6, seed=seed)
-        phi = joined(rows_of(hooked, data, odds_of)) @ by
-        products.append(phi[:D] @ torch.linalg.inv(phi[:D].mT @ phi[:D]) @ phi[D:].mT)
-        p = hooked(data[0][:D]).detach().softmax(1)[torch.arange(D), data[1][:D]]
-        doubts.append(1 - p)
-    expected = ((doubts[0] + doubts[1]) / 2)[:, None] * (products[0] + products[1]) / 2
-    assert_close(recipes.trak(hooked, train, others, states, recipes.margins, SIX), expected, rtol=1e-6, atol=1e-8)
 
 
 def in_its_steps(model: nn.Module, x: Tensor, y: Tensor, steps: list[Any], others: slice) -> Tensor:
