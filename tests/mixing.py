@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Between
-from oracle import Rows, assert_rows, one_loss_at_a_time, squares
+from oracle import assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
 
 import autograd_hacks
@@ -90,34 +90,15 @@ def check_refused_or_right(model: nn.Module, *batches: tuple[Any, ...]) -> None:
     assert refused
 
 
-def check_derivatives(model: nn.Module, *batches: tuple[Any, ...]) -> None:
-    """Each step's rows are the derivatives of each loss, whatever values of other samples went into that."""
-    for args, _ in zip(batches, steps_of(model, batches)):
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_loss_at_a_time(model, lambda: losses_of(model(*args))))  # noqa: B023
-
-
 def check_right(model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of) -> None:
-    """Each step's rows are those of each sample alone: all tensors among the arguments have samples on axis 0."""
+    """Each step's rows are the derivatives of each loss, whatever values of other samples went into that."""
     for args, _ in zip(batches, steps_of(model, batches, losses)):
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, alone(model, args, losses))
+            assert_rows(model, one_loss_at_a_time(model, lambda: losses(model(*args))))  # noqa: B023
 
 
-def alone(model: nn.Module, args: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of) -> Rows:
-    """One plain backward pass for each sample by itself."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    reached: set[str] = set()
-    for n in range(len(args[0])):
-        own = [x[n : n + 1] if isinstance(x, Tensor) and x.ndim else x for x in args]
-        grads = torch.autograd.grad(losses(model(*own)).sum(), list(parameters.values()), allow_unused=True)
-        for (name, p), grad in zip(parameters.items(), grads):
-            rows[name].append(torch.zeros_like(p) if grad is None else grad)
-            reached |= {name} if grad is not None else set()
-    return {name: torch.stack(own) if name in reached else None for name, own in rows.items()}
+check_derivatives = check_right
 
 
 def mixes(model: nn.Module, x: Tensor) -> bool:
