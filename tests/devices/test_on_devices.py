@@ -181,15 +181,10 @@ def test_documents_by_a_block_mask_of_flex_attention(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch.manual_seed(0)
     model, lengths = Flexible(), (5, 3, 6)
-    ids, positions, targets = packed.batch(2, lengths)
-    exact = []
-    for n in range(2):
-        for own in zip(*(x[n : n + 1].split(lengths, 1) for x in (ids, positions, targets))):
-            loss = packed.losses(model, *own).sum()
-            exact.append(torch.autograd.grad(loss, list(model.parameters())))
-    rows = {name: torch.stack(own).double() for (name, _), own in zip(model.named_parameters(), zip(*exact))}
+    given = packed.batch(2, lengths)
+    rows = {name: own.double() for name, own in packed.rows_of(model, lengths, packed.losses, *given).items()}
     model.to("cuda")
     with autograd_hacks.add_hooks(model, segments="position_ids"):
-        packed.losses(model, *(x.to("cuda") for x in (ids, positions, targets))).sum().backward()
+        packed.losses(model, *(x.to("cuda") for x in given)).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
         assert max(errors(grads.dense(), rows).values()) < 2e-3

@@ -81,22 +81,6 @@ def test_a_scale_of_logits_that_is_returned() -> None:
     check(model, losses, by_losses=True)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_outputs_of_chosen_positions(whole: bool) -> None:
-    model, x = scaled(then=lambda h, mask: (h[mask], h) if whole else h[mask]), data(4, 5, 3)
-    masks = iter([torch.rand(4, 5) < 0.5 for _ in range(3)])
-
-    def losses() -> Tensor:
-        mask = next(masks)
-        mask[:, 0] = True
-        out = model(x, mask)
-        chosen = out[0] if whole else out
-        rows = mask.nonzero()[:, 0]
-        return torch.zeros(4, dtype=x.dtype).index_add(0, rows, squares(chosen))
-
-    check(model, losses)
-
-
 PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rows, some of them twice": lambda h, rows, at: h[rows],
     "an index on one axis": lambda h, rows, at: h.index_select(0, rows).tanh(),

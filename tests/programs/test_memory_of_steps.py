@@ -91,8 +91,6 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "class tokens": (of_tokens, _losses),
-    "layers": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)), _losses),
-    "low rank": (low_rank, _losses),
     "experts": (
         lambda: Bare(experts, route=nn.Linear(D, 2), experts=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])),
         _losses,
@@ -107,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], T
     ),
     "penalties": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), low_rank()), _penalised),
 }
-OFTEN = ["class tokens", "experts", "checkpoints", *rarely("layers", "low rank", "penalties")]
+OFTEN = ["class tokens", "experts", "checkpoints", *rarely("penalties")]
 
 
 Losses = Callable[[], Tensor]

@@ -216,3 +216,45 @@ def test_hooks_on_saved_tensors(numpy: bool, layers: bool) -> None:
     own = {"layer": nn.Linear(3, 4)} if layers else {"a": torch.randn(3, 4)}
     model = Bare(lambda m, x: (m.layer(x) if layers else x @ m.a).tanh() * m.scale, **own, scale=torch.randn(4))
     check_right(model, *[(torch.randn(5, 3),) for _ in range(2)], run=run)
+
+
+class Recomputed(Function):
+    """A checkpoint by hand, which runs a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.given = layer, parameters
+        with torch.no_grad():
+            y: Tensor = layer(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        if not ctx.given:
+            torch.autograd.backward(y, grad)
+            return x.grad, None
+        found = torch.autograd.grad(y, [x, *ctx.given], grad)
+        return found[0], None, *found[1:]
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_function_that_runs_a_layer_in_its_backward(gives: bool) -> None:
+    def recomputed(m: Any, x: Tensor) -> Tensor:
+        given = list(m.inner.parameters()) if gives else []
+        y: Tensor = m.last(Recomputed.apply(m.first(x), m.inner, *given).tanh())
+        return y
+
+    model = Bare(recomputed, first=nn.Linear(3, 4), inner=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    check_refused(model, *[(torch.randn(5, 3),) for _ in range(4)], may_be_right=True)
+
+
+def test_a_batch_without_gradients() -> None:
+    """As many positions as samples, positions first."""
+    model, factors = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (1.0, 0.0, 1.0, 1.0)
+    batches = [(torch.randn(5, 5, 8), factor) for factor in factors]
+    check_right(model, *batches, run=lambda m, x, factor: squares(m(x).transpose(0, 1)) * factor)
