@@ -7,6 +7,7 @@
     python benchmarks/run.py --compiled                             steps in the compiler, beside hooks
     python benchmarks/run.py --uses                                 whole uses, beside the systems trusted with each
     python benchmarks/run.py --layers                               what each further layer costs, in µs
+    python benchmarks/run.py --gpu --device cuda --peers            GPT-2 and BERT on a card
 
 Every round runs each way once on the same batch, in an order of its own, so that a busy machine slows all of them alike.
 Tables have medians, and ratios to the first way of the same run.  Every way is first compared with one backward pass for
@@ -31,7 +32,7 @@ from pathlib import Path
 import report
 import torch
 import uses
-from measuring import measured
+from measuring import compared, measured
 from systems import Data
 from tables import TABLES
 from tqdm import tqdm
@@ -43,6 +44,7 @@ OPTIONS = {
     "layers": "what each further layer costs",
     "compiled": "steps in the compiler",
     "uses": "whole uses beside other systems",
+    "gpu": "models of a GPU's size",
 }
 """{option: the tables that it has run in the place of the others}"""
 
@@ -123,7 +125,8 @@ def tables(options: argparse.Namespace) -> dict[str, dict[str, Measure]]:
         for name, case in table.cases(options.peers).items():
             parts = ("plain", "write once", *options.system) if options.system else case.ways
             own = dataclasses.replace(case, ways=tuple(way for way in case.ways if any(part in way for part in parts)))
-            measure = partial(measured, name, own, options.rounds, device, samples, not options.quick)
+            check = compared if table.option == "gpu" else None
+            measure = partial(measured, name, own, options.rounds, device, samples, not options.quick, check)
             found.setdefault(title, {})[name] = measure
     return found
 

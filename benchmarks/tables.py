@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import cards
 from architectures import ARCHITECTURES
 from derived import DERIVED
 from families import FULL
@@ -76,6 +77,15 @@ TABLES = {
         for_compilers,
         ("plain, compiled", "plain", "write once", *(f"{what}: {by}" for what in WHAT for by in BY)),
         option="compiled",
+    ),
+    "GPT-2 small, bfloat16": Table(
+        cards.gpt2,
+        ("plain", "hooks alone", *(f"{what}: {BY[0]}" for what in WHAT), "norms: compiled", "clip: compiled"),
+        ("rows: vmap(grad)", "clip: vmap(grad)", "clip: Opacus, ghost"),
+        "gpu",
+    ),
+    "BERT-base, the last three layers": Table(
+        cards.bert, ("plain", "clip: ours, param_grad=False"), ("clip: vmap(grad)", "clip: Opacus, ghost"), "gpu"
     ),
 }  # fmt: skip
 """{title: what is in it}"""

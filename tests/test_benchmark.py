@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
-from typing import Any
 
+import cards
 import derived
-import gpu
 import measuring
 import pytest
 import report
@@ -56,9 +54,8 @@ def write(monkeypatch, folder, *options, **tables):
     return data
 
 
-def test_tables_and_parts_name_ways_that_there_are():
-    cases = [case for _, cases in gpu.PARTS.values() for tiny in (True, False) for case in cases(tiny).values()]
-    asked = {way for case in cases for way in case.ways} | {way for own in TABLES.values() for way in own.ways + own.peers}
+def test_tables_name_ways_that_there_are():
+    asked = {way for own in TABLES.values() for way in own.ways + own.peers}
     assert asked <= set(WAYS)
     assert {way for way in WAYS if is_ours(way)} <= asked | {"norms: ours"}
     assert all(name in TABLES[title].models() for title in TABLES for name in TABLES[title].cases(True))
@@ -133,6 +130,22 @@ def test_tables_of_their_own(tmp_path, monkeypatch):
     assert all(f"a further layer of width {width}" in told for width in (10, 12))
 
 
+@pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
+@pytest.mark.parametrize("make", [cards.bert, *rarely(cards.gpt2)])
+def test_models_of_cards(make, tmp_path, monkeypatch):
+    pytest.importorskip("opacus")
+    own = next(table for table in TABLES.values() if table.models is make)
+    ways = tuple(way.replace("compiled", "graph") for way in own.ways)  # which takes no time to compile
+    data = write(monkeypatch, tmp_path, "--gpu", "--peers", a=dataclasses.replace(own, models=lambda: make(True), ways=ways))
+    (result,) = data["results"]["a"].values()
+    assert set(result["failures"]) == ({"clip: Opacus, ghost"} if make is cards.gpt2 else set())  # not for tied weights
+    assert set(result["seconds"]) | set(result["failures"]) == {*ways, *own.peers}
+    assert max(result["errors"].values()) < 1e-2
+    with torch.device("meta"):
+        model = next(iter(make().values())).model()  # of the size of its name, in millions
+    assert round(sum(p.numel() for p in trainable(model).values()) / 1e6) == {cards.gpt2: 124, cards.bert: 22}[make]
+
+
 TINY_LOSSES = {
     "Laplacian": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
     "penalty, MLP": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
@@ -152,8 +165,7 @@ def test_losses_with_derivatives_are_one_loss_in_all_ways(part):
     assert max(errors.values()) < 1e-9
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_way_that_fails_later_has_no_figures(monkeypatch, apart):
+def test_a_way_that_fails_later_has_no_figures(monkeypatch):
     def full(workload, model):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -163,12 +175,10 @@ def test_a_way_that_fails_later_has_no_figures(monkeypatch, apart):
 
     monkeypatch.setitem(WAYS, "full", full)
     monkeypatch.setitem(WAYS, "late", late)
-    result = measured(NAME, Case(TINY_MODEL, ("plain", "full", "late", CLIP), apart=apart), 3, CPU, memory=False)
+    result = measured(NAME, Case(TINY_MODEL, ("plain", "full", "late", CLIP)), 3, CPU, memory=False)
     assert {way: len(own) for way, own in result["seconds"].items()} == {"plain": 3, CLIP: 3}
     assert result["failures"] == {"full": measuring.OUT_OF_MEMORY, "late": "StopIteration:"}
     assert measuring.OUT_OF_MEMORY in "\n".join(report.as_table(result))
-    late_result = measured(NAME, Case(TINY_MODEL, ("plain",)), 3, CPU, until=0.0)
-    assert (late_result["seconds"], late_result["failures"]) == ({}, {"plain": measuring.OUT_OF_TIME})
 
 
 def test_peak_counts_what_is_kept_between_steps():
@@ -176,16 +186,10 @@ def test_peak_counts_what_is_kept_between_steps():
     assert measuring.peak(TINY_MODEL, WAYS["rows: ours"], CPU) > least
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        *((run, told) for told in ("--workload nope", "--system nope", "--rounds 0", "--threads 0", "--device tpu")),
-        *((gpu, told) for told in ("nope", "smoke --device cpu", "smoke --tiny --device cpu --rounds 0")),
-    ],
-)
-def test_options_that_make_no_sense(command, options, tmp_path, capsys):
+@pytest.mark.parametrize("options", ["--workload nope", "--system nope", "--rounds 0", "--threads 0", "--device tpu"])
+def test_options_that_make_no_sense(options, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        command.main([*options.split(), "--output", str(tmp_path / "out")])
+        run.main([*options.split(), "--output", str(tmp_path / "out")])
     said = capsys.readouterr().err
     assert "expected" in said or "invalid choice" in said
     assert not (tmp_path / "out").exists()
@@ -215,35 +219,3 @@ def test_whole_uses_bring_what_other_systems_bring(name: str, peer: str) -> None
     if installed_version(use.package) is None and not os.environ.get("CI"):
         pytest.skip(f"{use.package} is not installed; tox -e py brings it")
     assert use.apart(use.ours(of), use.theirs[peer](of)) <= use.limit
-
-
-# `benchmarks/gpu.py`: each part's code, in sizes that a CPU runs in seconds
-
-
-def on_gpu(folder: Path, part: str, *told: str) -> dict[str, Any]:
-    gpu.main([part, "--tiny", "--device", "cpu", "--rounds", "1", "--output", str(folder), *told])
-    return json.loads((folder / "gpu.json").read_text())["results"].get(gpu.PARTS[part][0], {})
-
-
-@pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
-@pytest.mark.parametrize("part", ["cnn", *rarely(*(part for part in gpu.PARTS if part != "cnn"))])
-def test_a_part_runs(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "peak", lambda *given: 1.0)  # which takes longest, and has tests of its own
-    pytest.importorskip("opacus")
-    found = on_gpu(tmp_path, part)
-    for result in found.values():
-        assert set(result["failures"]) <= ({gpu.GHOST} if part == "gpt2" else set())  # which is not for tied weights
-        assert set(result["seconds"]) | set(result["failures"]) == set(result["ways"])
-        assert max(result["errors"].values()) < 1e-2
-    assert on_gpu(tmp_path, part) == found
-    assert on_gpu(tmp_path, part, "--again") != found
-    told = (tmp_path / "gpu.rst").read_text()
-    assert all(words in told for words in (gpu.PARTS[part][0], "time ×", gpu.CLIP, "no figures"))
-
-
-@pytest.mark.parametrize(("part", "millions"), [("gpt2", 124), ("bert", 22)])
-def test_full_models_have_the_sizes_of_their_names(part: str, millions: int) -> None:
-    """On the meta device, where they take no memory."""
-    with torch.device("meta"):
-        models = [case.workload.model() for case in gpu.PARTS[part][1](False).values()]
-    assert {round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models} == {millions}

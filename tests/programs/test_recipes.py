@@ -106,47 +106,10 @@ def parts(data: tuple[Tensor, Tensor]) -> tuple[list[Any], list[Any]]:
     return [(x[:50], y[:50]), (x[50:D], y[50:D])], [(x[D:], y[D:])]
 
 
-def map_of(model: nn.Module, x: Tensor, **how: Any) -> Tensor:
-    """The map of ``grads.project(**how)``, (49, dim): from spanning rows."""
-    torch.manual_seed(2)
-    by = torch.randn(len(x), 4, dtype=x.dtype)
-
-    def mixed(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x) * by).sum(1)
-
-    rows = autograd_hacks.over(model, [x], mixed, lambda grads: joined({n: g.flatten(1) for n, g in grads.dense().items()}))
-    images = autograd_hacks.over(model, [x], mixed, lambda grads: grads.project(**how))
-    assert torch.linalg.matrix_rank(rows) == rows.shape[1]
-    return torch.linalg.lstsq(rows, images).solution
-
-
 @pytest.fixture
 def hooked(model: nn.Module) -> nn.Module:
     autograd_hacks.add_hooks(model)
     return model
-
-
-def adams(optimizer: torch.optim.Optimizer, model: nn.Module, eps: float = 1e-8, beta: float = 0.999) -> Rows:
-    """1 / (√v̂ + eps), of each number, from the moments in the optimizer's state."""
-    found = {}
-    for name, p in model.named_parameters():
-        unbiased = optimizer.state[p]["exp_avg_sq"] / (1 - beta ** float(optimizer.state[p]["step"]))
-        found[name] = 1 / (unbiased.sqrt() + eps).flatten()
-    return found
-
-
-def test_less_over_two_checkpoints(hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: SimpleNamespace) -> None:
-    train, others = parts(data)
-    optimizer = torch.optim.Adam(hooked.parameters(), lr=0.05)
-    visited, expected = [], torch.zeros(D, E, dtype=torch.float64)
-    for rate in (0.05, 0.02):
-        step(hooked, optimizer, data, 3)
-        visited.append((copy.deepcopy(hooked.state_dict()), Metric.from_optimizer(optimizer), rate))
-        rows, scale = rows_of(hooked, data), adams(optimizer, hooked)
-        by = map_of(hooked, data[0], dim=7)
-        adam = F.normalize(joined({name: x * scale[name] for name, x in rows.items()})[:D] @ by)
-        expected += rate * adam @ F.normalize(joined(rows)[D:] @ by).mT
-    assert_close(recipes.less(hooked, train, others, visited, recipes.losses, dim=7), expected)
 
 
 def in_its_steps(model: nn.Module, x: Tensor, y: Tensor, steps: list[Any], others: slice) -> Tensor:
