@@ -1,16 +1,18 @@
 """Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from one_graph import check, data
 from oracle import squares
 from rarely import crossed
 from torch import Tensor
-from twin import Bare, check_refused, check_right, of_squares
+from twin import Bare, check_refused, check_right
 
 import autograd_hacks
 
@@ -22,19 +24,6 @@ def weights() -> dict[str, Any]:
         "a": torch.randn(3, 4), "b": torch.randn(4, 1), "c": torch.randn(1, 4), "scale": torch.randn(4),
         "w": torch.randn(4, 2),
     }  # fmt: skip
-
-
-def plain(m: Bare, x: Tensor) -> Tensor:
-    return ((x @ m.a).tanh() * m.scale) @ m.w
-
-
-def merged(m: Bare, x: Tensor) -> Tensor:
-    return (((x @ m.a).tanh() @ (m.b @ m.c)) + m.scale) @ m.w
-
-
-def sorted_inside(m: Bare, x: Tensor) -> Tensor:
-    order = x[:, 0].argsort()
-    return (((x @ m.a)[order].tanh() * m.scale) @ m.w)[order.argsort()]
 
 
 @crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
@@ -59,11 +48,6 @@ def test_few_samples_alive_at_first(where: str, living: int) -> None:
 
     own = {name: x for name, x in weights().items() if name != "c"}
     check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
-
-
-@crossed(how=[plain, merged, sorted_inside], sizes=[[1, 5, 1, 3], [2, 4, 2], [1, 2, 3, 4, 5], [5, 1, 5]])
-def test_one_sample_at_first(how: Callable[..., Tensor], sizes: list[int]) -> None:
-    check_right(Bare(how, **weights()), *[(torch.randn(n, 3),) for n in sizes])
 
 
 @pytest.mark.parametrize("layers", [True, False])
@@ -157,59 +141,6 @@ def test_data_without_a_gradient(what: str, samples: int) -> None:
         check_refused(model, *batches, may_be_right=True)
     else:
         check_right(model, *batches)
-
-
-MIXING: dict[str, Callable[[Bare, Tensor], Tensor]] = {
-    "a mean of another layer": lambda m, x: (x @ m.a) * (x @ m.w).mean() * m.scale,
-    "batch norm": lambda m, x: F.batch_norm(x @ m.a, None, None, m.scale, m.v, training=True),
-    "products": lambda m, x: ((x @ m.a) @ (x @ m.a).mT).softmax(1) @ x @ m.a,
-    "through a weight": lambda m, x: x @ (m.a * (x @ m.a).mean(0)) * m.scale,
-    "a convolution over samples": lambda m, x: F.conv1d((x @ m.a).mT[None], m.k, padding=1)[0].mT * m.scale,
-    "a product over samples": lambda m, x: (x @ m.a).cumprod(0) * m.scale,
-    "a solution": lambda m, x: torch.linalg.solve((x @ m.a).mT @ (x @ m.a) + torch.eye(4), (x @ m.a).mT).mT * m.scale,
-}
-
-
-@pytest.mark.parametrize("what", MIXING)
-def test_mixing_beside_bare_parameters(what: str) -> None:
-    shapes = {"a": (3, 4), "w": (3, 2), "scale": (4,), "v": (4,), "k": (4, 4, 3)}
-    model = Bare(MIXING[what], **{name: torch.randn(shape) for name, shape in shapes.items()})
-    check_refused(model, *[(torch.randn(5, 3).flip(0),) for _ in range(2)], (torch.randn(8, 3),))
-
-
-WITHOUT_GRADIENT: dict[str, Callable[[Bare, Tensor], Tensor]] = {
-    "centred data": lambda m, x: (x - x.mean(0)) @ m.a * m.scale,
-    "data normalised": lambda m, x: F.batch_norm(x, None, None, training=True) @ m.a * m.scale,
-    "one-hot centred": lambda m, x: (F.one_hot(x.argmax(1), 3) - F.one_hot(x.argmax(1), 3).double().mean(0)) @ m.a * m.scale,
-}
-
-
-@pytest.mark.parametrize("what", WITHOUT_GRADIENT)
-def test_mixing_of_values_alone(what: str) -> None:
-    """The rows are the derivatives of each loss; asked whether samples are independent, all of it is refused."""
-    for independent in (False, True):
-        model = Bare(WITHOUT_GRADIENT[what], a=torch.randn(3, 4), scale=torch.randn(4))
-        batches = [(torch.randn(5, 3),) for _ in range(2)]
-        if independent:
-            check_refused(model, *batches, independent=True)
-        else:
-            check_right(model, *batches)
-
-
-def test_a_gate_that_opens_on_bare_parameters() -> None:
-    """Behind zero samples may mix: as long as it is zero, nothing comes there."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = x @ m.a
-        return x[:, :2] * m.v + m.gate * ((h - h.mean(0) if m.mixes else h * m.scale) @ m.w)
-
-    for mixes in (False, True):
-        model = Bare(how, a=torch.randn(3, 4), w=torch.randn(4, 2), gate=torch.zeros(()), v=torch.randn(2))
-        model.scale, model.mixes = (None if mixes else nn.Parameter(torch.randn(4))), mixes
-        with autograd_hacks.add_hooks(model):
-            for gate in (0.0, 0.0, 0.5, 0.3):
-                nn.init.constant_(model.gate, gate)
-                (check_refused if mixes and gate else check_right)(model, (torch.randn(4, 3),), run=of_squares)
 
 
 # Branches that bring no gradient at first: behind a factor of zero, or for samples that none are left of
@@ -316,3 +247,147 @@ def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
             autograd_hacks.compute_grad1(model)
             torch.testing.assert_close(model.layer.weight.grad1.mean(0), model.layer.weight.grad)
             model.zero_grad()
+
+
+# What the batch meets
+
+
+class Freeing(torch.autograd.Function):
+    """Frees what it kept as its backward runs, which can't run twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.kept = [x, w]
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        w, x = ctx.kept.pop(), ctx.kept.pop()
+        return g * w, (g * x).sum(0)
+
+
+def slots(m: Bare, x: Tensor) -> Tensor:
+    own = m.mu + m.sigma * torch.randn(len(x), 2, 4, dtype=x.dtype)
+    keys = m.k(x[:, None])
+    return (m.q(own) @ keys.mT).softmax(1) @ keys
+
+
+def hyper(m: Bare, x: Tensor) -> Tensor:
+    own = torch.einsum("nij,nj->ni", m.of_sample(x).view(-1, 4, 2), x[:, :2])
+    return own @ m.of_all(m.code).view(4, 2)
+
+
+def solver(m: Bare, x: Tensor) -> Tensor:
+    """Of an ordinary differential equation."""
+
+    def slope(t: Tensor, x: Tensor) -> Tensor:
+        return m.net(torch.cat([x, t.expand(len(x), 1)], 1)) * m.rate
+
+    t, h = torch.zeros(1, 1, dtype=x.dtype), 0.25
+    for _ in range(3):
+        one = slope(t, x)
+        x, t = x + h * slope(t + h / 2, x + h / 2 * one), t + h
+    return x
+
+
+def ponder(m: Bare, x: Tensor) -> Tensor:
+    """Each sample stops when it is sure."""
+    h, out, alive = x, torch.zeros_like(x), torch.ones(len(x), dtype=torch.bool)
+    for _ in range(5):
+        rows = alive.nonzero()[:, 0]
+        if not len(rows):
+            break
+        own = (m.cell(h[rows]) * m.scale).tanh()
+        h = h.index_copy(0, rows, own)
+        stop = m.halt(own)[:, 0] > 0.2
+        out = out.index_add(0, rows, own * m.halt(own).sigmoid())
+        alive = alive.index_put((rows[stop],), torch.tensor(False))
+    return out
+
+
+def as_often_as_the_batch_says(m: Bare, x: Tensor) -> Tensor:
+    for _ in range(int(x.abs().max() * 3) % 4 + 1):
+        x = (x @ m.w).tanh() * m.scale
+    return x
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[str, Any]], Sequence[int]]] = {
+    "a parameter times noise": (
+        slots, lambda: {"mu": normal(4), "sigma": normal(4), "q": nn.Linear(4, 4), "k": nn.Linear(3, 4)}, (4, 4, 4),
+    ),
+    "a hypernetwork": (
+        hyper, lambda: {"of_sample": nn.Linear(3, 8), "of_all": nn.Linear(2, 8), "code": normal(2)}, (4, 4, 4),
+    ),
+    "a solver": (
+        solver, lambda: {"net": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "rate": normal()}, (4, 4, 4),
+    ),
+    "an early exit": (
+        ponder, lambda: {"cell": nn.Linear(3, 3), "halt": nn.Linear(3, 1), "scale": normal(3)}, (6, 6, 6, 6, 6),
+    ),
+    "a loop over samples": (
+        lambda m, x: torch.stack([(row @ m.w).tanh() * m.scale for row in x]),
+        lambda: {"w": normal(3, 4), "scale": normal(4)}, (4, 4, 2, 6, 1, 5),
+    ),
+    "a loop of another length for each batch": (
+        as_often_as_the_batch_says, lambda: {"w": normal(3, 3), "scale": normal(3)}, (4,) * 6,
+    ),
+    "a function whose backward frees what it kept": (
+        lambda m, x: m.last(Freeing.apply(m.first(x), m.scale).tanh()),
+        lambda: {"first": nn.Linear(3, 4), "scale": normal(4), "last": nn.Linear(4, 2)}, (4, 4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_rows_of_a_program(what: str) -> None:
+    how, own, sizes = PROGRAMS[what]
+    check_right(Bare(how, **own()).double(), *[(data(n, 3),) for n in sizes])
+
+
+def scale_net() -> nn.Module:
+    return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
+
+
+def test_branches_in_threads() -> None:
+    def threads(m: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(lambda branch: branch(x), m.branches))
+
+    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
+    model, x = Bare(threads, branches=branches).double(), data(4, 3)
+    check(model, lambda: squares(model(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_inside_under_autocast_with_ignored_labels(dtype: torch.dtype) -> None:
+    """Each row is that sample's own mean times its share of all that counts."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model, x = transformers.GPT2LMHeadModel(config), torch.randint(20, (4, 6))
+    labels = x.clone()
+    labels[0, 3:], labels[2, :4] = -100, -100
+    count = (labels[:, 1:] != -100).sum(1)
+
+    def near(own: Tensor, right: Tensor, of: float) -> None:
+        torch.testing.assert_close(own, right, rtol=0.05, atol=of * float(right.abs().max()))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype):
+                whole = model(x, labels=labels).loss
+            whole.backward()
+            autograd_hacks.compute_grad1(model, loss_type="sum")
+            for p in model.parameters():
+                near(p.grad1.sum(0), p.grad, 0.02)
+            for n, share in enumerate(count / count.sum()):
+                with autograd_hacks.pause_hooks(), torch.autocast("cpu", dtype):
+                    own = model(x[n : n + 1], labels=labels[n : n + 1]).loss * share
+                for p, row in zip(model.parameters(), torch.autograd.grad(own, list(model.parameters()))):
+                    near(p.grad1[n], row, 0.05)

@@ -112,21 +112,6 @@ def test_an_adapter_that_opens() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("layers", [True, False])
-@pytest.mark.parametrize("samples", [3, 4])
-def test_one_weight_over_positions_and_over_samples_first(samples: int, layers: bool) -> None:
-    """The same chain of nodes, two layouts."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        f = m.layer if layers else lambda h: (h @ m.w) * m.scale
-        h = f(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
-        h = f(h.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0])).tanh()
-        return f(h.transpose(0, 1)).sum(1)
-
-    own = {"layer": nn.Linear(3, 3)} if layers else {"w": torch.randn(3, 3), "scale": torch.randn(3)}
-    check_right(Bare(how, **own), *[(torch.randn(n, 4, 3),) for n in (samples, samples, 5, 4)])
-
-
 @pytest.mark.parametrize("how", ["layer", "function", "dense too"])
 def test_sparse_gradients_of_a_table(how: str) -> None:
     def run(m: Bare, ids: Tensor) -> Tensor:
@@ -197,25 +182,6 @@ def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> 
     if function is Checking and reads == "above it":
         pytest.skip("nothing is above it")
     check_refused(Bare(how, **own[reads]), *[(torch.randn(4, 3),) for _ in range(2)], may_be_right=True)
-
-
-@pytest.mark.parametrize("layers", [True, False])
-@pytest.mark.parametrize("numpy", [True, False])
-def test_hooks_on_saved_tensors(numpy: bool, layers: bool) -> None:
-    """As of offloading."""
-    store: dict[int, Any] = {}
-
-    def pack(x: Tensor) -> int:
-        store[len(store)] = x.detach().numpy() if numpy else x
-        return len(store) - 1
-
-    def run(m: Bare, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda key: torch.as_tensor(store[key])):
-            return squares(m(x))
-
-    own = {"layer": nn.Linear(3, 4)} if layers else {"a": torch.randn(3, 4)}
-    model = Bare(lambda m, x: (m.layer(x) if layers else x @ m.a).tanh() * m.scale, **own, scale=torch.randn(4))
-    check_right(model, *[(torch.randn(5, 3),) for _ in range(2)], run=run)
 
 
 class Recomputed(Function):
