@@ -47,7 +47,6 @@ CASES: dict[str, Case] = {
         lambda: torch.randn(16, 8, 64),
     ),
     "lstm": (lambda: recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
-    "gru": (lambda: recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
     "bare": (bare_net, lambda: torch.randn(16, 8, 64)),
 }
 
@@ -61,11 +60,14 @@ def high() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("high")
-@pytest.mark.parametrize("name", CASES)
-def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize(("name", "convolutions_alone"), [*((name, False) for name in CASES), ("cnn", True)])
+def test_steps_in_tf32_are_proven(device: torch.device, name: str, convolutions_alone: bool) -> None:
+    """convolutions_alone: as cuDNN has it by default"""
     torch.manual_seed(0)
     model, x = CASES[name][0]().to(device), CASES[name][1]().to(device)
-    exact, mode = double_rows(model, x), TF32()
+    exact, mode = double_rows(model, x), TF32(TF32.CONVOLUTIONS if convolutions_alone else TF32.PRODUCTS)
+    if convolutions_alone:
+        torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad), mode if device.type == "cpu" else nullcontext():
             for _ in range(3):
@@ -76,22 +78,6 @@ def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
         assert max(errors(found, exact).values()) < 1e-2
     assert mode.rounded or device.type != "cpu"
     assert max(errors(found, exact).values()) > 1e-6  # it has rounded
-
-
-def test_convolutions_alone_as_cudnn_has_it_by_default() -> None:
-    torch.manual_seed(0)
-    model, x, mode = cnn(), torch.randn(16, 3, 12, 12), TF32(TF32.CONVOLUTIONS)
-    exact, kept = double_rows(model, x), torch.backends.mkldnn.conv.fp32_precision
-    torch.backends.mkldnn.conv.fp32_precision = "tf32"
-    try:
-        with autograd_hacks.add_hooks(model, param_grad=False), mode:
-            for _ in range(3):
-                step(model, x)
-            found = grad1_of(model)
-    finally:
-        torch.backends.mkldnn.conv.fp32_precision = kept
-    assert mode.rounded
-    assert 1e-6 < max(errors(found, exact).values()) < 1e-2
 
 
 def test_rounding_unasked_for_is_no_rounding() -> None:

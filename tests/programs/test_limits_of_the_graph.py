@@ -112,9 +112,6 @@ DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]]
     "under no_grad": (lambda m, x, ids: (_no_grad(m, x) @ m.table[:4]) * m.scale, {"layer": True}),
     "by ids": (lambda m, x, ids: m.table[ids] * m.scale, {}),
     "embedded": (lambda m, x, ids: F.embedding(ids, m.table) * m.scale, {}),
-    "selected": (lambda m, x, ids: m.table.index_select(0, ids) * m.scale, {}),
-    "gathered": (lambda m, x, ids: m.table.gather(0, ids[:, None].expand(-1, 4)) * m.scale, {}),
-    "taken": (lambda m, x, ids: torch.take_along_dim(m.table, ids[:, None], 0) * m.scale, {}),
     "where": (lambda m, x, ids: torch.where(x[:, :1] > 0, m.table[0], m.table[1]) * m.scale, {}),
     "mask": (lambda m, x, ids: (m.table[0] * (x[:, :1] > 0)) @ m.table[1:].mT, {}),
     "filled": (lambda m, x, ids: m.table[:1].expand(len(x), 4).masked_fill(x[:, :1] > 0, 0.5) * m.scale, {}),
@@ -252,20 +249,6 @@ def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
 # What the batch meets
 
 
-class Freeing(torch.autograd.Function):
-    """Frees what it kept as its backward runs, which can't run twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.kept = [x, w]
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        w, x = ctx.kept.pop(), ctx.kept.pop()
-        return g * w, (g * x).sum(0)
-
-
 def slots(m: Bare, x: Tensor) -> Tensor:
     own = m.mu + m.sigma * torch.randn(len(x), 2, 4, dtype=x.dtype)
     keys = m.k(x[:, None])
@@ -305,12 +288,6 @@ def ponder(m: Bare, x: Tensor) -> Tensor:
     return out
 
 
-def as_often_as_the_batch_says(m: Bare, x: Tensor) -> Tensor:
-    for _ in range(int(x.abs().max() * 3) % 4 + 1):
-        x = (x @ m.w).tanh() * m.scale
-    return x
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
@@ -327,17 +304,6 @@ PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[st
     ),
     "an early exit": (
         ponder, lambda: {"cell": nn.Linear(3, 3), "halt": nn.Linear(3, 1), "scale": normal(3)}, (6, 6, 6, 6, 6),
-    ),
-    "a loop over samples": (
-        lambda m, x: torch.stack([(row @ m.w).tanh() * m.scale for row in x]),
-        lambda: {"w": normal(3, 4), "scale": normal(4)}, (4, 4, 2, 6, 1, 5),
-    ),
-    "a loop of another length for each batch": (
-        as_often_as_the_batch_says, lambda: {"w": normal(3, 3), "scale": normal(3)}, (4,) * 6,
-    ),
-    "a function whose backward frees what it kept": (
-        lambda m, x: m.last(Freeing.apply(m.first(x), m.scale).tanh()),
-        lambda: {"first": nn.Linear(3, 4), "scale": normal(4), "last": nn.Linear(4, 2)}, (4, 4, 4),
     ),
 }  # fmt: skip
 
