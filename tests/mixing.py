@@ -116,9 +116,9 @@ def data(samples: int, *shape: int) -> Tensor:
 # Values: by index, by pairs, by order, detached
 
 
-def nearest(h: Tensor, k: int = 1) -> Tensor:
+def nearest(h: Tensor) -> Tensor:
     far = torch.cdist(h, h) + 1e9 * torch.eye(len(h), dtype=h.dtype)
-    return h[far.topk(k, largest=False).indices].mean(1) if len(h) > k else h
+    return h[far.argmin(1)] if len(h) > 1 else h
 
 
 def pairs(h: Tensor) -> Tensor:
@@ -158,7 +158,6 @@ def ranked(h: Tensor) -> Tensor:
 MIXING: dict[str, How] = {
     "hard negatives": lambda h: h - nearest(h),
     "the nearest alone": nearest,
-    "two neighbours": lambda h: h + nearest(h, 2),
     "centres taken back": lambda h: centred(h, (h[:, 0] > 0).long()),
     "pairs": pairs,
     "swapped halves": swapped,
@@ -169,15 +168,9 @@ MIXING: dict[str, How] = {
     "the largest, detached": lambda h: h / h.abs().max().detach(),
     "ranks": ranked,
     "sums so far": lambda h: h.cumsum(0),
-    "sums to come": lambda h: h.flip(0).cumsum(0).flip(0),
-    "differences": lambda h: h - torch.cat([h[:1], h[:-1]]),
-    "the largest of a column": lambda h: h / h.abs().amax(0),
-    "sorted": lambda h: h.sort(0).values,
     "norm": lambda h: h / (1 + h.norm()),
     "attention": lambda h: (h @ h.T).softmax(1) @ h,
     "dense layers across": lambda h: (h.T @ torch.ones(len(h), len(h), dtype=h.dtype)).T / len(h) + h,
-    "where it is finite": lambda h: torch.where(h.isfinite(), h - h.mean(0), h),
-    "a thousandth": lambda h: torch.cat([h[:1], h[1:] + 1e-3 * h[:1]]),
     "a gate of 1e-2": lambda h: h + 1e-2 * h.mean(0),
     "a gate of 1e-4": lambda h: h + 1e-4 * h.mean(0),
     "a gate of 1e-6": lambda h: h + 1e-6 * h.mean(0),

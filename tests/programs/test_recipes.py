@@ -156,20 +156,6 @@ def test_magic_is_the_slope_of_training_again(recipes: SimpleNamespace) -> None:
     assert_close(found, expected, rtol=1e-4, atol=1e-9)
 
 
-def test_recipes_leave_the_weights_as_they_were(
-    hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: SimpleNamespace
-) -> None:
-    train, others = parts(data)
-    before = copy.deepcopy(hooked.state_dict())
-    other = {name: 2 * x for name, x in before.items()}
-    recipes.trak(hooked, train, others, [other], recipes.margins, SIX)
-    recipes.less(hooked, train, others, [(other, Metric({"*": None}), 0.1)], recipes.losses, dim=6)
-    steps = [(other, (data[0][:5], data[1][:5]), torch.arange(5))]
-    recipes.in_run(hooked, others, steps, recipes.losses, RATE)
-    recipes.magic(hooked, others, steps, recipes.losses, RATE)
-    assert_close(hooked.state_dict(), before, rtol=0, atol=0)
-
-
 def test_a_language_model_has_losses_of_its_own(recipes: SimpleNamespace) -> None:
     """Of texts: LoGra of whole gradients is its formula, by a backward pass for each text; and the others run."""
     torch.manual_seed(0)
