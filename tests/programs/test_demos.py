@@ -112,21 +112,16 @@ def names_in(node: ast.stmt) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def ends(script: str, code: int, patch: pytest.MonkeyPatch, *options: str) -> None:
-    """That the example ends at once."""
-    patch.setattr(sys, "argv", [f"{script}.py", *options])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
-    torch.set_num_threads(threads)
-    assert ended.value.code == code
-
-
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--batch-size", "-1"], ["--seed", "x"], ["--speed"]])
 def test_the_demo_refuses_options_that_make_no_sense(
     options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends("wrong_labels", 2, monkeypatch, *options)
+    monkeypatch.setattr(sys, "argv", ["wrong_labels.py", *options])
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "wrong_labels.py"), run_name="__main__")
+    torch.set_num_threads(threads)
+    assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
 
 

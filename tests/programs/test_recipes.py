@@ -1,4 +1,4 @@
-"""The gallery's recipes of attribution say what their papers do, by rows of torch.func and by training again."""
+"""The gallery's recipes of attribution say what their papers do, by training again."""
 
 import ast
 import copy
@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import joined, one_backward_per_sample
 from test_demos import EXAMPLES, printed
 from test_gallery import table
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.attribution import Metric
 
-D, E, RATE = 90, 4, 0.3
+RATE = 0.3
 Rows = dict[str, Tensor]
 SIX = partial(PerSampleGrads.project, dim=6)
 
@@ -64,60 +64,12 @@ def test_the_comparison_has_the_functions_of_the_pages(page: str) -> None:
         assert compared[name] == own[name]
 
 
-@pytest.fixture
-def data() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(D + E, 4, dtype=torch.float64), torch.randint(4, (D + E,))
-
-
-@pytest.fixture
-def model(data: tuple[Tensor, Tensor]) -> nn.Module:
-    """Of 49 parameters, fewer than there are samples, trained by some steps of Adam."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    step(model, torch.optim.Adam(model.parameters(), lr=0.05), data, 4)
-    return model
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: tuple[Tensor, Tensor], steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data[0][:D]), data[1][:D]).backward()
-        optimizer.step()
-
-
-def rows_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Rows:
-    """{name: D + E, numbers of the parameter}, by torch.func."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-
-    def value(weights: Rows, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, weights, x[None])[0], y)
-
-    return {name: x.flatten(1) for name, x in vmap(grad(value), (None, 0, 0))(weights, *data).items()}
-
-
-def joined(rows: Rows) -> Tensor:
-    return torch.cat(list(rows.values()), 1)
-
-
-def parts(data: tuple[Tensor, Tensor]) -> tuple[list[Any], list[Any]]:
-    """Training samples in two batches, and the others."""
-    x, y = data
-    return [(x[:50], y[:50]), (x[50:D], y[50:D])], [(x[D:], y[D:])]
-
-
-@pytest.fixture
-def hooked(model: nn.Module) -> nn.Module:
-    autograd_hacks.add_hooks(model)
-    return model
-
-
 def in_its_steps(model: nn.Module, x: Tensor, y: Tensor, steps: list[Any], others: slice) -> Tensor:
     """Σ η ⟨g, g′⟩ / B, over the steps that a sample was in."""
     scores = torch.zeros(others.start, others.stop - others.start, dtype=x.dtype)
     for state, batch in steps:
         model.load_state_dict(state)
-        rows = joined(rows_of(model, (x, y)))
+        rows = joined(one_backward_per_sample(model, partial(F.cross_entropy, reduction="none"), x, y))
         scores[batch] += RATE / len(batch) * rows[batch] @ rows[others].mT
     return scores
 
@@ -216,8 +168,7 @@ def test_the_table_is_what_the_comparison_writes(tmp_path: Path) -> None:
 def test_scores_say_what_networks_say_that_are_trained_on_subsets(tmp_path: Path) -> None:
     small = ("--images", "150", "--queries", "8", "--subsets", "24", "--epochs", "12", "--retrained", "2", "--models", "2")
     out = printed("attribution", tmp_path, *small)
-    rows = table(
-        out,
+    ways = (
         "gradients' dot",
         "TracIn",
         "in-run Shapley",
@@ -228,6 +179,7 @@ def test_scores_say_what_networks_say_that_are_trained_on_subsets(tmp_path: Path
         "EK-FAC",
         "MAGIC",
     )
+    rows = table(out, *ways)
     assert len(rows) == 9
     same = {name: row[2] for name, row in rows.items()}
     assert same.pop("MAGIC") > 0.97 > max(same.values())
