@@ -195,6 +195,7 @@ def test_options_that_make_no_sense(options, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_compiled_steps_are_compared_as_they_are_timed(monkeypatch):
     torch.compiler.reset()
