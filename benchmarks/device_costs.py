@@ -1,7 +1,13 @@
-"""What single steps cost on a device, timed one by one, for the table of ``autograd_hacks/forms/costs.json``."""
+"""What single steps cost on a device, timed one by one, for the table of ``autograd_hacks/forms/costs.json``.
 
+python benchmarks/device_costs.py                  on the CPU, with one thread
+python benchmarks/device_costs.py --device cuda    on a GPU
+"""
+
+import argparse
+import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import log2
 
@@ -11,7 +17,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from autograd_hacks.forms import Outer
-from autograd_hacks.forms.cost import Costs
+from autograd_hacks.forms.cost import TABLE, Costs
 from autograd_hacks.forms.positions import norms_of_pairs
 
 Timed = Callable[[], object]
@@ -70,3 +76,20 @@ def measured(device: torch.device, large: int) -> dict[str, float | None]:
 
 def new_zeros(like: Tensor, size: int) -> Tensor:
     return like.new_zeros(len(like), size)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--size", type=int, default=4096, help="of the matrix product whose multiplications are the unit")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    table, device = json.loads(TABLE.read_text()), torch.device(options.device)
+    table[device.type] = measured(device, options.size)
+    TABLE.write_text(json.dumps(table, indent=2) + "\n")
+    print(f"{TABLE}: {table[device.type]}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES, SIDE, RATE = 10, 8, 0.1
 BOUND, NOISE, BATCH = 1.0, 1.0, 32
-DIM = 256
 SEED = 5
 
 Use = Callable[["Given"], Tensor]
@@ -63,13 +62,6 @@ def given(samples: int = 6400, queries: int = 200, batch: int = 200) -> Given:
 
 def losses(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def margins(model: nn.Module, batch: Any) -> Tensor:
-    """log p / (1 - p) of the labels."""
-    z, y = model(batch[0]), batch[1][:, None]
-    found: Tensor = z.gather(1, y)[:, 0] - z.scatter(1, y, float("-inf")).logsumexp(1)
-    return found
 
 
 def private_net() -> nn.Sequential:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import time
 import weakref
@@ -21,7 +20,8 @@ from tqdm import tqdm
 from ways import WAYS, by_of, is_compiled, is_ours, oracle
 from workloads import Batch, Workload
 
-OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+OUT_OF_MEMORY = "out of memory"
+NORMS = "norms: ours, param_grad=False"
 PEER_SAMPLES = 4
 """With which others are compared: they tell as much as a batch, and take less time."""
 MODELS = 3
@@ -30,17 +30,10 @@ MODELS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and in which ways it is run, the first of which the others are measured by.
-
-    tokens: of a step, where models read texts    dtype: of weights
-    apart: one way after the other: together they are too large
-    """
+    """A model, and in which ways it is run, the first of which the others are measured by."""
 
     workload: Workload
     ways: tuple[str, ...]
-    tokens: int = 0
-    dtype: torch.dtype = torch.float32
-    apart: bool = False
 
 
 def build(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
@@ -79,17 +72,14 @@ def interleaved(
     clock: Callable[[Callable[[], object]], float],
     failures: dict[str, str],
     label: str = "",
-    until: float = math.inf,
 ) -> dict[str, Numbers]:
     """{way: seconds of each round}; every round runs each way once on the same batch.  A way that fails has none.
 
-    batches: of a round's number    until: the ``perf_counter`` from which no other round is begun
+    batches: of a round's number
     """
     times: dict[str, Numbers] = {way: [] for way in steps}
     shuffler = random.Random(0)
     for number in tqdm(range(rounds), desc=label, unit="round", leave=False, disable=not label):
-        if number and time.perf_counter() > until:
-            break
         batch = batches(number)
         # In another order each time: what ran before leaves the allocator and the caches as it likes.
         for way in shuffler.sample(list(steps), len(steps)):
@@ -138,13 +128,13 @@ class Held(TorchDispatchMode):
         self._seen.discard(key)
 
 
-def peak(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+def peak(workload: Workload, maker: Maker, device: torch.device) -> float:
     """MB of tensors alive at once in a way's second step, beside the model and the batch.
 
     What the first step left is counted, so that keeping memory between steps is no way to need none.
     """
     release(device)
-    step, batch = build(workload, maker, device, dtype), batch_of(workload, 0, device, dtype)
+    step, batch = build(workload, maker, device), batch_of(workload, 0, device)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         step(batch)
@@ -240,41 +230,46 @@ def measured(
     samples: int | None = None,
     memory: bool = True,
     check: Callable[[Case, torch.device, dict[str, str]], dict[str, float]] | None = None,
-    until: float = math.inf,
 ) -> Data:
     """What a case's run gave, by way: 'seconds' of each round; 'first', those of new models' first two steps; 'peak MB';
     'errors'; and 'failures', why ways have no figures.
 
     samples: so many of a batch are compared with one backward pass each, or all; or `check` finds the errors
-    until: the ``perf_counter`` from which nothing else is begun
     """
     failures: dict[str, str] = {}
-    result: Data = {"ways": list(case.ways), "tokens": case.tokens, "first": {}, "seconds": {}, "failures": failures}
+    result: Data = {"ways": list(case.ways), "first": {}, "seconds": {}, "failures": failures}
     result["errors"] = check(case, device, failures) if check else checked(case, device, failures, samples)
-    batches, clock = partial(batch_of, case.workload, device=device, dtype=case.dtype), partial(seconds, device=device)
-    for ways in [(way,) for way in case.ways] if case.apart else [case.ways]:
-        made = {way: warmed(case, way, device, result, check is None, until) for way in ways if way not in failures}
-        steps = {way: step for way, step in made.items() if step is not None}
-        result["seconds"] |= interleaved(steps, batches, rounds, clock, failures, label, until)
-        del made, steps
-        release(device)
-    result["peak MB"] = peaks(case, result["seconds"], device, until) if memory else {}
+    batches, clock = partial(batch_of, case.workload, device=device), partial(seconds, device=device)
+    made = {way: warmed(case, way, device, result, check is None) for way in case.ways if way not in failures}
+    steps = {way: step for way, step in made.items() if step is not None}
+    result["seconds"] = interleaved(steps, batches, rounds, clock, failures, label)
+    del made, steps
+    release(device)
+    result["peak MB"] = peaks(case, result["seconds"], device) if memory else {}
     return result
 
 
-def warmed(case: Case, way: str, device: torch.device, result: Data, check: bool, until: float) -> Step | None:
+def compared(case: Case, device: torch.device, failures: dict[str, str]) -> dict[str, float]:
+    """How far our norms of two samples are off from a backward pass of each alone in the same precision, of large models."""
+
+    def apart(found: Found, right: Found) -> float:
+        return float((found["norms"].double() / right["norms"].double() - 1).abs().max())
+
+    run = partial(error_of, case.workload, NORMS, 2, device, torch.float32, by=apart)
+    error = guarded(run, NORMS, failures)
+    return {} if error is None else {NORMS: error}
+
+
+def warmed(case: Case, way: str, device: torch.device, result: Data, check: bool) -> Step | None:
     """A way's step, of a model that has made two, which are timed; None where it fails."""
-    if time.perf_counter() > until:
-        result["failures"][way] = OUT_OF_TIME
-        return None
-    batch = batch_of(case.workload, 0, device, case.dtype)
+    batch = batch_of(case.workload, 0, device)
 
     def made() -> Step:
-        for _ in range(MODELS if is_ours(way) and not case.apart else 1):
-            step = build(case.workload, WAYS[way], device, case.dtype)
+        for _ in range(MODELS if is_ours(way) else 1):
+            step = build(case.workload, WAYS[way], device)
             result["first"].setdefault(way, []).append([seconds(partial(step, batch), device) for _ in range(2)])
         if check and is_compiled(way):  # here, so that it need not compile again
-            error = error_of(case.workload, way, None, device, case.dtype, step, compare_whole)
+            error = error_of(case.workload, way, None, device, torch.float32, step, compare_whole)
             result["errors"] |= {} if error is None else {way: error}
         return step
 
@@ -282,12 +277,8 @@ def warmed(case: Case, way: str, device: torch.device, result: Data, check: bool
     return step
 
 
-def peaks(case: Case, ways: Iterable[str], device: torch.device, until: float) -> dict[str, float]:
+def peaks(case: Case, ways: Iterable[str], device: torch.device) -> dict[str, float]:
     """{way: MB}.  On a CPU of this library and references alone: counting takes long, and misses what compiles."""
     counted = [way for way in ways if is_ours(way) or (way == by_of(way) and not is_compiled(way)) or device.type != "cpu"]
-    found = {
-        way: guarded(partial(peak, case.workload, WAYS[way], device, case.dtype), way, {})
-        for way in counted
-        if time.perf_counter() < until
-    }
+    found = {way: guarded(partial(peak, case.workload, WAYS[way], device), way, {}) for way in counted}
     return {way: own for way, own in found.items() if own is not None}

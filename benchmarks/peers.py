@@ -1,10 +1,12 @@
-"""Other ways to rows: ``torch.func``, ExpandedWeights, Opacus and BackPACK, each as its documentation has it."""
+"""Other ways to rows: ``torch.func``, the expand trick, ExpandedWeights, Opacus and BackPACK, each as documented."""
 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn as nn
 from systems import MAX_NORM, Found, Step, gradients, plain, trainable
 from torch import Tensor
@@ -12,19 +14,34 @@ from torch.func import functional_call, grad, vmap
 from workloads import Batch, Workload
 
 
+def loss_of(workload: Workload, model: nn.Module, weights: Found, sample: Batch) -> Tensor:
+    """Of one sample, with these weights."""
+
+    def run(*args: Tensor, **kwargs: Tensor) -> Any:
+        return functional_call(model, weights, args, kwargs)
+
+    if workload.alone is not None:
+        return workload.alone(lambda x: run(x[None])[0, 0], sample)
+    return workload.losses(run, {name: x[None] for name, x in sample.items()}).sum()
+
+
 def torch_func(workload: Workload, model: nn.Module) -> Step:
     weights = {name: p.detach() for name, p in trainable(model).items()}
-
-    def loss(weights: Found, sample: Batch) -> Tensor:
-        def run(*args: Tensor, **kwargs: Tensor) -> Any:
-            return functional_call(model, weights, args, kwargs)
-
-        if workload.alone is not None:
-            return workload.alone(lambda x: run(x[None])[0, 0], sample)
-        return workload.losses(run, {name: x[None] for name, x in sample.items()}).sum()
-
-    rows_of = vmap(grad(loss), (None, 0), randomness="different" if workload.drawn else "error")
+    randomness = "different" if workload.drawn else "error"
+    rows_of = vmap(grad(partial(loss_of, workload, model)), (None, 0), randomness=randomness)
     return lambda batch: rows_of(weights, batch)
+
+
+def expand_trick(workload: Workload, model: nn.Module) -> Step:
+    """Each sample has a copy of the weights of its own, which takes no memory: autograd's gradients of them are the rows."""
+    losses = vmap(partial(loss_of, workload, model), randomness="different" if workload.drawn else "error")
+
+    def step(batch: Batch) -> Found:
+        samples = len(next(iter(batch.values())))
+        copies = {name: p.detach().expand(samples, *p.shape).requires_grad_() for name, p in trainable(model).items()}
+        return dict(zip(copies, torch.autograd.grad(losses(copies, batch).sum(), list(copies.values()))))
+
+    return step
 
 
 def expanded_weights(workload: Workload, model: nn.Module) -> Step:

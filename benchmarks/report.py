@@ -15,11 +15,11 @@ from ways import by_of, is_compiled, is_ours, what_of
 
 COLOURS = {
     "write once": "#cccccc", "hooks alone": "#bbbbbb", "ours": "#2a9d6f", "ours, param_grad=False": "#0b6e4f",
-    "ours, two passes": "#7fc8a9", "ours, with its passes": "#7fc8a9", "loop": "#8c6d5a", "vmap(grad)": "#3b6fb6",
+    "ours, two passes": "#7fc8a9", "loop": "#8c6d5a", "vmap(grad)": "#3b6fb6", "expand trick": "#5fa8d3",
     "ExpandedWeights": "#d98a29", "Opacus": "#b5364a", "Opacus, ghost": "#b5364a", "BackPACK": "#7a4fa3",
 }  # fmt: skip
 LIGHT, DARK = "#222222", "#dddddd"  # ink for pages that are light, or dark
-COLUMNS = ("ms", "time ×", "first ×", "second ×", "tokens/s", "MB", "memory ×", "error")
+COLUMNS = ("ms", "time ×", "first ×", "second ×", "MB", "memory ×", "error")
 LONG = 0.01
 """Seconds of a plain step from which it is arithmetic, and not Python, that counts."""
 
@@ -28,7 +28,6 @@ def machine(data: Data) -> str:
     about = data["about"]
     taken = f"{about['machine']}, threads: {about['threads']}, of {about['processors']} processors"
     packages = "".join(f", {name} {version}" for name, version in about["packages"].items() if version)
-    taken += ", sizes for a look at whether it runs: no figures" if about.get("tiny") else ""
     return f"{taken}, torch {about['torch']}{packages}; {about['date']}, medians of {about['rounds']} interleaved rounds"
 
 
@@ -60,7 +59,6 @@ def rows_of(result: Data) -> dict[str, list[str]]:
             f"{shares[way]:.2f}" if shares else "",
             first,
             second,
-            f"{result['tokens'] / times[way]:,.0f}" if result.get("tokens") else "",
             "" if memory is None else f"{memory:.1f}",
             "" if memory is None or not peaks.get(base) else f"{memory / peaks[base]:.2f}",
             "" if error is None else f"{error:.0e}",

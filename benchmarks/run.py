@@ -4,10 +4,10 @@
     python benchmarks/run.py --output bench-output --peers          and what else there is
     python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
     python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
-    python benchmarks/run.py --processes                            clipped steps of two processes
     python benchmarks/run.py --compiled                             steps in the compiler, beside hooks
     python benchmarks/run.py --uses                                 whole uses, beside the systems trusted with each
     python benchmarks/run.py --layers                               what each further layer costs, in µs
+    python benchmarks/run.py --gpu --device cuda --peers            GPT-2 and BERT on a card
 
 Every round runs each way once on the same batch, in an order of its own, so that a busy machine slows all of them alike.
 Tables have medians, and ratios to the first way of the same run.  Every way is first compared with one backward pass for
@@ -29,11 +29,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import over_processes
 import report
 import torch
 import uses
-from measuring import measured
+from measuring import compared, measured
 from systems import Data
 from tables import TABLES
 from tqdm import tqdm
@@ -45,7 +44,7 @@ OPTIONS = {
     "layers": "what each further layer costs",
     "compiled": "steps in the compiler",
     "uses": "whole uses beside other systems",
-    "processes": "two processes on one machine",
+    "gpu": "models of a GPU's size",
 }
 """{option: the tables that it has run in the place of the others}"""
 
@@ -101,8 +100,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.threads = 1 if options.chosen in ("layers", "compiled") else torch.get_num_threads()
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads: expected 1 or more")
-    if options.device == "cuda" and (not torch.cuda.is_available() or options.chosen in ("uses", "processes")):
-        parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU, for models in one process")
+    if options.device == "cuda" and (not torch.cuda.is_available() or options.chosen == "uses"):
+        parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU, for models")
     found = tables(options)
     cases = [name for own in found.values() for name in own]
     for parts, names in ((options.workload, cases), (options.system, list(WAYS))):
@@ -118,9 +117,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def tables(options: argparse.Namespace) -> dict[str, dict[str, Measure]]:
     """{title: {case: what measures it}}"""
-    if options.chosen == "processes":
-        title, engines = over_processes.TITLE, over_processes.ENGINES
-        return {title: {engine: partial(over_processes.measured, engine, options.rounds) for engine in engines}}
     if options.chosen == "uses":
         return {uses.TITLE: uses.cases(options.rounds, options.quick)}
     found: dict[str, dict[str, Measure]] = {}
@@ -129,7 +125,8 @@ def tables(options: argparse.Namespace) -> dict[str, dict[str, Measure]]:
         for name, case in table.cases(options.peers).items():
             parts = ("plain", "write once", *options.system) if options.system else case.ways
             own = dataclasses.replace(case, ways=tuple(way for way in case.ways if any(part in way for part in parts)))
-            measure = partial(measured, name, own, options.rounds, device, samples, not options.quick)
+            check = compared if table.option == "gpu" else None
+            measure = partial(measured, name, own, options.rounds, device, samples, not options.quick, check)
             found.setdefault(title, {})[name] = measure
     return found
 

@@ -24,7 +24,6 @@ Numbers = list[float]
 Data = dict[str, Any]
 
 MAX_NORM = 1.0
-RANK = 16
 
 
 def trainable(model: nn.Module) -> Found:
@@ -94,13 +93,6 @@ def normed(model: nn.Module) -> Found:
     return {"norms": autograd_hacks.per_sample_grads(model).norms()}
 
 
-def projected(model: nn.Module) -> Found:
-    """Each parameter's rows between two random maps, as gradients are stored for attribution."""
-    low = autograd_hacks.attribution.Metric.low_rank(model, RANK)
-    found: Found = autograd_hacks.per_sample_grads(model).preconditioned(low).dense()
-    return found
-
-
 def clip_twice(workload: Workload, model: nn.Module) -> Step:
     """Norms while the backward pass runs, then a second one: little memory."""
     autograd_hacks.add_hooks(model)
@@ -118,23 +110,6 @@ def clip_twice(workload: Workload, model: nn.Module) -> Step:
     return step
 
 
-def dot(workload: Workload, model: nn.Module) -> Step:
-    """The mean of the gradients in ``.grad``, and each sample's inner product with a direction: both from each layer's
-    factors, in the place of autograd's own weight gradients."""
-    autograd_hacks.add_hooks(model, param_grad=False)
-    direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
-
-    def step(batch: Batch) -> Found:
-        model.zero_grad()
-        losses = workload.losses(model, batch)
-        weights = torch.full_like(losses, 1 / len(losses), dtype=torch.float32, requires_grad=False)
-        with autograd_hacks.during_backward(model, dot=direction, weights=weights) as found:
-            losses.mean().backward()
-        return {"dot": found.dot}
-
-    return step
-
-
 def compiled(workload: Workload, model: nn.Module, verb: str, backend: str | None) -> Step:
     numbers: dict[str, Any] = {"max_norm": MAX_NORM} if verb == "clip" else {}
     run = autograd_hacks.compile(model, verb, loss_type="mean", param_grad=False, backend=backend, **numbers)
@@ -145,37 +120,6 @@ def compiled(workload: Workload, model: nn.Module, verb: str, backend: str | Non
         if verb == "norms":
             return {"norms": run.norms}
         return gradients(model) if verb == "clip" else {name: p.grad1 for name, p in trainable(model).items()}
-
-    return step
-
-
-def passes(model: nn.Module, batch: Batch, samples: int | None = None) -> None:
-    autograd_hacks.clear_backprops(model)
-    autograd_hacks.backprop_hess(model(batch["x"]), samples=samples)
-
-
-def product(workload: Workload, model: nn.Module, anew: bool = False) -> Step:
-    """With the Gauss-Newton matrix.  anew: whether backward passes are a part of the step, or those of the first batch"""
-    autograd_hacks.add_hooks(model)
-    v, held = {name: torch.randn_like(p) for name, p in trainable(model).items()}, list[autograd_hacks.PerSampleGrads]()
-
-    def step(batch: Batch) -> Found:
-        if anew or not held:
-            passes(model, batch)
-            held[:] = [autograd_hacks.per_sample_grads(model)]
-        return autograd_hacks.curvature.matvec(held[0], v)
-
-    return step
-
-
-def factors(workload: Workload, model: nn.Module, param_grad: bool = True) -> Step:
-    """KFAC's, of one label drawn for each sample."""
-    autograd_hacks.add_hooks(model, param_grad=param_grad)
-
-    def step(batch: Batch) -> Found:
-        passes(model, batch, samples=1)
-        autograd_hacks.compute_hess(model, kind="kfac")
-        return {}
 
     return step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import cards
 from architectures import ARCHITECTURES
 from derived import DERIVED
 from families import FULL
@@ -51,16 +52,12 @@ TABLES = {
     "Per-sample gradients written out (grad1)": Table(
         lambda: MODELS,
         ("plain", "write once", "hooks alone", *ROWS),
-        ("rows: loop", "rows: vmap(grad)", "rows: ExpandedWeights", "rows: Opacus", "rows: BackPACK"),
+        ("rows: loop", "rows: vmap(grad)", "rows: expand trick", "rows: ExpandedWeights", "rows: Opacus", "rows: BackPACK"),
     ),
     "The mean of clipped gradients": Table(
         lambda: MODELS,
         ("plain", *CLIPS, "clip: ours, two passes"),
         ("clip: loop", "clip: vmap(grad)", "clip: ExpandedWeights", "clip: Opacus, ghost", "clip: BackPACK"),
-    ),
-    "Curvature": Table(
-        lambda: {name: MODELS[name] for name in ("tutorial CNN, N 64",)},
-        ("plain", "GGN product: ours", "GGN product: ours, with its passes", "KFAC: ours", "KFAC: ours, param_grad=False"),
     ),
     "Losses with derivatives: rows, and a clipped step": Table(
         lambda: DERIVED,
@@ -80,6 +77,15 @@ TABLES = {
         for_compilers,
         ("plain, compiled", "plain", "write once", *(f"{what}: {by}" for what in WHAT for by in BY)),
         option="compiled",
+    ),
+    "GPT-2 small, bfloat16": Table(
+        cards.gpt2,
+        ("plain", "hooks alone", *(f"{what}: {BY[0]}" for what in WHAT), "norms: compiled", "clip: compiled"),
+        ("rows: vmap(grad)", "clip: vmap(grad)", "clip: Opacus, ghost"),
+        "gpu",
+    ),
+    "BERT-base, the last three layers": Table(
+        cards.bert, ("plain", "clip: ours, param_grad=False"), ("clip: vmap(grad)", "clip: Opacus, ghost"), "gpu"
     ),
 }  # fmt: skip
 """{title: what is in it}"""

@@ -16,13 +16,15 @@ from functools import partial
 
 import given
 import torch
+import torch.nn as nn
 import uses_of_others as others
-import uses_of_ours as own
-from given import BATCH, DIM, Given
+from given import BATCH, Given
 from measuring import guarded, interleaved, seconds
 from systems import Data
 from torch import Tensor
 from ways import installed_version
+
+import autograd_hacks
 
 TITLE = "Whole uses"
 OURS, UNPROVEN = "ours", "ours, probe=False"
@@ -38,16 +40,10 @@ def ranks_apart(own: Tensor, other: Tensor) -> float:
     return 1 - float(torch.corrcoef(torch.stack([x.flatten().argsort().argsort().double() for x in (own, other)]))[0, 1])
 
 
-def products_apart(own: Tensor, other: Tensor) -> float:
-    """1 - the correlation of the inner products that two random maps keep."""
-    return 1 - float(torch.corrcoef(torch.stack([(x @ x.T).flatten().double() for x in (own, other)]))[0, 1])
-
-
 @dataclass(frozen=True)
 class Use:
     """what: for people, of what and how many    theirs: {peer: its way}, of one package
-    apart: how far numbers are from another way's    limit: how far they may be
-    hooks: whether it is ours to hook the model, so that its graphs may be left unread"""
+    apart: how far numbers are from another way's    limit: how far they may be"""
 
     what: str
     ours: given.Use
@@ -55,29 +51,65 @@ class Use:
     theirs: dict[str, given.Use]
     apart: Callable[[Tensor, Tensor], float] = furthest
     limit: float = 1e-4
-    hooks: bool = True
+
+
+# By this library
+
+
+def hooked(of: Given) -> nn.Sequential:
+    model = of.model()
+    autograd_hacks.add_hooks(model, param_grad=False, probe=of.probe)
+    return model
+
+
+def grams(of: Given) -> Tensor:
+    model, found = hooked(of), []
+    for batch in of.loader(batch=64):
+        autograd_hacks.backward(given.losses(model, batch), "sum")
+        found.append(autograd_hacks.per_sample_grads(model).gram().sum(0))
+    return torch.cat(found)
+
+
+def private(of: Given) -> Tensor:
+    model, noise = given.private_net(), torch.Generator().manual_seed(3)
+    autograd_hacks.add_hooks(model, param_grad=False, probe=of.probe)
+    optimizer = torch.optim.SGD(model.parameters(), given.RATE)
+    for batch in given.poisson(of):
+        autograd_hacks.backward(given.losses(model, batch), "sum")
+        autograd_hacks.private.clip_and_noise_(model, given.BOUND, given.NOISE, given.BATCH, noise=noise)
+        optimizer.step()
+    return given.weights(model)
+
+
+def tracin(of: Given) -> Tensor:
+    """Σ rate · rows, over the checkpoints of a training."""
+    model, found, gram = hooked(of), torch.zeros(()), autograd_hacks.PerSampleGrads.gram
+    for state, rate in of.checkpoints:
+        model.load_state_dict(state)
+        found = found + rate * autograd_hacks.over(model, of.loader(), given.losses, gram, against=of.loader(of.test))
+    return found
+
+
+def ekfac(of: Given) -> Tensor:
+    def influence(grads: autograd_hacks.PerSampleGrads, model: nn.Module) -> Tensor:
+        rows, solved = grads.dense(), autograd_hacks.curvature.ekfac_solve(model, grads).dense()
+        return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
+
+    model, draws = hooked(of), torch.Generator().manual_seed(5)
+    autograd_hacks.curvature.compute_hess_over(model, of.loader(), kind="ekfac", samples=1, generator=draws)
+    found: Tensor = autograd_hacks.over(model, of.loader(), given.losses, lambda grads: influence(grads, model))
+    return found
 
 
 USES = {
-    "Gram matrix": Use("{samples} in batches of 64", own.grams, "torchjd", {"TorchJD's autogram": others.torchjd_grams}),
+    "Gram matrix": Use("{samples} in batches of 64", grams, "torchjd", {"TorchJD's autogram": others.torchjd_grams}),
     "private training": Use(
-        "{steps} steps, Poisson batches of 32", own.private, "opacus",
+        "{steps} steps, Poisson batches of 32", private, "opacus",
         {"Opacus": others.opacus_private, "Opacus, ghost": partial(others.opacus_private, ghost=True)},
     ),
-    "TracIn": Use("{samples} × {queries}, 4 checkpoints", own.tracin, "captum", {"captum's TracInCP": others.captum}),
-    "self-influence": Use(
-        "{samples}, 4 checkpoints", own.self_influence, "captum",
-        {"captum's TracInCP": partial(others.captum, itself=True)},
-    ),
-    "projections": Use(
-        f"{{samples}} to {DIM}, to a file", own.projected, "traker", {"traker": others.traker}, products_apart, 0.15
-    ),
+    "TracIn": Use("{samples} × {queries}, 4 checkpoints", tracin, "captum", {"captum's TracInCP": others.captum}),
     "EK-FAC influence": Use(
-        "{samples}, one drawn label", own.ekfac, "kronfluence", {"kronfluence": others.kronfluence}, ranks_apart, 0.02
-    ),
-    "Laplace, Kronecker factors": Use(
-        "{samples}, {queries} predictions", partial(others.posterior, own=True), "laplace-torch",
-        {"laplace-torch with curvlinops": others.posterior}, furthest, 1e-2, hooks=False,
+        "{samples}, one drawn label", ekfac, "kronfluence", {"kronfluence": others.kronfluence}, ranks_apart, 0.02
     ),
 }  # fmt: skip
 PACKAGES = {use.package for use in USES.values()}
@@ -94,7 +126,7 @@ def cases(rounds: int, quick: bool) -> dict[str, Callable[[], Data]]:
 def measured(use: Use, rounds: int, of: Given) -> Data:
     """What `measuring.measured` gives of a case; a peer whose numbers are other ones fails."""
     failures, errors = dict[str, str](), dict[str, float]()
-    ways = {OURS: partial(use.ours, of)} | ({UNPROVEN: partial(use.ours, replace(of, probe=False))} if use.hooks else {})
+    ways = {OURS: partial(use.ours, of), UNPROVEN: partial(use.ours, replace(of, probe=False))}
     with quiet():
         right = ways[OURS]()
         for peer, make in use.theirs.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from typing import Any
 
@@ -44,7 +43,7 @@ def opacus_private(of: Given, ghost: bool = False) -> Tensor:
     return given.weights(model)
 
 
-def captum(of: Given, itself: bool = False) -> Tensor:
+def captum(of: Given) -> Tensor:
     from captum.influence import TracInCP
 
     def load(model: nn.Module, state: Any) -> float:
@@ -57,28 +56,8 @@ def captum(of: Given, itself: bool = False) -> Tensor:
         model=model, train_dataset=of.train, checkpoints=of.checkpoints, checkpoints_load_func=load, loss_fn=loss,
         batch_size=of.batch, sample_wise_grads_per_batch=True,
     )  # fmt: skip
-    found: Tensor = scores.self_influence() if itself else scores.influence(of.test.tensors).T
+    found: Tensor = scores.influence(of.test.tensors).T
     return found
-
-
-def traker(of: Given) -> Tensor:
-    """With the map drawn once, in one block."""
-    from trak import TRAKer
-    from trak.projectors import BasicProjector, ProjectionType
-
-    model = of.model().eval()
-    count = sum(p.numel() for p in model.parameters())
-    projector = BasicProjector(count, given.DIM, 0, ProjectionType.rademacher, torch.device("cpu"), block_size=given.DIM)
-    with tempfile.TemporaryDirectory() as folder:
-        made = TRAKer(
-            model, "image_classification", len(of.train), save_dir=folder, device="cpu", projector=projector,
-            proj_dim=given.DIM, use_half_precision=False, logging_level=logging.ERROR,
-        )  # fmt: skip
-        made.load_checkpoint(model.state_dict(), model_id=0)
-        for batch in of.loader():
-            made.featurize(batch=batch, num_samples=len(batch[1]))
-        rows = torch.as_tensor(made.saver.current_store["grads"][:])
-        return rows * (count / given.DIM) ** 0.5  # it divides by the root of how many parameters there are
 
 
 def kronfluence(of: Given) -> Tensor:
@@ -103,20 +82,3 @@ def kronfluence(of: Given) -> Tensor:
         analyzer.compute_self_scores("scores", "factors", of.train, of.batch)
         found: Tensor = analyzer.load_self_scores("scores")["all_modules"]
         return found
-
-
-def posterior(of: Given, own: bool = False) -> Tensor:
-    """laplace-torch's, with its own backend or ours."""
-    from laplace import Laplace
-    from laplace.curvature import CurvlinopsGGN
-
-    from autograd_hacks.integrations.laplace import AutogradHacksGGN
-
-    torch.manual_seed(1)
-    made = Laplace(
-        given.private_net(), "classification", subset_of_weights="all", hessian_structure="kron",
-        backend=AutogradHacksGGN if own else CurvlinopsGGN,
-    )  # fmt: skip
-    made.fit(of.loader())
-    found: Tensor = made(of.test.tensors[0], link_approx="probit").detach()
-    return found

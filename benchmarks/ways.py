@@ -11,10 +11,11 @@ import systems
 from systems import Maker
 from workloads import Workload
 
-READ = {"rows": systems.written, "norms": systems.normed, "clip": systems.clipped, "project": systems.projected}
+READ = {"rows": systems.written, "norms": systems.normed, "clip": systems.clipped}
 BY_ROWS = {
     "loop": systems.loop,
     "vmap(grad)": peers.torch_func,
+    "expand trick": peers.expand_trick,
     "ExpandedWeights": peers.expanded_weights,
     "Opacus": peers.opacus,
     "BackPACK": peers.backpack,
@@ -36,11 +37,6 @@ WAYS: dict[str, Maker] = {
     "clip: ours, two passes": systems.clip_twice,
     "clip: loop": systems.loop_clip,
     "clip: Opacus, ghost": peers.ghost_clipping,
-    "dot: ours, param_grad=False": systems.dot,
-    "GGN product: ours": systems.product,
-    "GGN product: ours, with its passes": partial(systems.product, anew=True),
-    "KFAC: ours": systems.factors,
-    "KFAC: ours, param_grad=False": partial(systems.factors, param_grad=False),
 }
 PACKAGES = {"Opacus": "opacus", "Opacus, ghost": "opacus", "BackPACK": "backpack-for-pytorch"}
 CHANGES = {"rows": lambda rows: rows, "norms": systems.norms_of, "clip": systems.mean_of_clipped}

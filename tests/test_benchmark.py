@@ -3,15 +3,10 @@
 import dataclasses
 import json
 import os
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import cards
 import derived
-import gpu
 import measuring
-import over_processes
 import pytest
 import report
 import run
@@ -20,16 +15,12 @@ import uses
 from architectures import ARCHITECTURES
 from families import TINY
 from given import given
-from gpu_parts import PARTS, Part
 from measuring import Case, checked, measured
 from rarely import rarely
 from systems import trainable
 from tables import TABLES, Table
-from torch.testing import assert_close
 from ways import WAYS, installed_version, is_ours
 from workloads import Workload, classification, multilayer, of_shape, stack
-
-import autograd_hacks
 
 CPU = torch.device("cpu")
 TINY_MODEL = Workload(
@@ -63,11 +54,10 @@ def write(monkeypatch, folder, *options, **tables):
     return data
 
 
-def test_tables_and_parts_name_ways_that_there_are():
-    cases = [case for part in PARTS.values() for tiny in (True, False) for case in part.cases(tiny).values()]
-    asked = {way for case in cases for way in case.ways} | {way for own in TABLES.values() for way in own.ways + own.peers}
+def test_tables_name_ways_that_there_are():
+    asked = {way for own in TABLES.values() for way in own.ways + own.peers}
     assert asked <= set(WAYS)
-    assert {way for way in WAYS if is_ours(way)} <= asked | {"norms: ours", "project: ours"}
+    assert {way for way in WAYS if is_ours(way)} <= asked | {"norms: ours"}
     assert all(name in TABLES[title].models() for title in TABLES for name in TABLES[title].cases(True))
 
 
@@ -122,27 +112,38 @@ def test_from_figures_to_table_page_and_chart(tmp_path, monkeypatch):
         assert "fastest other way / ours" in words
 
 
-def test_how_the_fastest_other_way_compares():
-    seconds = {"plain": [0.1], SKIPPED: [0.2], "rows: ours": [0.4], VMAP: [0.3], "clip: loop": [0.1], "rows: graph": [0.1]}
-    result = {"ways": list(seconds), "seconds": seconds, "failures": {}}
-    assert report.lead(result, SKIPPED) == pytest.approx(1.5)
-    assert report.lead(result, VMAP) is None
-    says = {line.partition(": 4")[0]: line for line in report.summary({"a": result, "b": result})}
-    assert "behind, where plain steps take 10 ms: a 0.75, b 0.75" in says["rows: ours"]
-    assert not any("behind" in line for line in says.values() if line.startswith(SKIPPED))
-
-
 @pytest.mark.slow
-def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
+def test_tables_of_their_own(tmp_path, monkeypatch):
     name = "UNet, noise drawn inside"
-    table = next(table for table in TABLES.values() if table.option == "architectures")
-    own = dataclasses.replace(table, models=lambda: {name: ARCHITECTURES[name](TINY)})
-    data = write(monkeypatch, tmp_path, "--architectures", "--peers", a=own, b=TABLES["Curvature"])
+    own = {table.option: table for table in TABLES.values()}
+    table = dataclasses.replace(own["architectures"], models=lambda: {name: ARCHITECTURES[name](TINY)})
+    data = write(monkeypatch, tmp_path, "--architectures", "--peers", a=table, b=own["layers"])
     assert (tmp_path / "cpu-architectures.json").exists()
     (result,) = data["results"]["a"].values()
     assert set(result["seconds"]) == {*table.ways, *table.peers}
     assert set(result["errors"]) == {way for way in table.ways if is_ours(way)}
     assert max(result["errors"].values()) < 1e-9
+    small = {f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (10, 12) for count in (1, 2, 4)}
+    table = dataclasses.replace(own["layers"], models=lambda: small)
+    write(monkeypatch, tmp_path / "layers", "--layers", a=table)
+    told = (tmp_path / "layers" / "cpu-layers.txt").read_text()
+    assert all(f"a further layer of width {width}" in told for width in (10, 12))
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
+@pytest.mark.parametrize("make", [cards.bert, *rarely(cards.gpt2)])
+def test_models_of_cards(make, tmp_path, monkeypatch):
+    pytest.importorskip("opacus")
+    own = next(table for table in TABLES.values() if table.models is make)
+    ways = tuple(way.replace("compiled", "graph") for way in own.ways)  # which takes no time to compile
+    data = write(monkeypatch, tmp_path, "--gpu", "--peers", a=dataclasses.replace(own, models=lambda: make(True), ways=ways))
+    (result,) = data["results"]["a"].values()
+    assert set(result["failures"]) == ({"clip: Opacus, ghost"} if make is cards.gpt2 else set())  # not for tied weights
+    assert set(result["seconds"]) | set(result["failures"]) == {*ways, *own.peers}
+    assert max(result["errors"].values()) < 1e-2
+    with torch.device("meta"):
+        model = next(iter(make().values())).model()  # of the size of its name, in millions
+    assert round(sum(p.numel() for p in trainable(model).values()) / 1e6) == {cards.gpt2: 124, cards.bert: 22}[make]
 
 
 TINY_LOSSES = {
@@ -164,8 +165,7 @@ def test_losses_with_derivatives_are_one_loss_in_all_ways(part):
     assert max(errors.values()) < 1e-9
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_way_that_fails_later_has_no_figures(monkeypatch, apart):
+def test_a_way_that_fails_later_has_no_figures(monkeypatch):
     def full(workload, model):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -175,12 +175,10 @@ def test_a_way_that_fails_later_has_no_figures(monkeypatch, apart):
 
     monkeypatch.setitem(WAYS, "full", full)
     monkeypatch.setitem(WAYS, "late", late)
-    result = measured(NAME, Case(TINY_MODEL, ("plain", "full", "late", CLIP), apart=apart), 3, CPU, memory=False)
+    result = measured(NAME, Case(TINY_MODEL, ("plain", "full", "late", CLIP)), 3, CPU, memory=False)
     assert {way: len(own) for way, own in result["seconds"].items()} == {"plain": 3, CLIP: 3}
     assert result["failures"] == {"full": measuring.OUT_OF_MEMORY, "late": "StopIteration:"}
     assert measuring.OUT_OF_MEMORY in "\n".join(report.as_table(result))
-    late_result = measured(NAME, Case(TINY_MODEL, ("plain",)), 3, CPU, until=0.0)
-    assert (late_result["seconds"], late_result["failures"]) == ({}, {"plain": measuring.OUT_OF_TIME})
 
 
 def test_peak_counts_what_is_kept_between_steps():
@@ -188,63 +186,16 @@ def test_peak_counts_what_is_kept_between_steps():
     assert measuring.peak(TINY_MODEL, WAYS["rows: ours"], CPU) > least
 
 
-@pytest.mark.parametrize(
-    "options", [["--workload", "nope"], ["--system", "nope"], ["--rounds", "0"], ["--threads", "0"], ["--device", "tpu"]]
-)
+@pytest.mark.parametrize("options", ["--workload nope", "--system nope", "--rounds 0", "--threads 0", "--device tpu"])
 def test_options_that_make_no_sense(options, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run.main([*options, "--output", str(tmp_path / "out")])
+        run.main([*options.split(), "--output", str(tmp_path / "out")])
     said = capsys.readouterr().err
     assert "expected" in said or "invalid choice" in said
     assert not (tmp_path / "out").exists()
 
 
-def test_ways_and_models_are_chosen_by_parts_of_names():
-    options = run.parse(["--system", "two passes", "--workload", "MLP", "--workload", "ResNet"])
-    cases = {name: measure.args[1] for own in options.tables.values() for name, measure in own.items()}
-    assert all("MLP" in name or "ResNet" in name for name in cases)
-    clips = options.tables["The mean of clipped gradients"].values()
-    assert [measure.args[1].ways for measure in clips] == [("plain", "clip: ours, two passes")] * 2
-
-
-def test_ways_of_clipping_that_are_timed_over_processes_bring_the_same() -> None:
-    batch = over_processes.batch(0)
-    found = {way: over_processes.made(over_processes.ONE, way)(batch) for way in over_processes.CLIPS}
-    over_processes.check(found)
-    name, rows = over_processes.CLIPS[1], found[over_processes.CLIPS[1]]
-    with pytest.raises(AssertionError, match="wrong on"):
-        over_processes.check({**found, name: {key: 1.01 * x for key, x in rows.items()}})
-
-
 @pytest.mark.slow
-def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
-    table = next(table for table in TABLES.values() if table.option == "layers")
-    small = {f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (10, 12) for count in (1, 2, 4)}
-    data = write(monkeypatch, tmp_path, "--layers", a=dataclasses.replace(table, models=lambda: small))
-    assert data["about"]["threads"] == 1
-    told = (tmp_path / "cpu-layers.txt").read_text()
-    assert all(f"{way}: " in told for way in table.ways)
-    assert all(f"a further layer of width {width}" in told for width in (10, 12))
-
-
-def test_a_layer_costs_the_slope_of_what_is_beyond_plain():
-    counts = [10, 50, 200]
-    results = {
-        f"{n} layers of 16, N 4": {
-            "ways": ["plain", CLIP],
-            "seconds": {
-                "plain": [1e-6 * (100 + 7 * n), 1.0],  # the second round on a busier machine
-                CLIP: [1e-6 * (150 + 10 * n), 1.0 + 1e-6 * (50 + 3 * n)],
-            },
-        }
-        for n in counts
-    }
-    own = report.stacks(results)[16]
-    assert list(own) == counts
-    assert report.slope(own, CLIP) == pytest.approx(3)
-    assert f"{CLIP}: 3.0 µs for a further layer of width 16" in list(report.summary(results))
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_compiled_steps_are_compared_as_they_are_timed(monkeypatch):
     torch.compiler.reset()
@@ -269,139 +220,3 @@ def test_whole_uses_bring_what_other_systems_bring(name: str, peer: str) -> None
     if installed_version(use.package) is None and not os.environ.get("CI"):
         pytest.skip(f"{use.package} is not installed; tox -e py brings it")
     assert use.apart(use.ours(of), use.theirs[peer](of)) <= use.limit
-
-
-def test_whole_uses_are_compared_before_they_are_timed() -> None:
-    def failing(of):
-        raise NotImplementedError("not for this\nmodel")
-
-    ways = {"same": lambda of: torch.arange(3.0), "failing": failing, "other": lambda of: 1.01 * torch.arange(3.0)}
-    use = uses.Use("{samples} numbers", ways["same"], "torch", ways)
-    found = uses.measured(use, 2, given(10, 2, 5))
-    assert {way: len(own) for way, own in found["seconds"].items()} == {"ours": 2, "ours, probe=False": 2, "same": 2}
-    other = "its numbers are 9.9e-03 from ours; expected 1e-04 at most"
-    assert found["failures"] == {"failing": "NotImplementedError: not for this", "other": other}
-    found["seconds"] = {"ours": [0.1, 0.2], "same": [0.2, 0.5]}
-    assert report.rows_of(found)["same"][:2] == ["350.00", "2.33"]
-    absent = uses.measured(dataclasses.replace(use, package="no-such-package"), 1, given(10, 2, 5))
-    assert absent["failures"] == dict.fromkeys(ways, "not installed")
-
-
-# `benchmarks/gpu.py`: each part's code, in sizes that a CPU runs in seconds
-
-
-SOME = "some"
-QUICK = "cnn"
-"""The part that runs with the usual tests; the others take the rest of a minute."""
-CLIPPED, GHOST = "clip: ours, param_grad=False", "clip: Opacus, ghost"
-FAILING = {("gpt2", GHOST), ("wide", GHOST)}
-"""Opacus' ghost clipping is not for tied weights."""
-
-
-def on_gpu(folder: Path, *told: str, part: str = SOME, rounds: int = 3) -> dict[str, Any]:
-    gpu.main([part, "--tiny", "--device", "cpu", "--rounds", str(rounds), "--output", str(folder), *told])
-    return json.loads((folder / "gpu.json").read_text())["results"].get(gpu.PARTS[part].title, {})
-
-
-@pytest.fixture
-def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part of two small cases."""
-    cases = {name: Case(stack(2, 10, 4), ("plain", CLIPPED), 8, apart=name == "b") for name in "ab"}
-    monkeypatch.setattr(gpu, "PARTS", {SOME: Part("Some", lambda tiny: cases)})
-
-
-@pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
-@pytest.mark.parametrize("name", [QUICK, *rarely(*(name for name in PARTS if name != QUICK))])
-def test_a_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "peak", lambda *given: 1.0)  # which takes longest, and has tests of its own
-    if GHOST in {way for case in PARTS[name].cases(True).values() for way in case.ways}:
-        pytest.importorskip("opacus")
-    for result in on_gpu(tmp_path, part=name, rounds=1).values():
-        assert set(result["failures"]) <= {way for part, way in FAILING if part == name}
-        assert set(result["seconds"]) | set(result["failures"]) == set(result["ways"])
-        assert max(result["errors"].values()) < 1e-2
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-def test_full_models_have_the_sizes_of_their_names() -> None:
-    """On the meta device, where they take no memory."""
-    millions = {"gpt2": [124], "pythia": [70, 162, 405, 1012, 1415, 2775, 6856], "bert": [22] * 4, "lora": [7], "vit": [86]}
-    for name, expected in millions.items():
-        with torch.device("meta"):
-            models = [case.workload.model() for case in PARTS[name].cases(False).values()]
-        assert [round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models] == expected
-        if name == "lora":
-            assert round(sum(p.numel() for p in models[0].parameters()) / 1e8) == 80
-
-
-def test_dot_is_what_the_rows_say() -> None:
-    """And .grad is their mean."""
-    work = stack(2, 10, 4)
-    torch.manual_seed(0)
-    model, batch = work.model(), work.batch(0)
-    torch.manual_seed(1)
-    step = WAYS["dot: ours, param_grad=False"](work, model)
-    torch.manual_seed(1)
-    direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
-    found = step(batch)["dot"]
-    with autograd_hacks.pause_hooks():
-        losses = work.losses(model, batch)
-        rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    right = [sum((g * v).sum() for g, v in zip(own, direction.values())) for own in rows]
-    assert_close(found, torch.stack(right))
-    assert_close([p.grad for p in model.parameters()], [torch.stack(own).mean(0) for own in zip(*rows)])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_parts")
-def test_figures_are_kept_and_put_together(tmp_path: Path) -> None:
-    first = on_gpu(tmp_path)
-    assert all(len(own) == 3 for result in first.values() for own in result["seconds"].values())
-    assert all(set(result["peak MB"]) == {"plain", CLIPPED} for result in first.values())
-    assert on_gpu(tmp_path) == first
-    assert on_gpu(tmp_path, "--again") != first
-    for words in ((tmp_path / "gpu.txt").read_text(), (tmp_path / "gpu.rst").read_text()):
-        assert all(part in words for part in ("Some", "time ×", CLIPPED, "no figures", "tokens/s"))
-    data = json.loads((tmp_path / "gpu.json").read_text())
-    data["about"]["machine"] = "another card"
-    (tmp_path / "gpu.json").write_text(json.dumps(data))
-    assert on_gpu(tmp_path) != data["results"]["Some"]  # figures of two cards are not mixed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_parts")
-def test_what_ran_out_of_time_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(gpu, "ENOUGH", -1.0)
-    gpu.main([SOME, "--tiny", "--device", "cpu", "--output", str(tmp_path)])
-    assert "run the part again" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "ENOUGH", 1.0)
-    assert set(on_gpu(tmp_path)) == {"a", "b"}
-
-
-def test_parts_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    commands = []
-
-    def command(told: list[str], **options: Any) -> Any:
-        commands.append(told[2])
-        assert options["timeout"] <= 60 * 9
-        if told[2] == "gpt2":
-            raise subprocess.TimeoutExpired(told, options["timeout"])
-        assert {"--tiny", "--rounds=2", "--again"} <= set(told)
-        return SimpleNamespace(returncode=int(told[2] == "vit"))
-
-    monkeypatch.setattr(gpu.subprocess, "run", command)
-    with pytest.raises(SystemExit, match="gpt2, vit"):
-        gpu.main(["all", "--tiny", "--device", "cpu", "--rounds", "2", "--again", "--output", str(tmp_path)])
-    assert commands == list(PARTS)
-    assert "was ended" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "told",
-    [["nope"], ["smoke", "--device", "cpu"], ["smoke", "--tiny", "--device", "tpu"], ["smoke", "--tiny", "--rounds", "0"]],
-)
-def test_options_of_gpu_that_make_no_sense(told: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([*told, "--device", "cpu"] if "--device" not in told else told)
-    said = capsys.readouterr().err
-    assert "expected" in said or "invalid choice" in said

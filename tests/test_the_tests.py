@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, assert_same, squares
-from rarely import crossed
 from steps import check, check_batches, check_losses
 from strategies import Case
 from test_form_laws import test_every_verb_equals_its_definition as verbs_law
@@ -109,16 +107,6 @@ def test_every_check_of_a_step_fails_a_wrong_rule(
     monkeypatch.setitem(RULES, nn.Linear, replace(rule, formula=wrong))
     with pytest.raises(AssertionError, match=r"2\.weight: Tensor-likes are not close"):
         way(model, x)
-
-
-def test_few_combinations_have_each_value_and_the_others_are_slow() -> None:
-    axes = {"name": "abc", "count": (1, 2), "flag": (True, False)}
-    cases = crossed(**axes).args[1]
-    assert [case.values for case in cases] == list(product(*axes.values()))
-    few = [case.values for case in cases if not case.marks]
-    assert len(few) == 3
-    assert all({*axis} == {case[k] for case in few} for k, axis in enumerate(axes.values()))
-    assert all([mark.name for mark in case.marks] == ["slow"] for case in cases if case.marks)
 
 
 def test_rows_where_there_are_none_fail() -> None:

@@ -2,8 +2,7 @@
 
 The unit is a multiplication in a large matrix product in single precision, on the device at hand: about 0.02 ns on one core.
 The numbers are in ``costs.json``: a CPU's were measured; a GPU's follow from an H100's 33.5 · 10¹² multiplications and
-3.35 · 10¹² bytes a second.  ``python benchmarks/choices.py`` compares what is chosen with the clock; ``--write`` measures
-a device again.
+3.35 · 10¹² bytes a second.  ``python benchmarks/device_costs.py`` measures a device again.
 """
 
 import json

@@ -130,9 +130,12 @@ def losses(out: Tensor) -> Tensor:
     return (z * slopes).sum(1) + z.square().mean(1)
 
 
-def step(model: nn.Module, x: Tensor) -> None:
-    losses(model(x)).mean().backward()
+def step(model: nn.Module, x: Tensor) -> Tensor:
+    """A step of a hooked model, whose rows are written.  Returns the output."""
+    out = model(x)
+    losses(out).mean().backward()
     autograd_hacks.compute_grad1(model)
+    return out.detach()
 
 
 def rows_of(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:

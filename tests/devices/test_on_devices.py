@@ -1,10 +1,12 @@
 """What a device brings: layouts of memory, kernels of attention, streams, graphs, memory elsewhere, several devices."""
 
+from contextlib import nullcontext
+
 import packed
 import pytest
 import torch
 import torch.nn as nn
-from by_device import FAMILIES, Causal, cnn, double_rows, errors, grad1_of, losses, rows_of, step
+from by_device import FAMILIES, Causal, double_rows, errors, grad1_of, losses, rows_of, step
 from flexible import Flexible, quiet
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.testing import assert_close
@@ -13,33 +15,6 @@ from twin import Bare
 import autograd_hacks
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are none without a GPU")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_shapes_of_a_family_on_the_meta_device(name: str) -> None:
-    """Without memory: rows' shapes, or an error that names what has to be known."""
-    model, x = FAMILIES[name].on("meta")
-    with autograd_hacks.add_hooks(model):
-        if name in SAYS:
-            with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=SAYS[name]):
-                step(model, x)
-            return
-        for _ in range(3):
-            step(model, x)
-        grads = autograd_hacks.per_sample_grads(model)
-        for p in model.parameters():
-            assert p.grad1.is_meta
-            assert p.grad1.shape == (len(x), *p.shape)
-        found = {grads.norms(): (len(x),), grads.gram(): (len(x), len(x)), grads.project(5): (len(x), 5)}
-        found |= {autograd_hacks.clip_grad1_norm_(model, 1.0): (len(x),)}
-        assert all(own.is_meta and own.shape == shape for own, shape in found.items())
-
-
-SAYS = {
-    "causal language model": "the numbers of samples disagree.*positions",
-    "routed experts": "nonzero",
-}
-"""Whose positions are whose is known by values, and which positions go to an expert."""
 
 
 @pytest.mark.parametrize(
@@ -71,22 +46,6 @@ def test_kernels_of_attention(device: torch.device, backend: SDPBackend) -> None
     assert len(ran) == 3
 
 
-def test_channels_last(device: torch.device) -> None:
-    """In memory, pixel by pixel: the same rows, written in the parameter's own order."""
-    torch.manual_seed(0)
-    model = cnn().to(device, torch.float64).to(memory_format=torch.channels_last)
-    x = torch.randn(6, 3, 5, 5, dtype=torch.float64).to(device).to(memory_format=torch.channels_last)
-    expected = rows_of(model, x)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            step(model, x)
-        assert_close(grad1_of(model), expected)
-        assert_close(
-            autograd_hacks.per_sample_grads(model).norms(),
-            torch.cat([r.flatten(1) for r in expected.values()], 1).norm(dim=1),
-        )
-
-
 @pytest.mark.parametrize("name", ["cnn", "encoder", "lstm", "embedding bag", "causal language model"])
 def test_memory_elsewhere(device: torch.device, name: str) -> None:
     """What the graph keeps is moved to the CPU, into pinned memory where there is a GPU, and comes back as a copy.
@@ -102,18 +61,6 @@ def test_memory_elsewhere(device: torch.device, name: str) -> None:
             loss.backward()
             autograd_hacks.compute_grad1(model)
         assert_close(grad1_of(model), expected)
-
-
-@needs_cuda
-def test_batches_in_pinned_memory() -> None:
-    model, x = FAMILIES["mlp"].on("cuda")
-    batches = torch.utils.data.DataLoader(x.cpu(), batch_size=2, pin_memory=True)
-    matrix = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
-    with autograd_hacks.add_hooks(model):
-        found = autograd_hacks.over(
-            model, batches, lambda net, own: losses(net(own.to("cuda", non_blocking=True))), lambda grads: grads.norms()
-        )
-    assert_close(found, matrix.norm(dim=1).cpu())
 
 
 @needs_cuda
@@ -202,53 +149,28 @@ def test_a_model_that_moves(device: torch.device) -> None:
         assert_close(grad1_of(model), expected)
 
 
-@pytest.mark.parametrize("name", ["mlp", "encoder"])
-def test_noise_is_where_the_parameter_is(device: torch.device, name: str) -> None:
-    """Of one seed the same in each run, and as large as it is to be."""
-    found = []
-    for _ in range(2):
-        model, x = FAMILIES[name].on(device, torch.float32)
-        with autograd_hacks.add_hooks(model):
-            autograd_hacks.backward(losses(model(x)))
-            noise = torch.Generator().manual_seed(1)
-            autograd_hacks.private.clip_and_noise_(model, 1e-3, 1e3, len(x), noise=noise)
-            assert {p.grad.device.type for p in model.parameters()} == {device.type}
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert_close(*found, rtol=0, atol=1e-6)
-    assert 0.7 < float(found[0].std()) * len(x) < 1.4
-
-
 @needs_cuda
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @pytest.mark.parametrize(
-    ("name", "captured"), [("mlp", False), ("encoder", False), ("causal language model", False), ("encoder", True)]
+    "how", ["mlp", "encoder", "in a graph", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"]
 )
-def test_a_compiled_step(name: str, captured: bool) -> None:
-    """By inductor's kernels; also in a CUDA graph, as torch.compile has it with mode="reduce-overhead"."""
-    model, x = FAMILIES[name].on("cuda", torch.float32)
-    matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
-    compiled = autograd_hacks.compile(model, "norms", loss_type="sum")
-    for _ in range(3):
-        with torch._inductor.config.patch({"triton.cudagraphs": captured}):
-            losses(compiled(x)).sum().backward()
-        assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=1e-2, atol=0)
-        model.zero_grad()
-
-
-@needs_cuda
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-def test_a_compiled_step_by_a_kernel_of_attention(backend: SDPBackend) -> None:
-    """Kernels return lengths and seeds, too, which are no tensors or have no samples."""
+def test_a_compiled_step(how: str) -> None:
+    """By inductor's kernels; in a CUDA graph, as torch.compile has it with mode="reduce-overhead"; and in half precision
+    by kernels of attention, which return lengths and seeds, too, that are no tensors or have no samples."""
     torch.manual_seed(0)
-    model, x = Causal(128).to("cuda"), torch.randint(11, (4, 8), device="cuda")
+    model, x = FAMILIES[how if how in FAMILIES else "encoder"].on("cuda", torch.float32)
+    context, captured = nullcontext(), {"triton.cudagraphs": how == "in a graph"}
+    if is_half := how in SDPBackend.__members__:
+        model, x = Causal(128).to("cuda"), torch.randint(11, (4, 8), device="cuda")
+        context = sdpa_kernel(SDPBackend.__members__[how])
     matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
     compiled = autograd_hacks.compile(model, "norms", loss_type="sum")
-    for _ in range(2):
-        with sdpa_kernel(backend), torch.autocast("cuda", torch.bfloat16):
-            losses(compiled(x)).sum().backward()
-        assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=0.1, atol=0)
-        model.zero_grad()
+    with context, torch._inductor.config.patch(captured):
+        for _ in range(3):
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_half):
+                losses(compiled(x)).sum().backward()
+            assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=0.1 if is_half else 1e-2, atol=0)
+            model.zero_grad()
 
 
 @needs_cuda
@@ -259,15 +181,10 @@ def test_documents_by_a_block_mask_of_flex_attention(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch.manual_seed(0)
     model, lengths = Flexible(), (5, 3, 6)
-    ids, positions, targets = packed.batch(2, lengths)
-    exact = []
-    for n in range(2):
-        for own in zip(*(x[n : n + 1].split(lengths, 1) for x in (ids, positions, targets))):
-            loss = packed.losses(model, *own).sum()
-            exact.append(torch.autograd.grad(loss, list(model.parameters())))
-    rows = {name: torch.stack(own).double() for (name, _), own in zip(model.named_parameters(), zip(*exact))}
+    given = packed.batch(2, lengths)
+    rows = {name: own.double() for name, own in packed.rows_of(model, lengths, packed.losses, *given).items()}
     model.to("cuda")
     with autograd_hacks.add_hooks(model, segments="position_ids"):
-        packed.losses(model, *(x.to("cuda") for x in (ids, positions, targets))).sum().backward()
+        packed.losses(model, *(x.to("cuda") for x in given)).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
         assert max(errors(grads.dense(), rows).values()) < 2e-3

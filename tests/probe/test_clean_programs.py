@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mixing import MIXING, SIZES, WITHOUT_GRADIENT, AtEnd, alone, check_refused, check_right, data, losses_of, zeroed
+from mixing import MIXING, SIZES, WITHOUT_GRADIENT, AtEnd, check_refused, check_right, data, losses_of, zeroed
 from nets import Between
-from oracle import squares
+from oracle import one_backward_per_sample, squares
 from rarely import rarely
 from steps import check
 from torch import Tensor
@@ -60,7 +60,9 @@ def test_clean_models_in_every_precision(dtype: torch.dtype) -> None:
                         out = model(x.float() if under_autocast else x)
                     losses_of(out).mean().backward()
                     autograd_hacks.compute_grad1(model)
-                    for (name, p), rows in zip(model.named_parameters(), alone(exact, (x.double(),)).values()):
+                    for (name, p), rows in zip(
+                        model.named_parameters(), one_backward_per_sample(exact, losses_of, x.double()).values()
+                    ):
                         apart = (p.grad1.double() - rows).norm() / (1e-2 + rows.norm())
                         assert apart < min(1e3 * torch.finfo(dtype).eps, 0.3), (name, samples, float(apart))
 

@@ -11,7 +11,6 @@ from one_graph import check, data
 from oracle import assert_rows, one_backward_per_sample, squares
 from rarely import crossed
 from torch import Tensor
-from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
@@ -26,23 +25,6 @@ def scaled(given: Callable[[Any], Tensor] = lambda x: x, then: Callable[..., Any
 
 
 # Batches of other things than tensors
-
-
-def test_a_batch_of_file_names() -> None:
-    """The model is told which samples of stored data to take."""
-    stored = {f"{n}.png": data(3) for n in range(9)}
-    names = iter([["1.png", "4.png", "2.png"], ["7.png", "8.png", "3.png"], ["1.png", "2.png", "5.png", "6.png"]])
-    model = scaled(lambda own: torch.stack([stored[name] for name in own]))
-    check(model, lambda: squares(model(next(names))))
-
-
-def test_a_tensor_and_strings() -> None:
-    def captioned(m: nn.Module, x: Tensor, captions: list[str]) -> Tensor:
-        own = torch.stack([m.words(torch.tensor([len(word) for word in c.split()])).mean(0) for c in captions])
-        return m.out(x + own)
-
-    model, x = Bare(captioned, words=nn.Embedding(9, 3), out=nn.Linear(3, 2)).double(), data(3, 3)
-    check(model, lambda: squares(model(x, ["a cat", "the blue whale", "dog"])))
 
 
 @pytest.mark.parametrize("batch_dim", [None, (None,)])
@@ -74,44 +56,6 @@ def test_a_parameter_that_is_returned() -> None:
             autograd_hacks.compute_grad1(model)
 
 
-def test_a_distribution_of_a_parameter() -> None:
-    model = policy(lambda mean, log_std: torch.distributions.Normal(mean, log_std.exp()))
-    x, a = data(4, 3), data(4, 2)
-    check(model, lambda: -model(x).log_prob(a).sum(1), by_losses=True)
-
-
-def test_a_scale_of_logits_that_is_returned() -> None:
-    model = Bare(
-        lambda m, x, y: (m.one(x), m.two(y), m.scale.exp()),
-        one=nn.Linear(3, 4),
-        two=nn.Linear(5, 4),
-        scale=torch.tensor(0.5),
-    ).double()
-    x, y = data(4, 3), data(4, 5)
-
-    def losses() -> Tensor:
-        one, two, scale = model(x, y)
-        return (scale * (one * two).sum(1)).sigmoid()
-
-    check(model, losses, by_losses=True)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_outputs_of_chosen_positions(whole: bool) -> None:
-    model, x = scaled(then=lambda h, mask: (h[mask], h) if whole else h[mask]), data(4, 5, 3)
-    masks = iter([torch.rand(4, 5) < 0.5 for _ in range(3)])
-
-    def losses() -> Tensor:
-        mask = next(masks)
-        mask[:, 0] = True
-        out = model(x, mask)
-        chosen = out[0] if whole else out
-        rows = mask.nonzero()[:, 0]
-        return torch.zeros(4, dtype=x.dtype).index_add(0, rows, squares(chosen))
-
-    check(model, losses)
-
-
 PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rows, some of them twice": lambda h, rows, at: h[rows],
     "an index on one axis": lambda h, rows, at: h.index_select(0, rows).tanh(),
@@ -137,28 +81,6 @@ def test_outputs_that_an_index_picked(name: str) -> None:
     check(model, losses)
 
 
-class Lazily:
-    """An output that is computed when it is asked for."""
-
-    def __init__(self, h: Tensor, head: nn.Module) -> None:
-        self.h, self.head = h, head
-
-    @property
-    def logits(self) -> Tensor:
-        return self.head(self.h)
-
-
-def test_outputs_that_are_computed_lazily() -> None:
-    model = Bare(
-        lambda m, x: Lazily(m.first(x).tanh() * m.scale, m.head),
-        first=nn.Linear(3, 4),
-        head=nn.Linear(4, 2),
-        scale=torch.ones(4),
-    ).double()
-    x = data(4, 3)
-    check(model, lambda: squares(model(x).logits))
-
-
 # Batches of one sample, in which a value of parameters has the same size as one for each sample
 
 
@@ -166,10 +88,6 @@ def learnt(how: Callable[[Any, Tensor, Tensor], Any], **layers: nn.Module) -> nn
     """Has a learnt query, or first state, for every sample."""
     own = {"query": torch.randn(1, 2, 4), "u": torch.randn(4, 4), **layers}
     return Bare(lambda m, x: how(m, x, m.query.expand(len(x), -1, -1)), **own).double()
-
-
-def attention(m: Any, x: Tensor, query: Tensor) -> Tensor:
-    return m.attend(query, x, x)[0]
 
 
 def weights_too(m: Any, x: Tensor, query: Tensor) -> Tensor:
@@ -217,12 +135,9 @@ def by_steps(m: Any, x: Tensor, query: Tensor) -> Tensor:
 
 
 LEARNT: dict[str, Callable[[], nn.Module]] = {
-    "attention": lambda: learnt(attention, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
     "weights too": lambda: learnt(weights_too, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
     "called before": lambda: learnt(called_before, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
     "decoder": lambda: learnt(decoder, decode=nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)),
-    "RNN": lambda: learnt(first_state, run=nn.RNN(4, 4, bidirectional=True, batch_first=True)),
-    "LSTM": lambda: learnt(first_state, run=nn.LSTM(4, 4, 2, batch_first=True)),
     "GRU": lambda: learnt(first_state, run=nn.GRU(4, 4, 2, batch_first=True)),
     "of its own weight": lambda: learnt(of_its_own_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
     "of query and weight": lambda: learnt(of_query_and_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
@@ -242,25 +157,6 @@ def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple
             autograd_hacks.compute_grad1(model)
             assert_rows(model, one_backward_per_sample(plain, squares, x))
             model.zero_grad()
-
-
-@pytest.mark.parametrize("what", LEARNT)
-def test_one_sample_at_a_time(what: str) -> None:
-    """In micro-batches, during the backward pass, and as derivatives of outputs."""
-    model = LEARNT[what]()
-    plain, x = copy.deepcopy(model), data(3, 5, 4)
-    rows = one_backward_per_sample(plain, squares, x)
-    norms = sum(own.flatten(1).square().sum(1) for own in rows.values() if own is not None).sqrt()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            with autograd_hacks.accumulate(model):
-                for n in range(3):
-                    squares(model(x[n : n + 1])).sum().backward()
-            assert_close(autograd_hacks.per_sample_grads(model, "sum").norms(), norms)
-            with autograd_hacks.during_backward(model, "norms", loss_type="sum") as found:
-                squares(model(x[:1])).sum().backward()
-            assert_close(found.norms, norms[:1])
-            assert_close(autograd_hacks.per_sample_jacobian(model, squares(model(x[:1]))).norms(), norms[:1])
 
 
 @pytest.mark.parametrize("samples", [1, 3])

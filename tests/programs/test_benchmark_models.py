@@ -1,7 +1,7 @@
 """The benchmark's architectures in a small size, over three steps of an optimizer: rows and every verb against one backward
 pass per sample, each alone unless random numbers are drawn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +13,7 @@ from families import TINY
 from measuring import batch_of
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from quantities import assert_quantities
-from rarely import crossed, rarely
+from rarely import rarely
 from systems import each_loss, loop, trainable
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,9 +28,16 @@ COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "rwkv", "t5")
 
 USUAL = (
     *("deit, layer scale", "cait", "mixer", "resnet18, BatchNorm in eval", "llama, LoRA", "qwen3", "rwkv", "dlrm", "gat"),
-    *("mixtral, one expert after the other", "UNet, noise drawn inside", "hubert, CTC", "yolos, matched boxes"),
+    *(
+        "mixtral, one expert after the other",
+        "UNet, noise drawn inside",
+        "hubert, CTC",
+        "yolos, matched boxes",
+        "bert, dropout",
+    ),
+    *("bert, dropout", "t5", "mamba", "swin"),
 )
-"""What every run has; of the others `test_architectures` has some as well, or they are like these."""
+"""What every run has; the others are like these."""
 
 
 def model_of(workload: Workload) -> nn.Module:
@@ -133,58 +140,20 @@ def test_a_penalty(name: str) -> None:
             autograd_hacks.clear_backprops(model)
 
 
-# Whole networks, rows against one backward pass for each sample
-
-
-def reused(m: nn.Module, x: Tensor) -> Tensor:
-    """An MLP that goes through its middle layer twice, once with positions and once without."""
-    h = torch.tanh(m.middle(m.first(x.flatten(1))))
-    positions = m.middle(torch.stack([h, h.flip(1), -h], 1))
-    return m.last(m.middle(positions.mean(1)))
-
-
 def tied(m: nn.Module, x: Tensor) -> Tensor:
     """An autoencoder whose decoder is the encoder's weight, and a convolution that shares its kernel too."""
     x = m.again(torch.tanh(m.conv(x))).flatten(1)
     return m.out(m.embed(x) + torch.tanh(m.unembed(x.flip(1))))
 
 
-def strange(m: nn.Module, x: Tensor) -> Tensor:
-    """Every kind of convolution there is, and one that is never called."""
-    x = m.strided(torch.tanh(m.depthwise(x.unflatten(3, (4, 7)).transpose(1, 3).flatten(3))))
-    x = m.volume(m.lines(x.flatten(2)).unsqueeze(1).unsqueeze(1).expand(-1, -1, 2, -1, -1))
-    return m.out(x.flatten(1))
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "reused": lambda: Bare(reused, first=nn.Linear(784, 12), middle=nn.Linear(12, 12), last=nn.Linear(12, 10)),
-    "tied": lambda: Bare(
-        tied,
-        conv=nn.Conv2d(1, 1, 3, padding=1),
-        again=nn.Conv2d(1, 1, 3, padding=1, dilation=1, bias=False),
-        embed=nn.Linear(784, 5),
-        unembed=nn.Linear(784, 5, bias=False),
-        out=nn.Linear(5, 10),
-    ),
-    "strange": lambda: Bare(
-        strange,
-        depthwise=nn.Conv2d(4, 8, 3, groups=4, padding="same", padding_mode="reflect"),
-        strided=nn.Conv2d(8, 4, (3, 2), stride=(2, 3), dilation=(1, 2), padding=(1, 0), groups=2),
-        lines=nn.Conv1d(4, 3, 4, padding="same"),
-        volume=nn.Conv3d(1, 2, 2, padding_mode="circular"),
-        out=nn.LazyLinear(10),
-        unused=nn.Conv2d(1, 1, 1),
-    ),
-}
-
-
-@crossed(name=NETWORKS, loss_type=["mean", "sum"])
-def test_network(name: str, loss_type: str) -> None:
-    model, x, y = NETWORKS[name](), torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
-    model(x)
-    model, x = model.double(), x.double()
-    if name == "tied":
-        model.again.weight, model.unembed.weight = model.conv.weight, model.embed.weight
+@pytest.mark.parametrize("loss_type", ["mean", "sum"])
+def test_layers_that_share_weights(loss_type: str) -> None:
+    layers = {
+        "conv": nn.Conv2d(1, 1, 3, padding=1), "again": nn.Conv2d(1, 1, 3, padding=1, bias=False),
+        "embed": nn.Linear(64, 5), "unembed": nn.Linear(64, 5, bias=False), "out": nn.Linear(5, 10),
+    }  # fmt: skip
+    model, x, y = Bare(tied, **layers).double(), torch.randn(6, 1, 8, 8).double(), torch.randint(10, (6,))
+    model.again.weight, model.unembed.weight = model.conv.weight, model.embed.weight
 
     def losses(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out, y, reduction="none")
@@ -198,5 +167,4 @@ def test_network(name: str, loss_type: str) -> None:
         assert_quantities(model, rows, loss_type)
         assert_quantities(model, rows, loss_type, budget=2000)
         for p in model.parameters():
-            if p.grad is not None:
-                assert_close(p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0), p.grad)
+            assert_close(p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0), p.grad)

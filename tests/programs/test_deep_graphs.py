@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn as nn
-from derivatives import gradient_penalty, rows_of
-from oracle import assert_rows
 from rarely import rarely
 from steps import check
 from torch import Tensor
@@ -61,16 +57,3 @@ def test_unrolled_cells(kind: str, chosen: bool, steps: int) -> None:
     model = residual(steps) if kind == "residual" else unrolled(kind, chosen)
     with autograd_hacks.add_hooks(model.double()):
         check(model, torch.randn(3, steps, 2, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_a_penalty_on_a_deep_layer() -> None:
-    torch.manual_seed(0)
-    steps = sys.getrecursionlimit() // 4
-    model, x = nn.GRU(2, 2, batch_first=True).double(), torch.randn(2, steps, 2, dtype=torch.float64)
-    model.forward = lambda x, own=model.forward: own(x)[0][:, -1]  # type: ignore[method-assign]
-    expected = rows_of(model, gradient_penalty, x)
-    with autograd_hacks.add_hooks(model):
-        autograd_hacks.backward(gradient_penalty(model, x.requires_grad_()), "sum")
-        autograd_hacks.compute_grad1(model, "sum")
-        assert_rows(model, expected)

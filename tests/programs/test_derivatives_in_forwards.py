@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import one_backward_per_sample, squares
+from oracle import squares
 from steps import check, check_batches
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -124,45 +124,6 @@ def test_rows_are_those_of_each_sample(kind: Kind, body: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_param_grad(kind: Kind) -> None:
     check_batches(_made(kind, "attention"), *[torch.randn(n, D, dtype=torch.float64) for n in (3, 3, 4)], param_grad=False)
-
-
-def test_samples_are_shown_to_be_independent() -> None:
-    model, x = _made(hamiltonian, "mlp"), torch.randn(3, D, dtype=torch.float64)
-    check_batches(model, x, x, independent=True)
-
-
-@pytest.mark.parametrize("part", ["", "body", "body.2"])
-def test_hooks_on_a_part(part: str) -> None:
-    model, x = _made(bare, "mlp"), torch.randn(3, D, dtype=torch.float64)
-    expected = one_backward_per_sample(model, squares, x)
-    autograd_hacks.add_hooks(model.get_submodule(part))
-    for _ in range(3):
-        autograd_hacks.backward(squares(model(x)))
-        grads = autograd_hacks.per_sample_grads(model.get_submodule(part))
-        for name, rows in grads.dense().items():
-            own = expected[f"{part}.{name}".lstrip(".")]
-            torch.testing.assert_close(rows, torch.zeros_like(rows) if own is None else own)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_verbs(kind: Kind) -> None:
-    model, x = _made(kind, "mlp"), torch.randn(4, D, dtype=torch.float64)
-    rows = one_backward_per_sample(model, squares, x)
-    joined = torch.cat([own.flatten(1) for own in rows.values() if own is not None], 1)
-    norms = joined.norm(dim=1)
-    autograd_hacks.add_hooks(model)
-    for _ in range(2):
-        autograd_hacks.backward(squares(model(x)))
-        grads = autograd_hacks.per_sample_grads(model)
-        torch.testing.assert_close(grads.norms(), norms)
-        torch.testing.assert_close(grads.gram_of_all(), joined @ joined.T)
-        autograd_hacks.clip_grad1_norm_(model, 1.0, loss_type="mean")
-        clipped = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if rows[n] is not None])
-        torch.testing.assert_close(clipped, (joined / norms[:, None].clamp(min=1.0)).mean(0))
-        model.zero_grad()
-        with autograd_hacks.during_backward(model, "norms") as seen:
-            autograd_hacks.backward(squares(model(x)))
-        torch.testing.assert_close(seen.norms, norms)
 
 
 def test_samples_that_mix_in_the_derivative() -> None:

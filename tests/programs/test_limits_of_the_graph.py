@@ -1,17 +1,18 @@
 """Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from one_graph import check, data
 from oracle import squares
 from rarely import crossed
 from torch import Tensor
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from twin import Bare, check_refused, check_right, of_squares
+from twin import Bare, check_refused, check_right
 
 import autograd_hacks
 
@@ -23,57 +24,6 @@ def weights() -> dict[str, Any]:
         "a": torch.randn(3, 4), "b": torch.randn(4, 1), "c": torch.randn(1, 4), "scale": torch.randn(4),
         "w": torch.randn(4, 2),
     }  # fmt: skip
-
-
-def plain(m: Bare, x: Tensor) -> Tensor:
-    return ((x @ m.a).tanh() * m.scale) @ m.w
-
-
-def merged(m: Bare, x: Tensor) -> Tensor:
-    return (((x @ m.a).tanh() @ (m.b @ m.c)) + m.scale) @ m.w
-
-
-def sorted_inside(m: Bare, x: Tensor) -> Tensor:
-    order = x[:, 0].argsort()
-    return (((x @ m.a)[order].tanh() * m.scale) @ m.w)[order.argsort()]
-
-
-# So many samples that one digit doesn't tell them apart
-
-
-@crossed(how=[plain, merged, sorted_inside], samples=[16, 17, 20, 33, 64, 256])
-def test_more_samples_than_digits(how: Callable[..., Tensor], samples: int) -> None:
-    check_right(Bare(how, **weights()), *[(torch.randn(samples, 3),) for _ in range(2)])
-
-
-@crossed(layers=[False, True], apart=[1, 8, 16, 32, 64])
-def test_mixing_of_two_samples_with_the_same_digit(apart: int, layers: bool) -> None:
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = m.first(x) if layers else x @ m.a
-        return (h + F.pad(h[:-apart], (0, 0, apart, 0)) * 0.5).tanh() * m.scale @ m.w
-
-    model = Bare(how, **weights(), **({"first": nn.Linear(3, 4)} if layers else {}))
-    check_refused(model, *[(torch.randn(2 * apart + 3, 3),) for _ in range(2)])
-
-
-# Few entries are alive in the first step
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["time first", "batch first"])
-@pytest.mark.parametrize("head", [True, False])
-def test_two_living_entries_fit_two_layouts(first: bool, head: bool) -> None:
-    """N = T, positions folded into one axis with samples, and in the first step alive on the diagonal alone."""
-
-    def how(m: Bare, x: Tensor, alive: Tensor) -> Tensor:
-        h = (m.layer(x.flatten(0, 1)) * m.scale).unflatten(0, x.shape[:2]) * alive[..., None]
-        h = h.transpose(0, 1) if first else h
-        return h.sum(1) @ m.w if head else h
-
-    corners = torch.zeros(4, 4)
-    corners[0, 0] = corners[3, 3] = 1
-    model = Bare(how, **weights(), layer=nn.Linear(3, 4))
-    batches = [(torch.randn(4, 4, 3), alive) for alive in (corners, torch.ones(4, 4), torch.rand(4, 4), corners)]
-    check_right(model, *batches, batch_dim=1 if first else 0)
 
 
 @crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
@@ -98,11 +48,6 @@ def test_few_samples_alive_at_first(where: str, living: int) -> None:
 
     own = {name: x for name, x in weights().items() if name != "c"}
     check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
-
-
-@crossed(how=[plain, merged, sorted_inside], sizes=[[1, 5, 1, 3], [2, 4, 2], [1, 2, 3, 4, 5], [5, 1, 5]])
-def test_one_sample_at_first(how: Callable[..., Tensor], sizes: list[int]) -> None:
-    check_right(Bare(how, **weights()), *[(torch.randn(n, 3),) for n in sizes])
 
 
 @pytest.mark.parametrize("layers", [True, False])
@@ -130,35 +75,6 @@ def test_experts_in_one_stack_by_index() -> None:
 
     model = Bare(how, stack=torch.randn(4, 3, 2), biases=torch.randn(4, 2), router=torch.randn(3, 4))
     check_right(model, (torch.randn(1, 3).expand(4, 3).clone(),), *[(torch.randn(6, 3),) for _ in range(2)])
-
-
-# The batch in another order inside, and in order at first
-
-
-@pytest.mark.parametrize("cell", ["bare", "layer"])
-def test_packing_that_sorts(cell: str) -> None:
-    def how(m: Bare, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        if cell == "layer":
-            padded, _ = pad_packed_sequence(m.rnn(packed)[0], batch_first=True)
-        else:
-            inside = packed._replace(data=(packed.data @ m.a).tanh() * m.scale)
-            padded, _ = pad_packed_sequence(inside, batch_first=True)
-        return padded.sum(1) @ m.w
-
-    own = weights() if cell == "bare" else {"w": torch.randn(4, 2), "rnn": nn.GRU(3, 4, batch_first=True)}
-    lengths = [[5, 4, 3, 1], [5, 3, 2, 1], [1, 3, 2, 5], [2, 2, 5, 4], [4, 5, 5, 1]]
-    check_right(Bare(how, **own), *[(torch.randn(4, 5, 3), torch.tensor(own)) for own in lengths])
-
-
-# Where the batch is not
-
-
-@pytest.mark.parametrize("samples", [3, 4])
-def test_time_first_with_as_many_steps_as_samples(samples: int) -> None:
-    model = Bare(lambda m, x: (m.layer(x) * m.scale).tanh(), scale=torch.randn(4), layer=nn.Linear(3, 4))
-    batches = [(torch.randn(4, samples, 3),) for _ in range(2)]
-    check_right(model, *batches, run=lambda m, x: squares(m(x).transpose(0, 1)), batch_dim=1)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -196,9 +112,6 @@ DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]]
     "under no_grad": (lambda m, x, ids: (_no_grad(m, x) @ m.table[:4]) * m.scale, {"layer": True}),
     "by ids": (lambda m, x, ids: m.table[ids] * m.scale, {}),
     "embedded": (lambda m, x, ids: F.embedding(ids, m.table) * m.scale, {}),
-    "selected": (lambda m, x, ids: m.table.index_select(0, ids) * m.scale, {}),
-    "gathered": (lambda m, x, ids: m.table.gather(0, ids[:, None].expand(-1, 4)) * m.scale, {}),
-    "taken": (lambda m, x, ids: torch.take_along_dim(m.table, ids[:, None], 0) * m.scale, {}),
     "where": (lambda m, x, ids: torch.where(x[:, :1] > 0, m.table[0], m.table[1]) * m.scale, {}),
     "mask": (lambda m, x, ids: (m.table[0] * (x[:, :1] > 0)) @ m.table[1:].mT, {}),
     "filled": (lambda m, x, ids: m.table[:1].expand(len(x), 4).masked_fill(x[:, :1] > 0, 0.5) * m.scale, {}),
@@ -227,67 +140,220 @@ def test_data_without_a_gradient(what: str, samples: int) -> None:
         check_right(model, *batches)
 
 
-# Mixing
+# Branches that bring no gradient at first: behind a factor of zero, or for samples that none are left of
 
 
-MIXING: dict[str, Callable[[Bare, Tensor], Tensor]] = {
-    "a mean of another layer": lambda m, x: (x @ m.a) * (x @ m.w).mean() * m.scale,
-    "a mean of another layer, detached data": lambda m, x: x[:, :2] * (x.detach() @ m.a).mean() * m.scale[:2],
-    "batch norm": lambda m, x: F.batch_norm(x @ m.a, None, None, m.scale, m.v, training=True),
-    "batch norm of data": lambda m, x: F.batch_norm(x @ m.a, None, None, training=True) * m.scale,
-    "rolled": lambda m, x: (x @ m.a + (x @ m.a).roll(1, 0)) * m.scale,
-    "products": lambda m, x: ((x @ m.a) @ (x @ m.a).mT).softmax(1) @ x @ m.a,
-    "largest": lambda m, x: (x @ m.a) / (x @ m.a).amax(0) * m.scale,
-    "chosen by index": lambda m, x: (x @ m.a)[x.argmax(0)[:1]] * x[:, :1] * m.scale,
-    "by order": lambda m, x: (x @ m.a)[x[:, 0].argsort()] * m.scale,
-    "through a weight": lambda m, x: x @ (m.a * (x @ m.a).mean(0)) * m.scale,
-    "a norm of all": lambda m, x: F.normalize(x @ m.a, dim=0) * m.scale,
-    "a convolution over samples": lambda m, x: F.conv1d((x @ m.a).mT[None], m.k, padding=1)[0].mT * m.scale,
-    "a product over samples": lambda m, x: (x @ m.a).cumprod(0) * m.scale,
-    "a solution": lambda m, x: torch.linalg.solve((x @ m.a).mT @ (x @ m.a) + torch.eye(4), (x @ m.a).mT).mT * m.scale,
-}
+def by_token(m: Any, x: Tensor) -> Tensor:
+    """Rows of the tokens that are chosen, so many for each sample."""
+    chosen = x > -0.3
+    chosen[:, 0] = True
+    h = m.inner(m.token(x[chosen][:, None]).tanh())
+    return torch.zeros(len(x), 4).index_add(0, torch.where(chosen)[0], h)
 
 
-@pytest.mark.parametrize("what", MIXING)
-def test_mixing_beside_bare_parameters(what: str) -> None:
-    shapes = {"a": (3, 4), "w": (3, 2), "scale": (4,), "v": (4,), "k": (4, 4, 3)}
-    model = Bare(MIXING[what], **{name: torch.randn(shape) for name, shape in shapes.items()})
-    check_refused(model, *[(torch.randn(5, 3).flip(0),) for _ in range(2)], (torch.randn(8, 3),))
+def time_first(m: Any, x: Tensor) -> Tensor:
+    return m.inner(m.token(x.t().reshape(-1, 1)).tanh()).view(6, len(x), 4).sum(0)
 
 
-WITHOUT_GRADIENT: dict[str, Callable[[Bare, Tensor], Tensor]] = {
-    "centred data": lambda m, x: (x - x.mean(0)) @ m.a * m.scale,
-    "data normalised": lambda m, x: F.batch_norm(x, None, None, training=True) @ m.a * m.scale,
-    "data rolled": lambda m, x: (x + x.roll(1, 0)) @ m.a * m.scale,
-    "ranks": lambda m, x: x @ m.a * m.scale * (1 + x[:, :1].argsort(0)),
-    "one-hot centred": lambda m, x: (F.one_hot(x.argmax(1), 3) - F.one_hot(x.argmax(1), 3).double().mean(0)) @ m.a * m.scale,
-    "detached": lambda m, x: (x @ m.a - (x @ m.a).mean(0).detach()) * m.scale,
-}
+def sorted_samples(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    h = m.inner(m.token(x[order].reshape(-1, 1)).tanh()).view(len(x), 6, 4).sum(1)
+    return h[order.argsort()]
 
 
-@pytest.mark.parametrize("what", WITHOUT_GRADIENT)
-def test_mixing_of_values_alone(what: str) -> None:
-    """The rows are the derivatives of each loss; asked whether samples are independent, all of it is refused."""
-    for independent in (False, True):
-        model = Bare(WITHOUT_GRADIENT[what], a=torch.randn(3, 4), scale=torch.randn(4))
-        batches = [(torch.randn(5, 3),) for _ in range(2)]
-        if independent:
-            check_refused(model, *batches, independent=True)
-        else:
-            check_right(model, *batches)
+def at_a_node(m: Any, x: Tensor) -> Tensor:
+    return (x.t().reshape(-1, 1) * m.scale).tanh().view(6, len(x), 4).sum(0)
 
 
-def test_a_gate_that_opens_on_bare_parameters() -> None:
-    """Behind zero samples may mix: as long as it is zero, nothing comes there."""
+@crossed(branch=[by_token, time_first, sorted_samples, at_a_node], opens=[2, 3, 5])
+def test_a_gate_that_opens_is_never_read_by_guess(branch: Callable[..., Tensor], opens: int) -> None:
+    def run(model: Any, x: Tensor, gate: float) -> Tensor:
+        model.gate = gate
+        return squares(model(x))
 
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = x @ m.a
-        return x[:, :2] * m.v + m.gate * ((h - h.mean(0) if m.mixes else h * m.scale) @ m.w)
+    model = Bare(
+        lambda m, x: m.base(x) + m.gate * branch(m, x),
+        token=nn.Linear(1, 4), inner=nn.Linear(4, 4), base=nn.Linear(6, 4), scale=torch.randn(4),
+    )  # fmt: skip
+    check_right(model, *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
 
-    for mixes in (False, True):
-        model = Bare(how, a=torch.randn(3, 4), w=torch.randn(4, 2), gate=torch.zeros(()), v=torch.randn(2))
-        model.scale, model.mixes = (None if mixes else nn.Parameter(torch.randn(4))), mixes
-        with autograd_hacks.add_hooks(model):
-            for gate in (0.0, 0.0, 0.5, 0.3):
-                nn.init.constant_(model.gate, gate)
-                (check_refused if mixes and gate else check_right)(model, (torch.randn(4, 3),), run=of_squares)
+
+@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
+def test_exits_at_which_nobody_leaves(sure: float) -> None:
+    """Samples leave at the first exit that is sure of them."""
+
+    def leaving(m: Any, x: Tensor) -> Tensor:
+        out, left = torch.zeros(len(x), 3), torch.arange(len(x))
+        for n, (layer, leave) in enumerate(zip(m.layers, m.exits)):
+            x = layer(x).tanh()
+            y = leave(x)
+            done = (y.detach().amax(1) > sure) | (n == 3)
+            out = out.index_copy(0, left[done], y[done])
+            x, left = x[~done], left[~done]
+            if not len(left):
+                break
+        return out
+
+    layers, exits = (nn.ModuleList([nn.Linear(6, size) for _ in range(4)]) for size in (6, 3))
+    check_right(Bare(leaving, layers=layers, exits=exits), *[(torch.randn(5, 6),) for _ in range(6)])
+
+
+@pytest.mark.parametrize("picked", [([0, 3], [], [2], [0, 1, 2, 3, 4], []), ([],)])
+def test_attention_for_which_no_sample_is_picked(picked: tuple[list[int], ...]) -> None:
+    """Attention for the samples that a router picks.  Without rows torch adds up its parts to a number."""
+
+    def attends(m: Any, x: Tensor, picked: Tensor) -> Tensor:
+        x = m.first(x).unflatten(1, (3, 4))
+        own = x[picked]
+        return m.last(x.index_put((picked,), m.attention(own, own, own, need_weights=False)[0]).mean(1))
+
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Bare(attends, first=nn.Linear(6, 12), last=nn.Linear(4, 2), attention=attention)
+    check_right(model, *[(torch.randn(5, 6), torch.tensor(rows, dtype=torch.long)) for rows in picked])
+
+
+def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> None:
+    """Its bias has rows by the layer's rule, and its weight by the node, and both hooks are on the same one."""
+
+    def replaced(m: Any, x: Tensor) -> Tensor:
+        own = {"weight": m.layer.weight * m.gain, "bias": m.layer.bias}
+        return torch.func.functional_call(m.layer, own, (x,))  # type: ignore[no-any-return]
+
+    check_right(
+        Bare(replaced, layer=nn.Linear(6, 3), gain=torch.randn(3, 1)),
+        *[(torch.randn(5, 6),) for _ in range(4)],
+        total="each",
+        param_grad=False,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 5, 1), (5, 1, 3)])
+def test_weights_that_a_layer_makes_of_parameters_meet_one_sample(sizes: tuple[int, ...]) -> None:
+    model = Bare(lambda m, x: x @ m.make(m.code).view(6, 3), make=nn.Linear(2, 18), code=torch.randn(2))
+    check_right(model, *[(torch.randn(n, 6),) for n in sizes])
+
+
+@pytest.mark.parametrize("how", ["overwritten", "by a hook"])
+def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
+    model = Bare(lambda m, x: m.layer(x.sub_(0.5) if how == "overwritten" else x), layer=nn.Linear(6, 3))
+    if how == "by a hook":
+        model.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for _ in range(3):
+            squares(model(torch.randn(5, 6))).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            torch.testing.assert_close(model.layer.weight.grad1.mean(0), model.layer.weight.grad)
+            model.zero_grad()
+
+
+# What the batch meets
+
+
+def slots(m: Bare, x: Tensor) -> Tensor:
+    own = m.mu + m.sigma * torch.randn(len(x), 2, 4, dtype=x.dtype)
+    keys = m.k(x[:, None])
+    return (m.q(own) @ keys.mT).softmax(1) @ keys
+
+
+def hyper(m: Bare, x: Tensor) -> Tensor:
+    own = torch.einsum("nij,nj->ni", m.of_sample(x).view(-1, 4, 2), x[:, :2])
+    return own @ m.of_all(m.code).view(4, 2)
+
+
+def solver(m: Bare, x: Tensor) -> Tensor:
+    """Of an ordinary differential equation."""
+
+    def slope(t: Tensor, x: Tensor) -> Tensor:
+        return m.net(torch.cat([x, t.expand(len(x), 1)], 1)) * m.rate
+
+    t, h = torch.zeros(1, 1, dtype=x.dtype), 0.25
+    for _ in range(3):
+        one = slope(t, x)
+        x, t = x + h * slope(t + h / 2, x + h / 2 * one), t + h
+    return x
+
+
+def ponder(m: Bare, x: Tensor) -> Tensor:
+    """Each sample stops when it is sure."""
+    h, out, alive = x, torch.zeros_like(x), torch.ones(len(x), dtype=torch.bool)
+    for _ in range(5):
+        rows = alive.nonzero()[:, 0]
+        if not len(rows):
+            break
+        own = (m.cell(h[rows]) * m.scale).tanh()
+        h = h.index_copy(0, rows, own)
+        stop = m.halt(own)[:, 0] > 0.2
+        out = out.index_add(0, rows, own * m.halt(own).sigmoid())
+        alive = alive.index_put((rows[stop],), torch.tensor(False))
+    return out
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[str, Any]], Sequence[int]]] = {
+    "a parameter times noise": (
+        slots, lambda: {"mu": normal(4), "sigma": normal(4), "q": nn.Linear(4, 4), "k": nn.Linear(3, 4)}, (4, 4, 4),
+    ),
+    "a hypernetwork": (
+        hyper, lambda: {"of_sample": nn.Linear(3, 8), "of_all": nn.Linear(2, 8), "code": normal(2)}, (4, 4, 4),
+    ),
+    "a solver": (
+        solver, lambda: {"net": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "rate": normal()}, (4, 4, 4),
+    ),
+    "an early exit": (
+        ponder, lambda: {"cell": nn.Linear(3, 3), "halt": nn.Linear(3, 1), "scale": normal(3)}, (6, 6, 6, 6, 6),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_rows_of_a_program(what: str) -> None:
+    how, own, sizes = PROGRAMS[what]
+    check_right(Bare(how, **own()).double(), *[(data(n, 3),) for n in sizes])
+
+
+def scale_net() -> nn.Module:
+    return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
+
+
+def test_branches_in_threads() -> None:
+    def threads(m: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(lambda branch: branch(x), m.branches))
+
+    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
+    model, x = Bare(threads, branches=branches).double(), data(4, 3)
+    check(model, lambda: squares(model(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_inside_under_autocast_with_ignored_labels(dtype: torch.dtype) -> None:
+    """Each row is that sample's own mean times its share of all that counts."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model, x = transformers.GPT2LMHeadModel(config), torch.randint(20, (4, 6))
+    labels = x.clone()
+    labels[0, 3:], labels[2, :4] = -100, -100
+    count = (labels[:, 1:] != -100).sum(1)
+
+    def near(own: Tensor, right: Tensor, of: float) -> None:
+        torch.testing.assert_close(own, right, rtol=0.05, atol=of * float(right.abs().max()))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype):
+                whole = model(x, labels=labels).loss
+            whole.backward()
+            autograd_hacks.compute_grad1(model, loss_type="sum")
+            for p in model.parameters():
+                near(p.grad1.sum(0), p.grad, 0.02)
+            for n, share in enumerate(count / count.sum()):
+                with autograd_hacks.pause_hooks(), torch.autocast("cpu", dtype):
+                    own = model(x[n : n + 1], labels=labels[n : n + 1]).loss * share
+                for p, row in zip(model.parameters(), torch.autograd.grad(own, list(model.parameters()))):
+                    near(p.grad1[n], row, 0.05)

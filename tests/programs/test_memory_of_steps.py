@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -92,8 +91,6 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "class tokens": (of_tokens, _losses),
-    "layers": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)), _losses),
-    "low rank": (low_rank, _losses),
     "experts": (
         lambda: Bare(experts, route=nn.Linear(D, 2), experts=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])),
         _losses,
@@ -108,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], T
     ),
     "penalties": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), low_rank()), _penalised),
 }
-OFTEN = ["class tokens", "experts", "checkpoints", *rarely("layers", "low rank", "penalties")]
+OFTEN = ["class tokens", "experts", "checkpoints", *rarely("penalties")]
 
 
 Losses = Callable[[], Tensor]
@@ -203,49 +200,6 @@ def test_a_step_is_freed_when_the_next_has_ended(name: str, param_grad: bool, no
     _steps(model, lambda n: VERBS[n % len(VERBS)](model, lambda: losses(model, torch.randn(3, 3, D))), len(VERBS))
 
 
-class Stopped(Exception):
-    """What an interrupt raises in the middle of a step."""
-
-
-def _stop(*_: object) -> None:
-    raise Stopped
-
-
-def _last(model: nn.Module) -> nn.Module:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-
-
-def _in_forward(model: nn.Module, losses: Losses) -> None:
-    with _last(model).register_forward_hook(_stop):
-        losses()
-
-
-def _in_backward(model: nn.Module, losses: Losses) -> None:
-    with _last(model).register_forward_hook(lambda layer, args, out: out.register_hook(_stop) and None):
-        losses().mean().backward()
-
-
-def _in_reading(model: nn.Module, losses: Losses) -> None:
-    autograd_hacks.backward(losses())
-    with autograd_hacks.accumulate(model):
-        raise Stopped
-
-
-@pytest.mark.parametrize("name", OFTEN)
-def test_an_interrupted_step_is_freed(name: str, no_collection: None) -> None:
-    torch.manual_seed(0)
-    make, losses = MODELS[name]
-    model = make()
-    autograd_hacks.add_hooks(model)
-
-    def step(number: int) -> None:
-        kinds = [_in_forward, _of_rows, _in_backward, _in_reading]
-        with suppress(Stopped):
-            kinds[number % len(kinds)](model, lambda: losses(model, torch.randn(3, 3, D, requires_grad=True)))
-
-    _steps(model, step, 4)
-
-
 def _mixed(model: nn.Module, x: Tensor) -> Tensor:
     """Samples mix in the loss."""
     out = squares(model(x))
@@ -269,16 +223,3 @@ def test_a_refused_step_is_freed(name: str, no_collection: None) -> None:
 
     _steps(model, step, 2)
     assert errors
-
-
-def test_a_model_that_mixes_samples_is_freed(no_collection: None) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Flatten(0, 1), nn.BatchNorm1d(D), low_rank())
-    autograd_hacks.add_hooks(model)
-
-    def step(number: int) -> None:
-        autograd_hacks.backward(squares(model(torch.randn(3, 3, D)).view(3, 3, D)))
-        with pytest.raises(autograd_hacks.errors.SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-    _steps(model, step, 1)

@@ -1,7 +1,6 @@
 """Programs whose graph is out of the ordinary: other precisions, kinds of nodes, functions of the user's own, and what the
 user's own backward pass needs of them afterwards."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from nets import Multiply
 from oracle import squares
 from rarely import crossed
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from twin import Bare, check_refused, check_right
 
 import autograd_hacks
@@ -54,8 +52,7 @@ def test_autocast_and_a_scaled_loss(dtype: torch.dtype) -> None:
     check_right(model, *batches, run=lambda m, x: squares(m(x).float()) * 1024, context=context, inside=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
-@pytest.mark.parametrize("gain", [0.3, 1.0])
+@pytest.mark.parametrize(("dtype", "gain"), [(torch.float32, 0.3), (torch.float32, 1.0)])
 def test_eighty_layers(dtype: torch.dtype, gain: float) -> None:
     """At the first of them gradients are of the size of denormals."""
 
@@ -97,33 +94,6 @@ def test_a_function_that_normalises_gradients(each: bool) -> None:
     check_refused(model, *[(torch.randn(5, 3),) for _ in range(2)])
 
 
-@pytest.mark.parametrize("what", ["scale", "clamp", "sign", "own norm", "of a module", "of a parameter"])
-def test_hooks_on_gradients(what: str) -> None:
-    """Those that are no matter of the losses' weights: clamped gradients of a mean are others than those of one loss."""
-    hooks: dict[str, Callable[[Tensor], Tensor]] = {
-        "scale": lambda g: -3 * g,
-        "clamp": lambda g: g.clamp(-1e-1, 1e-1),
-        "sign": torch.sign,
-        "own norm": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-30),
-    }
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = m.first(x) @ m.a
-        if h.requires_grad and what in hooks:
-            h.register_hook(hooks[what])
-        return (h * m.scale) @ m.w
-
-    heard: list[str] = []
-    model = Bare(how, first=nn.Linear(3, 3), a=torch.randn(3, 4), scale=torch.randn(4), w=torch.randn(4, 2))
-    batches = [(torch.randn(5, 3, requires_grad=True),) for _ in range(2)]
-    if what == "of a module":
-        model.first.register_full_backward_hook(lambda module, gi, go: heard.append(what))
-    if what == "of a parameter":
-        model.scale.register_hook(lambda g: heard.append(what))
-    check_right(model, *batches, total="sum" if what in ("clamp", "sign", "own norm") else "mean")
-    assert len(heard) >= len(batches) * (what not in hooks)
-
-
 # Parameters that open later, shared ones, loops
 
 
@@ -140,46 +110,6 @@ def test_an_adapter_that_opens() -> None:
         for _ in range(4):
             check_right(model, (torch.randn(5, 3),))
             optimizer.step()
-
-
-@pytest.mark.parametrize("layers", [True, False])
-@pytest.mark.parametrize("samples", [3, 4])
-def test_one_weight_over_positions_and_over_samples_first(samples: int, layers: bool) -> None:
-    """The same chain of nodes, two layouts."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        f = m.layer if layers else lambda h: (h @ m.w) * m.scale
-        h = f(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
-        h = f(h.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0])).tanh()
-        return f(h.transpose(0, 1)).sum(1)
-
-    own = {"layer": nn.Linear(3, 3)} if layers else {"w": torch.randn(3, 3), "scale": torch.randn(3)}
-    check_right(Bare(how, **own), *[(torch.randn(n, 4, 3),) for n in (samples, samples, 5, 4)])
-
-
-# Losses beside outputs
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("used", [True, False])
-def test_a_loss_of_balance_beside_logits(shape: tuple[int, ...], used: bool) -> None:
-    """A router's: squares of means over samples."""
-
-    def how(m: Bare, x: Tensor) -> tuple[Tensor, Tensor]:
-        p = (x @ m.router).softmax(1)
-        return (x @ m.w)[:, :3] * p, p.mean(0).square().sum().reshape(shape)
-
-    model = Bare(how, router=torch.randn(3, 3), w=torch.randn(3, 3))
-    batches = [(torch.randn(5, 3),) for _ in range(2)]
-    if not used:
-        check_right(model, *batches, run=lambda m, x: squares(m(x)[0]))
-        return
-    with autograd_hacks.add_hooks(model):
-        for (x,) in batches:
-            logits, balance = model(x)
-            (squares(logits).mean() + balance.sum()).backward()
-            with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
-                autograd_hacks.compute_grad1(model)
 
 
 @pytest.mark.parametrize("how", ["layer", "function", "dense too"])
@@ -254,57 +184,43 @@ def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> 
     check_refused(Bare(how, **own[reads]), *[(torch.randn(4, 3),) for _ in range(2)], may_be_right=True)
 
 
-@pytest.mark.parametrize("layers", [True, False])
-@pytest.mark.parametrize("numpy", [True, False])
-def test_hooks_on_saved_tensors(numpy: bool, layers: bool) -> None:
-    """As of offloading."""
-    store: dict[int, Any] = {}
+class Recomputed(Function):
+    """A checkpoint by hand, which runs a backward pass of its own."""
 
-    def pack(x: Tensor) -> int:
-        store[len(store)] = x.detach().numpy() if numpy else x
-        return len(store) - 1
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.given = layer, parameters
+        with torch.no_grad():
+            y: Tensor = layer(x)
+        return y
 
-    def run(m: Bare, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda key: torch.as_tensor(store[key])):
-            return squares(m(x))
-
-    own = {"layer": nn.Linear(3, 4)} if layers else {"a": torch.randn(3, 4)}
-    model = Bare(lambda m, x: (m.layer(x) if layers else x @ m.a).tanh() * m.scale, **own, scale=torch.randn(4))
-    check_right(model, *[(torch.randn(5, 3),) for _ in range(2)], run=run)
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_data_that_change_in_place(when: str) -> None:
-    model, x = Bare(lambda m, x: (x @ m.a).tanh() * m.scale, a=torch.randn(3, 4), scale=torch.randn(4)), torch.randn(5, 3)
-    with autograd_hacks.add_hooks(model):
-        losses = squares(model(x))
-        if when == "forward":
-            x.zero_()
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                losses.mean().backward()
-        else:
-            losses.mean().backward()
-            x.zero_()
-            with contextlib.suppress(autograd_hacks.errors.StaleRecord):
-                autograd_hacks.compute_grad1(model)
-                torch.testing.assert_close(model.a.grad1.mean(0), model.a.grad)
-        model.zero_grad()
-        check_right(model, (torch.randn(5, 3),))
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        if not ctx.given:
+            torch.autograd.backward(y, grad)
+            return x.grad, None
+        found = torch.autograd.grad(y, [x, *ctx.given], grad)
+        return found[0], None, *found[1:]
 
 
-@pytest.mark.parametrize("bare", [True, False])
-def test_a_checkpointed_segment_runs_as_often_as_without_the_library(bare: bool) -> None:
-    runs: list[int] = []
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_function_that_runs_a_layer_in_its_backward(gives: bool) -> None:
+    def recomputed(m: Any, x: Tensor) -> Tensor:
+        given = list(m.inner.parameters()) if gives else []
+        y: Tensor = m.last(Recomputed.apply(m.first(x), m.inner, *given).tanh())
+        return y
 
-    def inside(m: Bare, h: Tensor) -> Tensor:
-        runs.append(1)
-        return (h @ m.a).tanh() * m.scale if bare else m.layer(h).tanh()
+    model = Bare(recomputed, first=nn.Linear(3, 4), inner=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    check_refused(model, *[(torch.randn(5, 3),) for _ in range(4)], may_be_right=True)
 
-    own = {"a": torch.randn(3, 4), "scale": torch.randn(4)} if bare else {"layer": nn.Linear(3, 4)}
-    model, x = Bare(lambda m, x: checkpoint(lambda h: inside(m, h), x, use_reentrant=False), **own), torch.randn(5, 3)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            runs.clear()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert len(runs) == 2  # the forward's and the pass's
+
+def test_a_batch_without_gradients() -> None:
+    """As many positions as samples, positions first."""
+    model, factors = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (1.0, 0.0, 1.0, 1.0)
+    batches = [(torch.randn(5, 5, 8), factor) for factor in factors]
+    check_right(model, *batches, run=lambda m, x, factor: squares(m(x).transpose(0, 1)) * factor)

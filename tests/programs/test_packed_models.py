@@ -53,12 +53,7 @@ def loss(model: nn.Module, ids: Tensor, positions: Tensor, **more: Any) -> Tenso
 
 
 def assert_rows(model: nn.Module, grads: autograd_hacks.PerSampleGrads, ids: Tensor, positions: Tensor) -> None:
-    rows = []
-    with autograd_hacks.pause_hooks():
-        for n in range(len(ids)):
-            for x, at in zip(ids[n : n + 1].split(LENGTHS, 1), positions[n : n + 1].split(LENGTHS, 1)):
-                rows.append(torch.autograd.grad(loss(model, x, at), list(model.parameters())))
-    assert_close(grads.dense(), {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))})
+    assert_close(grads.dense(), packed.rows_of(model, LENGTHS, loss, ids, positions))
 
 
 @pytest.fixture
@@ -142,12 +137,7 @@ def test_documents_by_a_block_mask_of_flex_attention(samples: int) -> None:
     for _ in range(3):
         packed.losses(model, *given).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
-        rows = []
-        with autograd_hacks.pause_hooks():
-            for n in range(samples):
-                for own in zip(*(x[n : n + 1].split(LENGTHS, 1) for x in given)):
-                    rows.append(torch.autograd.grad(packed.losses(model, *own).sum(), list(model.parameters())))
-        exact = {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
+        exact = packed.rows_of(model, LENGTHS, packed.losses, *given)
         assert_close(grads.dense(), exact, rtol=1e-6, atol=1e-6 * max(float(x.abs().max()) for x in exact.values()))
 
 
