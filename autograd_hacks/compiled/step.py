@@ -74,7 +74,7 @@ class CompiledStep(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch = model, verb, batch
-        self._loss_type, self._is_mean = loss_type, loss_type == "mean"
+        self._loss_type, self._is_mean, self._said = loss_type, loss_type == "mean", set[str]()
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results = Given(), dict[str, Tensor]()
@@ -277,7 +277,7 @@ class CompiledStep(nn.Module):
     def _begin(self) -> None:
         """Returns the old rows' memory to the pool.  Raises ValueError if losses are reduced otherwise than is known."""
         announced = ANNOUNCED.get(current_task())
-        used = self._loss_type or ("sum" if announced else assumed("sum"))
+        used = self._loss_type or ("sum" if announced else assumed("sum", self._said))
         if announced and announced.loss_type != used:
             raise ValueError(
                 f"{announced.what} used {announced.loss_type!r}, but the step was compiled for {used!r}. Call "
