@@ -85,9 +85,12 @@ def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
         return 0
     sections = [(known, section) for known, section in EXPLAINED.items() if known[0].islower()]
     classes = [(known, section) for known, section in EXPLAINED.items() if known[0].isupper()]
-    print("python -m autograd_hacks explain NAME prints a section. The sections are:\n")
     rows = [(name, own[0], " ".join(known for known, section in classes if section == own)) for name, own in sections]
-    print(text_table([("name", "section", "errors"), *sorted(rows)]))
+    print(
+        "python -m autograd_hacks explain NAME prints a section. The sections are:\n",
+        text_table([("name", "section", "errors"), *sorted(rows)]),
+        sep="\n",
+    )
     return 0
 
 

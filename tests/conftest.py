@@ -10,7 +10,6 @@ from processes import both, four
 from steps import mlp
 
 import autograd_hacks
-from autograd_hacks.capture.records import assumed
 
 __all__ = ["both", "four"]  # fixtures, each once for all files
 
@@ -20,10 +19,6 @@ settings.register_profile("local", deadline=None, max_examples=30, print_blob=Tr
 # By tox -e full.
 settings.register_profile("hunt", settings.get_profile("ci" if os.environ.get("CI") else "local"), max_examples=600)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-# Their lines come once a process: here, so that they stand in no test's output.
-assumed("mean")
-assumed("sum")
 
 # Tests run in parallel processes, and so do the programs that they start.
 torch.set_num_threads(1)

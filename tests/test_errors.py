@@ -69,7 +69,7 @@ def test_every_error_has_a_section_with_its_name() -> None:
         assert f"`autograd_hacks.errors.{kind.__name__}`" in page
 
 
-TOOLS = ["accelerate", "laplace", "lightning", "opacus", "skorch", "torchjd", "transformers"]
+TOOLS = ["laplace", "lightning", "opacus", "torchjd", "transformers"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

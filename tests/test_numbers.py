@@ -60,7 +60,7 @@ def face() -> dict[str, Callable[..., Any]]:
 
 
 FACE = face()
-TOOLS = {"opacus": ["DPOptimizer", "PrivacyEngine.make_private"], "skorch": ["GradsCallback"]}
+TOOLS = {"opacus": ["DPOptimizer", "PrivacyEngine.make_private"]}
 """Entry points of integrations whose tools may not be installed."""
 
 

@@ -116,7 +116,7 @@ class Backward:
                 self.watch_more(self.hooks_before)
                 self.hooks_before = RemovableHandle.next_id
             losses = ANNOUNCED.get(task)
-            self.running = Pass(task, losses)
+            self.running = Pass(task, losses, said=self.record.said)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between

@@ -23,7 +23,7 @@ from autograd_hacks.support.display import percent, text_table
 from autograd_hacks.support.trees import tensors_of
 
 TOOLS = [
-    *("einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"),
+    *("einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "torchjd"),
     "laplace-torch",
 ]
 """Tools with an integration, by their names on PyPI."""
@@ -177,7 +177,7 @@ def _check(given: Given, name: str) -> int:
             with torch.enable_grad():
                 outputs = [x for x in tensors_of(model(*args, **kwargs)) if x.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-            if not autograd_hacks.per_sample_grads(model).samples:
+            if not autograd_hacks.per_sample_grads(model, "sum").samples:
                 print(f"{name}: nothing was checked, because the batch has no samples. Return a batch of three or more")
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)

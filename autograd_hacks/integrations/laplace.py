@@ -10,7 +10,7 @@ from autograd_hacks import add_hooks, pause_hooks, per_sample_grads, per_sample_
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess
 from autograd_hacks.curvature.kronecker import KFAC
-from autograd_hacks.errors import ON_LAPLACE, UnsupportedLayer, needed
+from autograd_hacks.errors import UnsupportedLayer, needed
 
 with needed("laplace"):
     from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
@@ -32,18 +32,13 @@ class _Backend(CurvatureInterface):
         if enable_backprop:
             with pause_hooks():
                 return cast(tuple[Tensor, Tensor], super().jacobians(x, True))
-        return self._rows_of(f := self._outputs(x), f)
-
-    def selected_output_jacobians(self, x: Any, outputs: Tensor, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The Jacobian of some outputs, N × K × P, and all outputs, N × C.  outputs: their numbers, N or N × K"""
-        if enable_backprop:
-            with pause_hooks():
-                return cast(tuple[Tensor, Tensor], super().selected_output_jacobians(x, outputs, True))
         f = self._outputs(x)
-        index = outputs[:, None] if outputs.ndim == 1 else outputs
-        if len(index) != len(f):
-            raise ValueError(f"selected_output_jacobians: outputs has {len(index)} rows; expected {len(f)}" + ON_LAPLACE)
-        return self._rows_of(f.gather(1, index.to(f.device, torch.long)), f)
+        return self._flat(per_sample_jacobian(self._model, f).dense(), 2), f.detach()
+
+    def selected_output_jacobians(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """The Jacobian of some outputs, N × K × P, and all outputs, N × C, by laplace-torch's own code."""
+        with pause_hooks():
+            return cast(tuple[Tensor, Tensor], super().selected_output_jacobians(*args, **options))
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the samples' losses, N × P, and the sum of the losses."""
@@ -62,9 +57,6 @@ class _Backend(CurvatureInterface):
                 _, features = self.model.forward_with_features(x)
             return cast(Tensor, self._model(features.detach()))
 
-    def _rows_of(self, selected: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        return self._flat(per_sample_jacobian(self._model, selected).dense(), 2), f.detach()
-
     def _flat(self, rows: dict[str, Tensor], axes: int) -> Tensor:
         joined = torch.cat([x.flatten(axes) for x in rows.values()], -1)
         return joined if self.subnetwork_indices is None else joined[..., self.subnetwork_indices]
@@ -74,17 +66,11 @@ class AutogradHacksGGN(_Backend, GGNInterface):
     """A backend for ``Laplace(..., backend=AutogradHacksGGN)``: generalised Gauss-Newton, or Fisher, matrices.
 
     Its 'full', 'diag' and 'kron' posteriors equal those of laplace-torch's default backend.  ``backend_kwargs`` may hold
-    the arguments below, ``stochastic`` (sample labels from the model) and ``num_samples`` (how many for each sample).
-
-    kfac_bias: 'shared', laplace-torch's default, or 'exact', a separate block for a bias; they differ for convolutions
+    ``stochastic`` (sample labels from the model) and ``num_samples`` (how many for each sample).
 
     Raises UnsupportedLayer for 'kron' of parameters with other than one pair of Kronecker factors, such as embeddings and
     grouped convolutions; ValueError for outputs that are not N × C; and SamplesMixed for a model that mixes samples.
     """
-
-    def __init__(self, *args: Any, kfac_bias: str = "shared", **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.kfac_bias = kfac_bias
 
     def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """The batch's loss, and the matrix summed over samples, P × P."""
@@ -101,7 +87,7 @@ class AutogradHacksGGN(_Backend, GGNInterface):
         """The batch's loss, and its Kronecker factors.  A, of the inputs, is this batch's share of the mean over all N."""
         loss = self._passes(x, y)
         compute_hess(self._model, "kfac")
-        for layer in self._model.modules() if self.kfac_bias == "shared" else ():
+        for layer in self._model.modules():
             weight, bias = (vars(p) if p is not None else {} for p in map(layer._parameters.get, ("weight", "bias")))
             if weight.get("kfac") and bias.get("kfac") and len(weight["kfac"][0]) > 1:
                 bias["kfac"] = KFAC((bias["kfac"][0], weight["kfac"][1]))

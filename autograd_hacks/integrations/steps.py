@@ -1,8 +1,8 @@
 """The common part of trainers' callbacks: reads a step's per-sample gradients, of all micro-batches, before the step."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from math import isfinite
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -31,15 +31,16 @@ class Steps:
 
     A *row* is a sample's contribution to the step's gradient, times the number of samples for a mean.  However the trainer
     divides and scales the losses of micro-batches, the mean (or sum) of the rows is the gradient that it would step by.
+    A row is the sample's own gradient if losses are means over micro-batches of one size, each divided by their number.
 
     max_norm: the norm to clip each sample's gradient to; ``.grad`` is then their mean (or sum). None for no clipping
     noise_scale: estimate the gradient noise scale    per_parameter: also estimate the noise scale of each parameter
     smoothing: the weight of the past in the running means of noise and signal, in [0, 1), as in `NoiseScales`
-    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
-    every: measure one step out of this many; the others run without hooks, at the cost of plain steps
-    only: as in `add_hooks`. 'norms' measures only norm layers and biases, which is cheap and predicts the noise scale
+    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'. By default 'mean' is assumed, and a line on
+    stderr says so when a run's first step is read, unless the step is a single ``backward(losses)``
+    batch_dim: as in `add_hooks`
 
-    Raises ValueError for numbers out of range and for arguments that don't go together, TypeError for other arguments.
+    Raises ValueError for numbers out of range, TypeError for other arguments.
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
     """
 
@@ -50,27 +51,18 @@ class Steps:
         noise_scale: bool = True,
         per_parameter: bool = False,
         smoothing: float = 0.9,
-        loss_type: str = "mean",
+        loss_type: str | None = None,
         batch_dim: BatchDim = 0,
-        every: int = 1,
-        only: str | Iterable[str] | None = None,
     ) -> None:
-        check_word("Steps", ON_STEPS, LOSS_TYPES, loss_type=loss_type)
-        if max_norm is not None and (every > 1 or only is not None):
-            given = f"max_norm={max_norm} was given with every={every} and only={only!r}"
-            raise ValueError(f"{given}, but what isn't measured can't be clipped. Leave these out to clip." + ON_STEPS)
-        self.every, self.only, self._count = every, only, 0
+        check_word("Steps", ON_STEPS, (*LOSS_TYPES, None), loss_type=loss_type)
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.loss_type, self.batch_dim, self._scales = loss_type, batch_dim, NoiseScales(smoothing)
         self.norms: Tensor | None = None
         """The norms of the last step's samples before clipping, N, in the order of the micro-batches."""
         self.history: list[dict[str, float]] = []
-        """The results of `read` for each measured step."""
+        """The results of `read` for each step."""
         self._model: nn.Module | None = None
         self._hooked: Hooked | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "_hooked": None}
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Hooks a model with these optimizers and begins its first step.
@@ -81,9 +73,8 @@ class Steps:
         check_module("attach", model, ON_STEPS)
         self._check_covers(model, optimizers)
         self.detach()
-        hooked = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None, only=self.only)
-        self._hooked, self._model = hooked, model
-        self._count = 0
+        self._hooked = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None)
+        self._model, self._is_said = model, self.loss_type is not None
         accumulate(model).start()
 
     def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -103,7 +94,6 @@ class Steps:
         """Removes the hooks and restores the model, also in the middle of a step."""
         model, hooked, self._model, self._hooked = self._model, self._hooked, None, None
         if model is not None and hooked is not None:
-            hooked.on()
             record = recorder_of(model).record
             record.accumulating = False
             record.clear()
@@ -116,36 +106,27 @@ class Steps:
 
         Returns ``grads/samples``; ``grads/norm_mean`` and ``grads/norm_max`` of the norms before clipping;
         ``grads/clipped``, the share of clipped samples; and for two samples or more ``grads/noise``, ``grads/signal`` and
-        ``grads/noise_scale`` in samples, infinite while the signal is unknown.  Returns {} for a step that isn't measured.
+        ``grads/noise_scale`` in samples, infinite while the signal is unknown.
 
         Raises RuntimeError before `attach`, NothingRecorded without a backward pass, NotImplementedError if several
         processes share the batch, and what `per_sample_grads` raises.
         """
-        if self._model is None or self._hooked is None:
+        if self._model is None:
             raise RuntimeError("read(): no model is attached. Call it between attach(model) and detach()" + ON_STEPS)
-        model, is_measured, measures = self._model, self._count % self.every == 0, {}
-        self._count += 1
-        if is_measured:
-            accumulate(model).stop()
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        model = self._model
+        accumulate(model).stop()
         try:
-            if is_measured:
-                has_lost_scale = scaler is None or not scaler.is_enabled() or is_unscaled(scaler)
-                with torch.no_grad():
-                    measures = self._read(model, scale, has_lost_scale)
-                self.history.append(measures)
+            with torch.no_grad():
+                self.history.append(self._read(model, scaler))
         finally:
-            if self._count % self.every:
-                self._hooked.off()
-            else:
-                self._hooked.on()
-                accumulate(model).start()
-        return measures
+            accumulate(model).start()
+        return self.history[-1]
 
-    def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
-        parts = _parts(model, scale)
+    def _read(self, model: nn.Module, scaler: torch.amp.GradScaler | None) -> dict[str, float]:
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        parts = self._parts(model, scale)
         check_alone(parts, "a step's gradients", "Read per_sample_grads(model) and clip in a loop of your own.")
-        factor = parts.samples if self.loss_type == "mean" else 1
+        factor = 1 if self.loss_type == "sum" else parts.samples
         norms = self.norms = parts.norms() * factor
         is_finite = bool(norms.isfinite().all())
         measures: dict[str, float] = {"samples": len(norms)}
@@ -158,6 +139,7 @@ class Steps:
             weights = clip_weights(norms, self.max_norm)
             if scale != 1:  # the scaler must skip the step, whichever parameter overflowed
                 weights = weights.where(norms.isfinite(), torch.nan)
+            unscaled = scaler is None or not scaler.is_enabled() or is_unscaled(scaler)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
             set_grads(parts.spread.parameters, sums, parts.reached, recorder=recorder_of(model))
         return {f"grads/{key}": float(value) for key, value in measures.items()}
@@ -173,16 +155,24 @@ class Steps:
             means |= {f"noise_scale/{name}": own for name, own in self._scales.noise_scale("parameter").items()}
         return measures | {name: own.scale.item() for name, own in means.items()}
 
-
-def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
-    """Each sample's contribution to ``.grad``."""
-    segments = recorder_of(model).record.segments
-    told = {recorded.losses.loss_type for segment in segments for recorded in segment.passes if recorded.losses}
-    if "mean" not in told:
-        return per_sample_grads(model, "sum", scale)
-    sizes = [segment.batch_size() for segment in segments]  # rows of backward(losses) are not divided by N
-    share = torch.cat([torch.full((size,), 1 / max(1, size), device="cpu") for size in sizes])
-    return per_sample_grads(model, None, scale).scaled(share)
+    def _parts(self, model: nn.Module, scale: float) -> PerSampleGrads:
+        """Each sample's contribution to ``.grad``."""
+        segments = recorder_of(model).record.segments
+        told = {own.losses.loss_type for segment in segments for own in segment.passes if own.losses}
+        if segments and not self._is_said and (len(segments) > 1 or told != {"mean"}):
+            self._is_said = True
+            print(
+                "autograd_hacks: no loss_type was given, so a row is a sample's part in the step's gradient times the "
+                "number of samples. That is its own gradient where losses are means over equal micro-batches, each divided "
+                "by their number. loss_type='mean' hides this line; for sums give loss_type='sum'"
+                + ON_STEPS.replace("\nM", ". M"),
+                file=sys.stderr,
+            )
+        if "mean" not in told:
+            return per_sample_grads(model, "sum", scale)
+        sizes = [segment.batch_size() for segment in segments]  # rows of backward(losses) are not divided by N
+        share = torch.cat([torch.full((size,), 1 / max(1, size), device="cpu") for size in sizes])
+        return per_sample_grads(model, None, scale).scaled(share)
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:

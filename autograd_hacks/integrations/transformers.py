@@ -23,7 +23,7 @@ from autograd_hacks.private.poisson import N_LOSSES, WOULD_CLIP
 from autograd_hacks.private.training import PrivateTraining
 
 with needed("transformers"):
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 STATE = "private_training.json"
@@ -118,7 +118,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     samples at once.  Each sample has its own loss, see `per_sample_losses`.  Steps are clipped and get noise, and
     ``epsilon`` is in the logs.  Checkpoints hold the state of private training, so a resumed training has the same bits.
     Their file private_training.json is as secret as the data: never publish it.  The trainer's ``max_grad_norm`` is turned
-    off, because it would clip the noisy gradient; a line on stderr says so.
+    off, because it would clip the noisy gradient; a line on stderr says so if it isn't the default.
 
     private: a `PrivateTraining`. Its expected batch size is by default the trainer's own,
     ``per_device_train_batch_size`` · ``gradient_accumulation_steps`` · processes. The steps that may spend its
@@ -240,7 +240,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             self._first_step = state["first_step"]
             self.private.load_state_dict(state)
         given, clips = self.args, self.args.max_grad_norm
-        if clips:
+        if clips not in (0, None, TrainingArguments.max_grad_norm):  # the default is nobody's wish
             told = f"autograd_hacks: PrivateTrainer ignores max_grad_norm={clips}, {WOULD_CLIP}"
             print(told, file=sys.stderr)
         given.max_grad_norm = 0.0

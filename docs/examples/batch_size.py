@@ -35,7 +35,7 @@ options = parser.parse_args()
 # %%
 # Train, with the callback
 # ------------------------
-# The callbacks for Hugging Face's Trainer, Lightning, accelerate and skorch consist of ``Steps``
+# The callbacks for Hugging Face's Trainer and Lightning consist of ``Steps``
 # (:doc:`/integrations/index`).  Here a plain loop calls it.  Three copies of the model are kept for the comparison below.
 
 digits = load_digits()

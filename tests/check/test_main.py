@@ -131,7 +131,8 @@ def test_as_a_command() -> None:
 
 def test_the_doctor_has_a_model_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert not err
     for word in ("torch ", "Python ", "devices ", "CPU", "opacus", "of 6 parameters equal autograd's"):
         assert word in out
     assert f"{torch.get_num_threads()} threads"[: None if torch.get_num_threads() > 1 else -1] + "\n" in out

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnsupportedLayer
 
 needed("laplace")
@@ -107,10 +106,9 @@ def test_jacobians_and_gradients(frozen: bool) -> None:
         for mine, other in zip(ours.jacobians(x, enable), theirs.jacobians(x, enable)):
             assert_close(mine, other)
             assert mine.requires_grad == enable
-        for wanted in (torch.tensor([0, 2, 1, 1]), torch.tensor([[0, 1]] * 4)):
-            expected = theirs.selected_output_jacobians(x, wanted, enable)
-            for mine, other in zip(ours.selected_output_jacobians(x, wanted, enable), expected):
-                assert_close(mine, other)
+        wanted = torch.tensor([[0, 1]] * 4)
+        expected = theirs.selected_output_jacobians(x, wanted, enable)
+        assert_close(ours.selected_output_jacobians(x, wanted, enable), expected)
     for mine, other in zip(ours.gradients(x, y), theirs.gradients(x, y)):
         assert_close(mine, other)
     assert own[5].bias.grad.tolist() == [1, 1, 1]
@@ -125,16 +123,6 @@ def test_drawn_labels_come_close() -> None:
     assert 0 < (drawn.H - exact.H).norm() < 0.2 * exact.H.norm()
 
 
-def test_a_biass_exact_block() -> None:
-    model, data = conv(), loader("classification")
-    whole = DataLoader(data.dataset, batch_size=10)
-    full = fitted(copy.deepcopy(model), whole, "classification", AutogradHacksGGN, "full")
-    options = {"backend_kwargs": {"kfac_bias": "exact"}}
-    kron = fitted(copy.deepcopy(model), whole, "classification", AutogradHacksGGN, "kron", **options)
-    at = model[0].weight.numel()
-    assert_close(kron.H_facs.kfacs[1][0], full.H[at : at + 3, at : at + 3])
-
-
 def test_what_is_refused() -> None:
     data = loader("classification")
     grouped = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, C)).double()
@@ -143,7 +131,3 @@ def test_what_is_refused() -> None:
     mixing = nn.Sequential(nn.Flatten(), nn.Linear(36, C), nn.Softmax(0)).double()
     with pytest.raises(SamplesMixed):
         fitted(mixing, data, "classification", AutogradHacksGGN, "diag")
-    autograd_hacks.remove_hooks(mixing)
-    backend = AutogradHacksGGN(conv(), "classification")
-    with pytest.raises(ValueError, match="outputs has 2 rows"):
-        backend.selected_output_jacobians(torch.randn(4, 1, 6, 6).double(), torch.tensor([0, 1]))

@@ -19,7 +19,6 @@ TOOLS = {
     "transformers": ["transformers.trainer", "accelerate"],
     "lightning": ["lightning.pytorch"],
     "accelerate": ["accelerate"],
-    "skorch": ["skorch"],
     "torchjd": ["torchjd.aggregation", "quadprog", "qpsolvers"],
     "laplace": ["laplace"],
     "index": [],

@@ -70,8 +70,8 @@ def test_it_trains_as_a_loop_by_hand(parts: int, tmp_path: Path, capfd: pytest.C
     assert not any(layer._forward_hooks for layer in model.modules())
 
 
-@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 0.05}, {"max_grad_norm": 0}])
-def test_the_trainers_own_clipping_is_off_and_it_says_so(
+@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 0.05}])
+def test_the_trainers_own_clipping_is_off_and_it_says_so_if_someone_set_it(
     given: dict[str, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its default is 1, which is shorter than the noise.  Afterwards the arguments are as they were."""
@@ -81,7 +81,7 @@ def test_the_trainers_own_clipping_is_off_and_it_says_so(
     assert_close(model.state_dict(), by_hand(net(), *data()).state_dict(), rtol=1e-4, atol=1e-4)
     clips = given.get("max_grad_norm", 1.0)
     said = [line for line in capfd.readouterr().err.splitlines() if "max_grad_norm" in line]
-    assert len(said) == (clips != 0)
+    assert len(said) == len(given)
     assert all(f"PrivateTrainer ignores max_grad_norm={clips}" in line for line in said)
     assert made.args.max_grad_norm == clips
 

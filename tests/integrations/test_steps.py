@@ -1,7 +1,8 @@
 """Steps in a loop of one's own: micro-batches, loss scaling, mixed precision, running means, interrupts."""
 
 import copy
-import pickle
+from collections.abc import Callable
+from functools import partial
 from math import isfinite
 
 import pytest
@@ -173,7 +174,6 @@ def test_what_is_refused() -> None:
         steps.read()
     model(data()[0]).square().sum(1).mean().backward()  # goes on
     assert steps.read()["grads/samples"] == len(data()[0])
-    assert pickle.loads(pickle.dumps(steps)).history == steps.history
 
 
 def test_what_would_be_stepped_unclipped() -> None:
@@ -219,31 +219,28 @@ def test_only_what_is_clipped_must_be_independent(max_norm: float | None) -> Non
     steps.detach()
 
 
-def test_every_third_step_is_measured_and_the_others_have_no_hooks() -> None:
-    model, steps, (inputs, targets) = net(), Steps(every=3), data()
-    plain, found, hooks = copy.deepcopy(model), [], []
-    optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, plain)]
-    steps.attach(model)
-    for step in range(8):
-        x, y = inputs[4 * step : 4 * step + 12], targets[4 * step : 4 * step + 12]
-        hooks.append(any(m._forward_hooks for m in model.modules()) or any(p._backward_hooks for p in model.parameters()))
-        for m, optimizer in zip((model, plain), optimizers):
-            optimizer.zero_grad()
-            F.cross_entropy(m(x), y).backward()
-        found.append(steps.read())
-        if found[-1]:
-            assert_close(steps.norms, rows_of(plain, x, y).norm(dim=1))
-        for optimizer in optimizers:
-            optimizer.step()
-    steps.detach()
-    assert hooks == [bool(measures) for measures in found] == [step % 3 == 0 for step in range(8)]
-    assert steps.history == found[::3]
-    same(model, plain)
+STEP = "autograd_hacks: no loss_type was given, so a row is a sample's part in the step's gradient"
+LOSSES: dict[str, tuple[Callable[..., None], int, str | None, str]] = {
+    # how a backward pass runs, the number of micro-batches, the loss_type, and what is said
+    "a mean": (lambda losses: losses.mean().backward(), 1, None, STEP),
+    "a sum": (lambda losses: losses.sum().backward(), 1, None, STEP),
+    "undivided losses": (autograd_hacks.backward, 2, None, STEP),
+    "a sum of losses": (partial(autograd_hacks.backward, loss_type="sum"), 1, None, STEP),
+    "losses": (autograd_hacks.backward, 1, None, ""),
+    "a told mean": (lambda losses: losses.mean().backward(), 2, "mean", ""),
+}
 
 
-def test_steps_that_are_clipped_are_all_measured() -> None:
-    with pytest.raises(ValueError, match="can't be clipped"):
-        Steps(max_norm=1.0, every=10)
-    for every, error in ((0, ValueError), (1.5, TypeError)):
-        with pytest.raises(error, match="every"):
-            Steps(every=every)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_assumed_of_losses_is_said_once_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (backward, parts, loss_type, said), model, (x, y) = LOSSES[name], net(), data()
+    steps, told = Steps(loss_type=loss_type), list[str]()
+    for _ in range(2):
+        steps.attach(model)
+        for _ in range(2):
+            for part, target in zip(x.chunk(parts), y.chunk(parts)):
+                backward(F.cross_entropy(model(part), target, reduction="none"))
+            steps.read()
+            told.append(capsys.readouterr().err[: len(STEP)])
+        steps.detach()
+    assert told == [said, "", said, ""]

@@ -158,7 +158,7 @@ def test_an_optimizer_within_an_optimizer(clips: bool) -> None:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) -> None:
-    """As Lightning and skorch do it."""
+    """As Lightning does it."""
     private, model = training(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with private.attach(model, optimizer), changed_if(clips):
