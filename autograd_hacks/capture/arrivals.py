@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
+OWN_HOOKS = [0]
+"""How many hooks `hook_before` has registered."""
 
 
 def reach_of(node: Node) -> str:
@@ -238,6 +240,12 @@ def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
+def hook_before(node: Node, hook: Callable[[Any], None]) -> None:
+    """Registers a hook of the library's own, which is no new hook of a user's; see `Backward.has_new_hooks`."""
+    OWN_HOOKS[0] += 1
+    node.register_prehook(hook)
+
+
 @contextmanager
 def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
     """A context that announces the backward pass to the hooks.  Start the pass at the tensor that it gives."""
@@ -251,7 +259,7 @@ def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
         ANNOUNCED[tasks[-1]] = losses
 
     if root.grad_fn is not None:
-        root.grad_fn.register_prehook(announce)
+        hook_before(root.grad_fn, announce)
     try:
         yield root
     finally:

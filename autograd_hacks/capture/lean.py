@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, may_skip, reach_of
+from autograd_hacks.capture.arrivals import CAPTURED, EXECUTED, AtNode, AtOutput, hook_before, may_skip, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Kind
 from autograd_hacks.capture.ran import Ran
@@ -171,7 +171,7 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with torch.enable_grad():  # these nodes come before all others
             outputs, given = [x.view_as(x) for x, _ in roots], [g for _, g in roots]
         for x in outputs:
-            x.grad_fn.register_prehook(lambda _: setattr(inner, "own", current_task()))  # type: ignore[union-attr]  # it has one
+            hook_before(x.grad_fn, lambda _: setattr(inner, "own", current_task()))  # type: ignore[arg-type]  # it has one
         options: dict[str, Any] = {"retain_graph": keeps, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
         found = torch.autograd.grad(outputs, wanted, given, **options)
         arrived: dict[Node, list[Tensor | None]] = {node: [] for node in lowest}

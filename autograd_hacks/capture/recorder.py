@@ -221,7 +221,8 @@ class Recorder:
         with plainly_saved():
             returned = self._end(path, model, ran, output)
         self.batch = self.marks = None  # they hold the arguments
-        self.backward.hooks_before, self._users_hooks = count(), []
+        self._users_hooks = []
+        self.backward.has_looked()
         return returned
 
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:

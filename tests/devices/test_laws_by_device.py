@@ -19,7 +19,8 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.forms import Convolution, Form, Outer, RandomMap, SparseMap
 from autograd_hacks.forms.composite import magnitudes
-from autograd_hacks.support.philox import Stream, key_of, noise, normal, packed_signs
+from autograd_hacks.support.draws import Secret, normal
+from autograd_hacks.support.philox import key_of, noise, packed_signs
 
 ROUTED = "routed experts"
 
@@ -81,14 +82,18 @@ def test_random_bits_are_those_of_the_cpu(device: torch.device) -> None:
     assert torch.equal(signs.cpu(), packed_signs(key, slice(0, 300), slice(0, 1000), cpu))
     assert signs[0, :4].tolist() == BITS
     assert torch.equal(noise((70, 999), key, device).cpu(), noise((70, 999), key, cpu))
-    streams, counts = [Stream.of("bits", n) for n in range(3)], [5, 70_000, 257]
-    both = [normal(streams, counts, 0.7, where, torch.float64) for where in (device, cpu)]
-    for one, other in zip(*both):  # the same bits; a GPU's logarithms and cosines may differ in the last place
-        assert_close(one.cpu(), other, rtol=1e-13, atol=1e-13)
     found, right = (SparseMap("p", torch.Size((70, 999)), 64, 1, 2).hashes(where) for where in (device, cpu))
     for one, other in zip(found, right):
         for field in ("row_place", "column_place", "row_sign", "column_sign"):
             assert torch.equal(getattr(one, field).cpu(), getattr(other, field))
+
+
+def test_a_secrets_numbers_are_drawn_on_the_device(device: torch.device) -> None:
+    one, same, other = (normal(Secret.of(n), 70_000, 0.7, device, torch.float32) for n in (1, 1, 2))
+    assert one.device.type == device.type
+    assert torch.equal(one, same)
+    assert not (one == other).any()
+    assert float(one.std()) == pytest.approx(0.7, rel=0.02)
 
 
 BITS = [167, 233, 0, 67]
