@@ -1,16 +1,12 @@
-"""Random numbers by counter, one by one and in Python's own numbers: a hash, Philox' definition, Box and Muller's formula.
+"""Random numbers of a secret, one by one and in Python's own numbers: a hash, Philox' definition, Box and Muller's formula.
 
-Nothing of the package is used, so that what a seed, a purpose, a step and a parameter give is written down twice.
+Nothing of the package is used, so that what a seed, a purpose and a step give is written down twice.
 """
 
-from hashlib import blake2b
-from math import cos, log, log1p, pi, sin, sqrt
+from hashlib import sha256
+from math import cos, log, pi, sin, sqrt
 
-ROW = 128
-"""Counters of which the cosines come first and the sines then."""
-
-Stream = tuple[int, int]
-"""The key, and the upper half of the counters."""
+import numpy as np
 
 
 def words(counter: list[int], low: int, high: int) -> list[int]:
@@ -23,36 +19,26 @@ def words(counter: list[int], low: int, high: int) -> list[int]:
     return [a, b, c, d]
 
 
-def stream(*fields: object) -> Stream:
-    digest = blake2b(repr(fields).encode(), digest_size=16).digest()
-    key, upper = (int.from_bytes(digest[i : i + 8], "little", signed=True) for i in (0, 8))
-    return key, upper
+def secret(*fields: object) -> bytes:
+    return sha256(repr(fields).encode()).digest()
 
 
-def bits(of: Stream, counter: int) -> tuple[int, int]:
-    """Two numbers of 53 bits."""
-    (low, high), upper = ([half % 2**32, half >> 32 & (2**32 - 1)] for half in of)
-    a, b, c, d = words([counter % 2**32, counter >> 32, *upper], low, high)
-    return (a << 32 | b) >> 11, (c << 32 | d) >> 11
+def integers(of: bytes, count: int) -> list[int]:
+    """Of 64 bits, by Philox 4x64 with 10 rounds."""
+    key, counter = (int.from_bytes(half, "big") for half in (of[:16], of[16:]))
+    return [int(word) for word in np.random.Philox(key=key, counter=counter << 128).random_raw(count)]
 
 
-def pair(u: int, v: int) -> tuple[float, float]:
-    """R cos θ and R sin θ."""
-    missing = 2**53 - 1 - u
-    size = sqrt(-2 * (log1p(-missing / 2**53) if missing < 2**52 else log((u + 1) / 2**53)))
-    angle = (v >> 1) * pi / 2**52 - pi / 2
-    return (-size if v % 2 else size) * cos(angle), (-size if v % 2 else size) * sin(angle)
+def normals(of: bytes, count: int, width: int = 32) -> list[float]:
+    """width: of the numbers, in bits. Those of R cos θ come first"""
+    half = (count + 1) // 2
+    wide = integers(of, half * width // 32)
+    own = wide if width == 64 else [word >> shift & (2**32 - 1) for word in wide for shift in (0, 32)]
+    signed = [(n + 2 ** (width - 1)) % 2**width - 2 ** (width - 1) for n in own]
+    sizes = [sqrt(max(0, -2 * log(abs(u + 0.5) / 2 ** (width - 1)))) for u in signed[:half]]
+    angles = [v * pi / 2 ** (width - 1) for v in signed[half:]]
+    return [r * turn(v) for turn in (cos, sin) for r, v in zip(sizes, angles)][:count]
 
 
-def normals(of: Stream, count: int) -> list[float]:
-    return [pair(*bits(of, counter))[side] for counter, side in map(_place, range(count))]
-
-
-def uniforms(of: Stream, count: int) -> list[float]:
-    return [bits(of, counter)[side] / 2**53 for counter, side in map(_place, range(count))]
-
-
-def _place(number: int) -> tuple[int, int]:
-    """The counter that gives a number, and which of its two."""
-    row, place = divmod(number, 2 * ROW)
-    return ROW * row + place % ROW, place // ROW
+def uniforms(of: bytes, count: int) -> list[float]:
+    return [(word >> 11) / 2**53 for word in integers(of, count)]

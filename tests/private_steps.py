@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from counted import normals, stream, uniforms
+from counted import normals, secret, uniforms
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
@@ -77,7 +77,7 @@ def by_hand(
     ids = range(len(x)) if groups is None else groups
     units = [[n for n, own in enumerate(ids) if own == user] for user in dict.fromkeys(ids)]
     for t in range(steps):
-        drawn = torch.tensor(uniforms(stream(SEED, "batch", t), len(units)), dtype=torch.float64) < expected / len(units)
+        drawn = torch.tensor(uniforms(secret(SEED, "batch", t), len(units)), dtype=torch.float64) < expected / len(units)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         total = {name: torch.zeros_like(p) for name, p in named.items()}
         for unit in drawn.nonzero()[:, 0].tolist():
@@ -88,9 +88,11 @@ def by_hand(
             norm = torch.cat([g.flatten() for g in grads.values()]).norm()
             for name, g in grads.items():
                 total[name] += g * min(1.0, BOUND / float(norm))
+        width = 8 * min(p.element_size() for p in named.values())
+        numbers = normals(secret(secret(SEED, "noise", t), 0), sum(p.numel() for p in named.values()), width)
+        noise = torch.tensor(numbers, dtype=torch.float64)
         with torch.no_grad():
-            for number, (name, p) in enumerate(named.items()):
-                own = torch.tensor(normals(stream(*stream(SEED, "noise", t), number), p.numel()), dtype=torch.float64)
+            for (name, p), own in zip(named.items(), noise.split([p.numel() for p in named.values()])):
                 p -= LR * (total[name] / expected + NOISE * BOUND / expected * own.view(p.shape).to(p.dtype))
     model.zero_grad()
     return model

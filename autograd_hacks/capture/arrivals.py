@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
@@ -27,6 +28,8 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
+OWN_HOOKS = [0]
+"""How many hooks `hook_before` has registered."""
 
 
 ASKED: dict[int, Any] = {}
@@ -254,6 +257,12 @@ def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
+def hook_before(node: Node, hook: Callable[[Any], None]) -> RemovableHandle:
+    """Registers a hook of the library's own, which is no new hook of a user's; see `Backward.has_new_hooks`."""
+    OWN_HOOKS[0] += 1
+    return node.register_prehook(hook)
+
+
 @contextmanager
 def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
     """A context that announces the backward pass to the hooks.  Start the pass at the tensor that it gives."""
@@ -267,7 +276,7 @@ def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
         ANNOUNCED[tasks[-1]] = losses
 
     if root.grad_fn is not None:
-        root.grad_fn.register_prehook(announce)
+        hook_before(root.grad_fn, announce)
     try:
         yield root
     finally:

@@ -12,7 +12,17 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ANNOUNCED, ASKED, CAPTURED, AtNode, AtOutput, AtParameter, may_skip, reach_of
+from autograd_hacks.capture.arrivals import (
+    ANNOUNCED,
+    ASKED,
+    CAPTURED,
+    OWN_HOOKS,
+    AtNode,
+    AtOutput,
+    AtParameter,
+    may_skip,
+    reach_of,
+)
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Usual
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use, Within
@@ -42,7 +52,7 @@ class Backward:
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.hooks = 0  # how many there were
-        self.hooks_before = 0  # how many hooks on gradients there were when the last forward had ended
+        self.hooks_before = 0, 0  # how many hooks on gradients, and of its own, there were when the last forward had ended
         # Watches the user's hooks that were registered since a count.
         self.watch_more: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
@@ -107,14 +117,19 @@ class Backward:
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
-        return self.hooks_before not in (0, RemovableHandle.next_id)
+        before, own = self.hooks_before
+        return before != 0 and RemovableHandle.next_id - before != OWN_HOOKS[0] - own
+
+    def has_looked(self) -> None:
+        """Says that the hooks that there are now are known."""
+        self.hooks_before = RemovableHandle.next_id, OWN_HOOKS[0]
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
             if self.has_new_hooks():
-                self.watch_more(self.hooks_before)
-                self.hooks_before = RemovableHandle.next_id
+                self.watch_more(self.hooks_before[0])
+                self.has_looked()
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, said=self.record.said)
             if losses is not None and self.record not in losses.heard_by:

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, may_skip, on_node
+from autograd_hacks.capture.arrivals import ASKED, hook_before, may_skip, on_node
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
@@ -158,15 +157,11 @@ def _noted(asked: Asked, roots: Sequence[Node]) -> Iterator[None]:
         tasks.append(current_task())
         ASKED[tasks[-1]] = asked
 
-    before = RemovableHandle.next_id
-    handles = [root.register_prehook(note) for root in roots]
+    handles = [hook_before(root, note) for root in roots]
     for handle in handles:  # a root may be a use's node
         hooks: Any = handle.hooks_dict_ref()
         for key in [key for key in hooks if key != handle.id]:
             hooks[key] = hooks.pop(key)
-    for own in _LEAN:
-        if own.hooks_before == before:  # those were no user's
-            own.hooks_before = RemovableHandle.next_id
     try:
         yield
     finally:

@@ -224,7 +224,8 @@ class Recorder:
         with plainly_saved():
             self._end(path, model, ran)
         self.batch = self.marks = None  # they hold the arguments
-        self.backward.hooks_before, self._users_hooks = count(), []
+        self._users_hooks = []
+        self.backward.has_looked()
 
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""

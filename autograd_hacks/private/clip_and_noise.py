@@ -33,7 +33,6 @@ from autograd_hacks.private.bounds import RULES, Part, QuantileClip, parts_of, w
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
-from autograd_hacks.support.philox import Stream
 from autograd_hacks.support.ranges import check, check_bound, check_word, checked
 from autograd_hacks.support.trees import map_tensors
 
@@ -145,7 +144,7 @@ def clip_and_noise_(
     noise_multiplier: 0 or more    expected_batch_size: the divisor, above 0
     groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
     counts users. All samples of a user must be in this batch
-    noise: the source of the noise, by default Philox with 128 bits of the operating system's, which can't be repeated. Or a
+    noise: the source of the noise, by default Philox with 256 bits of the operating system's, which can't be repeated. Or a
     function (name, shape, deviation) that returns noise of that shape for a parameter and may keep a state: `SecureNoise`
     or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
     noise that can be repeated: whoever guesses its seed can remove the noise, and torch's generator for the CPU keeps only
@@ -288,15 +287,7 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
 
 
 def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
-    """Adds noise to ``.grad``.  Processes that share a batch use the same noise, each its part."""
-    is_shared, on = spread.mesh is not None, next((p.device for p in model.parameters()), torch.device("cpu"))
-    if noise is None:
-        noise = Stream.secret()
-    elif isinstance(noise, torch.Generator) and is_shared:  # all use a generator with the state of the first process's
-        noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
-        is_shared = False
-    if isinstance(noise, Stream) and is_shared:
-        noise, is_shared = Stream(*spread.firsts(torch.tensor(noise, device=on)).tolist()), False
+    """Adds noise to ``.grad``.  Processes that share a batch use the first one's, each its part."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]
-    for (_, p), found in zip(named, drawn(noise, named, deviation)):
-        p.grad += sharded_as(spread.firsts(found) if is_shared else found, p)  # type: ignore[operator]
+    for (_, p), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
+        p.grad += sharded_as(found, p)  # type: ignore[operator]

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
-from autograd_hacks.support.philox import box_muller
+from autograd_hacks.support.draws import box_muller
 from autograd_hacks.support.ranges import checked
 
-PART = 2**20
-"""How many numbers are drawn from the operating system at once."""
 GUESSABLE = 2**64
 """A seed below it may be found by trying."""
 
@@ -50,14 +48,11 @@ class SecureNoise:
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
         """Noise for a parameter of a name and shape, in double precision on the CPU, of this standard deviation."""
-        found = torch.empty(shape, dtype=torch.float64, device="cpu").flatten()
-        for part in found.split(PART):
-            part.copy_(torch.stack([_normal(len(part)) for _ in range(self.draws)]).sum(0))
-        return found.mul_(deviation / sqrt(self.draws)).view(shape)
+        found = torch.zeros(shape.numel(), dtype=torch.float64, device="cpu")
+        for _ in range(self.draws):
+            found += box_muller(_words, len(found), deviation / sqrt(self.draws), found.dtype)
+        return found.view(shape)
 
 
-def _normal(count: int) -> Tensor:
-    """Normal numbers in double precision from the operating system's random bits."""
-    half = (count + 1) // 2
-    bits = torch.frombuffer(bytearray(os.urandom(16 * half + 8)), dtype=torch.int64)[: 2 * half]  # never of an empty buffer
-    return box_muller(bits.view(2, half) >> 11 & (2**53 - 1)).flatten()[:count]
+def _words(count: int) -> Tensor:
+    return torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.extending import kind_of
-from autograd_hacks.support.philox import Stream, uniform
+from autograd_hacks.support.draws import Secret, uniform
 from autograd_hacks.support.ranges import is_whole
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
@@ -169,7 +169,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
     def _numbers(self, count: int, purpose: str, step: int) -> Tensor:
         """Numbers in [0, 1)."""
-        return uniform(Stream.of(self.seed(), purpose, step), count)
+        return uniform(Secret.of(self.seed(), purpose, step), count)
 
     def _micro_batches(self, step: int) -> Iterator[list[Any]]:
         rank, world = self.share

@@ -21,7 +21,7 @@ from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_, 
 from autograd_hacks.private.noise import SecureNoise, seed_of
 from autograd_hacks.private.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.private.stepping import NoisyGrads, check_accumulation, check_optimizers
-from autograd_hacks.support.philox import Stream
+from autograd_hacks.support.draws import Secret
 from autograd_hacks.support.ranges import check_bound, checked
 
 
@@ -296,7 +296,7 @@ class PrivateTraining:
         before = self.history.pop()[2] if self.history and self.history[-1][:2] == kind else 0
         self.history.append((*kind, before + 1))
         if isinstance(self.clip, QuantileClip):
-            noise = self._secure or Stream.of(self._seed, "count", mark.step)
+            noise = self._secure or Secret.of(self._seed, "count", mark.step)
             self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
         self._noisy.note(mark.step, scaler)
         return whole
@@ -352,7 +352,7 @@ class PrivateTraining:
         multiplier = self.multiplier if mark.is_last else 0.0
         if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
-        noise = self._secure or Stream.of(self._seed, "noise", mark.step)
+        noise = self._secure or Secret.of(self._seed, "noise", mark.step)
         return clip_and_noise_(
             model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
             mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,

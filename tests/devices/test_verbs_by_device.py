@@ -160,9 +160,10 @@ def differentiated(model: nn.Module, x: Tensor, path: Path) -> Any:
 
 
 def privately_trained(model: nn.Module, x: Tensor, path: Path) -> Any:
+    """Without noise, of which devices draw other numbers."""
     seed = 2**100 + 3
     private = autograd_hacks.private.PrivateTraining(
-        max_norm=0.5, noise_multiplier=1.1, expected_batch_size=6, delta=1e-3, seed=seed
+        max_norm=0.5, noise_multiplier=0.0, expected_batch_size=6, delta=1e-3, seed=seed
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.3, foreach=False)
     data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=seeded(), dtype=torch.float64, device="cpu"))

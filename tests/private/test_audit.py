@@ -24,7 +24,7 @@ from autograd_hacks.private import PrivateTraining
 from autograd_hacks.private import training as of_training
 from autograd_hacks.private.accounting import spent
 from autograd_hacks.private.poisson import Mark
-from autograd_hacks.support.philox import Stream
+from autograd_hacks.support.draws import Secret
 
 SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
 RUNS, CONFIDENCE = 400, 0.99
@@ -136,9 +136,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
         monkeypatch.setattr(Mark, "units", property(lambda mark: mark.samples))
     else:  # the same noise in steps that differ
         place = {"in all steps and runs": lambda t: 0, "in both steps of a run": lambda t: t // STEPS}[mistake]
-        own = Stream.of
+        own = Secret.of
         of = SimpleNamespace(of=lambda seed, what, t: own(seed, what, place(t) if what == "noise" else t))
-        monkeypatch.setattr(of_training, "Stream", of)
+        monkeypatch.setattr(of_training, "Secret", of)
 
 
 MISTAKES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Seeds and streams: what is drawn from which, nothing twice, and what can be guessed."""
+"""Seeds and secrets: what is drawn from which, nothing twice, and what can be guessed."""
 
 import json
 from collections.abc import Iterator
@@ -15,46 +15,28 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.private import PrivateTraining, QuantileClip, poisson
+from autograd_hacks.private import PrivateTraining, QuantileClip
 from autograd_hacks.support import draws
-from autograd_hacks.support.philox import Stream
-
-PARAMETERS = 4  # of the net
+from autograd_hacks.support.draws import Secret
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """All streams that are drawn from."""
-    found, normal, uniform = list[Stream](), draws.normal, poisson.uniform
-
-    def normals(streams: list[Stream], *given: Any) -> list[Tensor]:
-        found.extend(streams)
-        return normal(streams, *given)
-
-    def uniforms(stream: Stream, *given: Any) -> Tensor:
-        found.append(stream)
-        return uniform(stream, *given)
-
-    monkeypatch.setattr(draws, "normal", normals)
-    monkeypatch.setattr(poisson, "uniform", uniforms)
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Secret]:
+    """All secrets that are drawn from."""
+    found, words = list[Secret](), draws._words
+    monkeypatch.setattr(draws, "_words", lambda secret: found.append(secret) or words(secret))
     return found
 
 
-def of_step(t: int, counts: bool = False, seed: int = SEED) -> Iterator[Stream]:
-    yield Stream.of(seed, "batch", t)
-    if counts:
-        yield Stream.of(seed, "count", t).part(0)
-    for number in range(PARAMETERS):
-        yield Stream.of(seed, "noise", t).part(number)
-
-
-def every(steps: int, counts: bool = False) -> set[Stream]:
-    return {own for t in range(steps) for own in of_step(t, counts)}
+def of_step(t: int, counts: bool = False, seed: int = SEED) -> Iterator[Secret]:
+    yield Secret.of(seed, "batch", t)
+    for purpose in ("noise", "count") if counts else ("noise",):
+        yield Secret.of(Secret.of(seed, purpose, t), 0)  # all parameters together, since they are small
 
 
 @crossed(options=[{}, {"parts": 3}, {"micro_batch_size": 2}], counts=[False, True])
-def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
-    options: dict[str, Any], counts: bool, used: list[Stream]
+def test_steps_micro_batches_and_resumes_draw_from_no_secret_twice(
+    options: dict[str, Any], counts: bool, used: list[Secret]
 ) -> None:
     def made(seed: int) -> PrivateTraining:
         return training(seed=seed, clip=QuantileClip(0.5, deviation=3.0) if counts else "flat")
@@ -64,37 +46,26 @@ def test_steps_micro_batches_and_resumes_draw_no_stream_twice(
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     train(after, net(), upto=STEPS - 2, **options)
     assert len(used) == len(set(used))
-    assert set(used) == every(STEPS, counts)
+    assert set(used) == {own for t in range(STEPS) for own in of_step(t, counts)}
 
 
-def test_no_two_draws_of_a_training_share_a_key_and_a_counter() -> None:
-    """10⁵ steps, all purposes and parameters, and two seeds that differ by 1."""
+def test_no_two_draws_of_a_training_share_a_key() -> None:
+    """10⁵ steps, all purposes, and two seeds that differ by 1."""
     found = {own for seed in (SEED, SEED + 1) for t in range(50_000) for own in of_step(t, counts=True, seed=seed)}
-    assert len(found) == 2 * 50_000 * (PARAMETERS + 2)
-    assert len({own.key for own in found}) > len(found) - 3  # not the upper half alone: 10⁻⁸ of two equal keys
-    assert all(-(2**63) <= half < 2**63 for own in list(found)[:1000] for half in own)
+    assert len(found) == len({own[:16] for own in found}) == 2 * 50_000 * 3
 
 
-def test_a_stream_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several parameters at once: each pair of numbers has a counter of its own, with its stream's key and upper half."""
-    from autograd_hacks.support import philox
-
-    seen, own = list[tuple[int, ...]](), philox.philox_
-
-    def noted(counter: Tensor, key: Tensor) -> Any:
-        seen.extend(zip(*(x.expand_as(counter[0]).flatten().tolist() for x in (*counter, *key))))
-        return own(counter, key)
-
-    monkeypatch.setattr(philox, "philox_", noted)
-    monkeypatch.setattr(philox, "_AT_ONCE", {"cpu": 256})
-    streams, counts = [Stream.of(n) for n in range(3)], [1000, 1, 600]
-    philox.normal(streams, counts, 1.0, torch.device("cpu"), torch.float64)
-    assert len(seen) == len(set(seen)) >= sum(counts) / 2
-    for stream, count in zip(streams, counts):
-        low, high, *upper = stream.words()
-        counters = sorted(a + (b << 32) for a, b, *rest in seen if rest == [*upper, low, high])
-        assert counters == list(range(len(counters)))
-        assert 2 * len(counters) >= count
+def test_groups_of_parameters_have_secrets_of_their_own(used: list[Secret]) -> None:
+    """Some 2¹⁸ numbers at a time, other dtypes apart."""
+    sizes = [5, 2**18, 7, 2**19 + 3, 9, 1]
+    named = [(f"{n}", torch.zeros(size)) for n, size in enumerate(sizes)] + [("double", torch.zeros(4, dtype=torch.float64))]
+    found = list(draws.drawn(Secret.of(1), named, 2.0))
+    assert len(used) == len(set(used)) == 4
+    assert [(x.shape, x.dtype) for x in found] == [(p.shape, p.dtype) for _, p in named]
+    numbers = torch.cat([x.double() for x in found])
+    assert len(numbers.unique()) > 0.9 * len(numbers)  # of float32, some are equal
+    assert float(numbers.std()) == pytest.approx(2.0, rel=0.01)
+    assert all(map(torch.equal, found, draws.drawn(Secret.of(1), named, 2.0)))
 
 
 def two_net(size: int = 500) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from counted import stream, uniforms
+from counted import secret, uniforms
 from private_steps import (
     BOUND,
     EXPECTED,
@@ -56,7 +56,7 @@ def test_it_trains_as_a_loop_by_hand(way: str) -> None:
     assert_by_hand(model, 2 * STEPS)
     assert private.steps == len(done) == 2 * STEPS
     assert private.history == [(NOISE, EXPECTED / SIZE, 2 * STEPS)]
-    sizes = [sum(u < EXPECTED / SIZE for u in uniforms(stream(SEED, "batch", t), SIZE)) for t in range(2 * STEPS)]
+    sizes = [sum(u < EXPECTED / SIZE for u in uniforms(secret(SEED, "batch", t), SIZE)) for t in range(2 * STEPS)]
     assert [len(step.norms) for step in done] == sizes  # padding is not among them
     assert not hasattr(model[0].weight, "grad1")
 
