@@ -139,8 +139,8 @@ SHAPE = torch.Size((4, 2, 3))
     ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping", "Scaled", "Weighted", "Sum", "Concatenation"],
 )  # fmt: skip
 def test_a_wrong_verb_fails(form: Form, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    verbs_law.hypothesis.inner_test((form, form))
+    verbs_law.hypothesis.inner_test((form, form), False)
     right = getattr(type(form), verb)
     monkeypatch.setattr(type(form), verb, lambda self, *args: 1.0001 * right(self, *args))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        verbs_law.hypothesis.inner_test((form, form))
+        verbs_law.hypothesis.inner_test((form, form), False)

@@ -68,6 +68,7 @@ class Told:
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
+    walk: Any = None  # of the laws, whose rows a reading compares with gradients before they are believed
 
 
 class Known(NamedTuple):

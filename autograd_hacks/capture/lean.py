@@ -60,9 +60,11 @@ class Asked:
 def meet(backward: Backward, ran: Ran) -> None:
     """Notes a forward, whose parameters' gradients passes need not compute: all uses are known, and no samples mix.
 
-    What shows that a loss reads where they do are gradients.  In the first pass of a kind of forward they are compared."""
+    What shows that a loss reads where they do are gradients.  Rows are compared with gradients first."""
     told = ran.within.told
     if ran.within.refused or told.mixing or told.mixed_outputs or told.kind.derives is not False:
+        return
+    if told.walk is not None and not told.walk.was_read:
         return
     if ran.within.calls is None or ran.is_checkpointed:
         return

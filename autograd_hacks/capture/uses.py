@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.kinds import Told
 from autograd_hacks.capture.ways import Held, Stepwise, Way
-from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.errors import A_BATCH, SamplesMixed, UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
@@ -326,6 +326,11 @@ class NodeUse(Use):
                 labels = layout.rows(g.shape[axis], self.samples or 0, g.device)
             if g is not None and labels is not None and labels.ndim == 1:
                 labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
+            if g is not None and labels is None and self.samples == 1:  # all entries are its own
+                labels = g.new_zeros([1] * g.ndim, dtype=torch.long)
+            if g is not None and labels is None and bool(g.any()):
+                what = f"it is unknown whose the gradient at its output number {slot} is"
+                raise SamplesMixed(f"{self.place}: {what}. {A_BATCH}")
             owners.append(None if g is None or labels is None else labels.to(g.device))
         count = (self.samples or 0) if documents is None else documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))

@@ -99,7 +99,7 @@ class _Reading:
             if number is None:
                 raise Unshown("the forward returns a tensor that no operation of PyTorch made")
             self._add(number, label)
-        for x in self.tape.model.buffers():
+        for x in (*self.tape.model.parameters(), *self.tape.model.buffers()):  # what the forward has written there stays
             if (number := self.tape.number(x)) is not None and number not in self.tape.sources:
                 self._add(number, MIXED)
         for owner in kept:

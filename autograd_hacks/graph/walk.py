@@ -80,7 +80,7 @@ class Walk:
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
-    was_read: whether a forward was read by it
+    was_read: whether rows were read by it, and agreed with the gradients
     """
 
     labels: list[list[Label]]

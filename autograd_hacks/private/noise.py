@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
-from autograd_hacks.support.draws import box_muller
+from autograd_hacks.support.draws import box_muller, of_bytes
 from autograd_hacks.support.ranges import checked
 
 GUESSABLE = 2**64
@@ -55,4 +55,4 @@ class SecureNoise:
 
 
 def _words(count: int) -> Tensor:
-    return torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64)
+    return of_bytes(os.urandom(8 * count))

@@ -130,6 +130,9 @@ class Certificate:
         for recorded in self._record.passes:
             if recorded.finished:  # what was compared is needed no more
                 recorded.along = {}
+            for use, _ in recorded.witnesses():
+                if (walk := use.within.told.walk) is not None:
+                    walk.was_read = True
 
     def _is_rounding(self, own: _Compared, apart: float, length: float) -> bool:
         """Whether a difference is no more than what torch loses in sums over positions.

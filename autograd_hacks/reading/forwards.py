@@ -141,12 +141,12 @@ def _read(recorder: Recorder, known: Known, ran: Ran) -> None:
     else:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
-    # The first time, rows are compared with whatever arrives; later it is enough that nothing else arrives.
+    # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
+    told.walk = walk
     if walk.was_read and recorder.backward.wants_grad:
         found.links = best.reader.links(found) if found.links is None else found.links
         for link in found.links:
             nodes[link.node].register_hook(Passed(recorder.backward, link))
-    walk.was_read = True
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
     told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at

@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     """The results of one run."""
 
     outputs: list[Tensor]
-    buffers: dict[str, Tensor]
+    left: dict[str, Tensor]  # by name, the buffers, and parameters that were written
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
@@ -76,6 +76,7 @@ class Runs:
                 if p.numel() and not is_part(p) and not p.detach().any():
                     p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
             args, kwargs = own.given
+            before = [(name, p, _sum_of(p)) for name, p in model.named_parameters() if not is_part(p)]
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs, kept)
@@ -90,8 +91,8 @@ class Runs:
                     f"raised {type(error).__name__}: {error}. Training that is not "
                     "private can leave the check out: independent=False."
                 ) from error
-            buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
-            return Seen([x.detach().clone() for x in outputs], buffers, rows)
+            left = [*model.named_buffers(), *((name, p) for name, p, own in before if not torch.equal(_sum_of(p), own))]
+            return Seen([x.detach().clone() for x in outputs], {name: x.detach().clone() for name, x in left}, rows)
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor | None
@@ -155,14 +156,19 @@ class Runs:
                 return f"the shape of the model's output number {slot}", (slot,)
             if (at is not None or self.are_parts) and _changes(x, y, at, kept, rounds):
                 return f"the model's output number {slot} (shape {tuple(first.outputs[slot].shape)})", (slot,)
-        for name, x in first.buffers.items():
-            left = other.buffers.get(name)
-            if left is None or x.shape != left.shape or _changes(x, left, self._by_size(x.shape), kept, rounds):
-                return f"what the forward leaves in the buffer {name}", every
+        for name in (*first.left, *other.left):
+            x, y = first.left.get(name), other.left.get(name)
+            if x is None or y is None or x.shape != y.shape or _changes(x, y, self._by_size(x.shape), kept, rounds):
+                return f"what the forward leaves in {name}", every
         return _differing_rows(first.rows, other.rows, kept), every
 
     def _by_size(self, shape: Sequence[int]) -> Layout | None:
         return likeliest(shape, self.samples, range(len(shape)))
+
+
+def _sum_of(p: Tensor) -> Tensor:
+    """A number that changes if something is written.  A version doesn't see what is written by ``.data``."""
+    return p.detach().sum(dtype=torch.promote_types(p.dtype, torch.float64))
 
 
 def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:

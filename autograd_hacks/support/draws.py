@@ -1,7 +1,8 @@
 """Random numbers of a secret, and noise for parameters' gradients: of a secret, a generator, or the user's own mechanism.
 
 A secret's numbers are Philox': on the CPU NumPy's, by 256 bits of the secret, and on a GPU torch's, by 64.  It isn't a
-cryptographic generator, but no way is known to compute some of its numbers from others.
+cryptographic generator, but no way is known to compute some of its numbers from others.  Without NumPy they are SHAKE-256's,
+which take twice the time.
 
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC '11).
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import sha256
+from hashlib import sha256, shake_256
 from itertools import accumulate, groupby
+from itertools import count as numbered
 from math import pi
 from typing import TypeAlias
 
@@ -82,11 +84,19 @@ def box_muller(words: Callable[[int], Tensor], count: int, deviation: float, dty
 
 
 def _words(secret: Secret) -> Callable[[int], Tensor]:
-    import numpy as np
-
+    """Random numbers of 64 bits, int64: as many as are asked for, and then others."""
+    try:
+        import numpy as np
+    except ImportError:
+        parts = numbered()
+        return lambda count: of_bytes(shake_256(secret + next(parts).to_bytes(8, "big")).digest(8 * count))
     key, counter = (int.from_bytes(half, "big") for half in (secret[:16], secret[16:]))
     draws = np.random.Philox(key=key, counter=counter << 128)
     return lambda count: torch.from_numpy(draws.random_raw(count).view(np.int64))
+
+
+def of_bytes(given: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(given), dtype=torch.int64)
 
 
 def check_noise(verb: str, noise: object) -> None:

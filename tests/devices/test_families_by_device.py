@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.forms import SparseMap
-from autograd_hacks.support.philox import Stream, key_of, noise, normal, packed_signs
+from autograd_hacks.support.philox import key_of, noise, packed_signs
 
 SUMS_BY_INDEX = ("causal language model", "embedding bag", "routed experts")
 
@@ -106,10 +106,6 @@ def test_random_bits_are_those_of_the_cpu(device: torch.device) -> None:
     assert torch.equal(signs.cpu(), packed_signs(key, slice(0, 300), slice(0, 1000), cpu))
     assert signs[0, :4].tolist() == [167, 233, 0, 67]
     assert torch.equal(noise((70, 999), key, device).cpu(), noise((70, 999), key, cpu))
-    streams, counts = [Stream.of("bits", n) for n in range(3)], [5, 70_000, 257]
-    both = [normal(streams, counts, 0.7, where, torch.float64) for where in (device, cpu)]
-    for one, other in zip(*both):  # the same bits; a GPU's logarithms and cosines may differ in the last place
-        assert_close(one.cpu(), other, rtol=1e-13, atol=1e-13)
     found, right = (SparseMap("p", torch.Size((70, 999)), 64, 1, 2).hashes(where) for where in (device, cpu))
     for one, other in zip(found, right):
         for field in ("row_place", "column_place", "row_sign", "column_sign"):
