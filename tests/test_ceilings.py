@@ -14,7 +14,7 @@ from test_layout import ROOMS
 import autograd_hacks
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = {"core": 14876, "rooms": 5425, "tests": 25530, "benchmarks": 2132}
+CEILINGS = {"core": 14846, "rooms": 5411, "tests": 25512, "benchmarks": 2132}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""
