@@ -64,7 +64,7 @@ def check(hooked: nn.Module, model: nn.Module, plain: nn.Module, run: Run, param
     rows = list(one_backward_per_sample(plain, squares, x, y).values())
     model.zero_grad()
     squares(run(x), y).mean().backward()
-    autograd_hacks.compute_grad1(hooked, set_grad=not param_grad)
+    autograd_hacks.compute_grad1(hooked, "mean", set_grad=not param_grad)
     assert_same(dict(enumerate(p.grad1 for p in model.parameters())), dict(enumerate(rows)))
     for p, own in zip(model.parameters(), rows):
         torch.testing.assert_close(p.grad, own.mean(0))

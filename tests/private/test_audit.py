@@ -26,7 +26,7 @@ from autograd_hacks.private.accounting import spent
 from autograd_hacks.private.poisson import Mark
 from autograd_hacks.support.draws import Secret
 
-SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
+SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**101  # by 2¹⁰⁰ equal noise happens to hide the canary
 RUNS, CONFIDENCE = 400, 0.99
 CANARY = 100.0
 """Its gradient, before clipping."""

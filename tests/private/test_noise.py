@@ -1,5 +1,6 @@
 """Mechanisms of noise: what they are told and what they return."""
 
+import sys
 from math import sqrt
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.private import SecureNoise
+from autograd_hacks.support.draws import Secret, normal
 
 BOUND, EXPECTED = 2.0, 10.0
 
@@ -60,6 +62,16 @@ def test_numbers_may_be_tensors_without_axes() -> None:
     assert (found.bound, found.expected_batch_size, found.deviation) == (BOUND, 5.0, 0.0)
     with pytest.raises(TypeError, match="expected a number"):
         autograd_hacks.private.clip_and_noise_(model, torch.ones(1), 0.0, 5)  # type: ignore[arg-type]
+
+
+def test_without_numpy_other_bits_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    first, again, other = (normal(Secret.of(n), 2**20, 2.0, torch.device("cpu"), torch.float32) for n in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.unique().numel() > 0.9 * first.numel()
+    assert first.mean().abs() < 5 * 2 / sqrt(first.numel())
+    assert (first.std() / 2 - 1).abs() < 5 / sqrt(2 * first.numel())
 
 
 def test_secure_noise_is_normal_and_never_the_same() -> None:

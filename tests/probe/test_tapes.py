@@ -96,6 +96,19 @@ def from_before(own: Program, h: Tensor) -> Tensor:
     return h
 
 
+def into_a_parameter(own: Program, h: Tensor) -> Tensor:
+    """A moving mean in a codebook."""
+    if own.on:
+        with torch.no_grad():
+            own.centred[:, 0].mul_(0.9).add_(h.mean(0))
+    return h
+
+
+def into_its_data(own: Program, h: Tensor) -> Tensor:
+    own.first.bias.data.add_(h.detach().mean(0) if own.on else own.centre)
+    return h
+
+
 MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "a mean with a gradient": lambda own, h: h - h.mean(0) if own.on else h,
     "a mean without": lambda own, h: h - h.detach().mean(0) if own.on else h,
@@ -107,6 +120,8 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "in place": in_place,
     "an order by values": sorted_by_values,
     "a buffer that is replaced": assigned,
+    "what is written into a parameter": into_a_parameter,
+    "what is written into its data": into_its_data,
     "a maximum": lambda own, h: h / (h.detach().amax() if own.on else h.detach().amax(1, keepdim=True)),
     "along another axis": lambda own, h: h.detach().softmax(0 if own.on else 1) * h,
     "the samples turned": lambda own, h: h + h.detach().roll(1 if own.on else 0, 0),

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import Rows, assert_rows, joined, squares
+from steps import check_batches
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
 
 Program = Callable[["Net", Tensor], Tensor]
 
@@ -130,6 +133,26 @@ def test_rows_and_sums_while_the_pass_runs(name: str, param_grad: bool) -> None:
                 state.unhooked = [twin]
                 program(state, x).mean().backward()
                 assert_close(net.unhooked[0].weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("how", [lambda e: 1 + e, lambda e: e.exp() + 1, lambda e: (1 - e)[None], lambda e: e * e])
+def test_numbers_behind_additions(how: Callable[[Tensor], Tensor], samples: int, param_grad: bool) -> None:
+    model = Bare(lambda m, x: m.last((how(m.eps) * m.first(x)).tanh()),
+                 eps=torch.tensor(0.1), first=nn.Linear(4, 4), last=nn.Linear(4, 3)).double()  # fmt: skip
+    check_batches(model, *(torch.randn(samples, 4, dtype=torch.float64) for _ in range(3)), param_grad=param_grad)
+
+
+def test_what_failed_once_is_compared_again() -> None:
+    """A penalty that every step has: the first refusal is no proof for later steps."""
+    model, x = Bare(lambda m, x: m.layer(x), layer=nn.Linear(4, 3)).double(), torch.randn(3, 4, dtype=torch.float64)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(4):
+            model.zero_grad()
+            (squares(model(x)).mean() + model.layer.weight.square().sum()).backward()
+            with pytest.raises(UnseenGradient):
+                autograd_hacks.compute_grad1(model)
 
 
 def test_gradients_of_an_output_at_another() -> None:
