@@ -328,10 +328,9 @@ class NodeUse(Use):
                 labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
             if g is not None and labels is None and self.samples == 1:  # all entries are its own
                 labels = g.new_zeros([1] * g.ndim, dtype=torch.long)
-            if g is not None and labels is None and bool(g.any()):
-                what = f"it is unknown whose the gradient at its output number {slot} is"
-                raise SamplesMixed(f"{self.place}: {what}. {A_BATCH}")
             owners.append(None if g is None or labels is None else labels.to(g.device))
+        if all(own is None for own in owners) and any(g is not None and bool(g.any()) for g in grads):
+            raise SamplesMixed(f"{self.place}: it is unknown whose the gradient that arrived is. {A_BATCH}")
         count = (self.samples or 0) if documents is None else documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
 

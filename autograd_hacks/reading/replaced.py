@@ -157,8 +157,10 @@ class Runs:
             if (at is not None or self.are_parts) and _changes(x, y, at, kept, rounds):
                 return f"the model's output number {slot} (shape {tuple(first.outputs[slot].shape)})", (slot,)
         for name in (*first.left, *other.left):
-            x, y = first.left.get(name), other.left.get(name)
-            if x is None or y is None or x.shape != y.shape or _changes(x, y, self._by_size(x.shape), kept, rounds):
+            one, another = first.left.get(name), other.left.get(name)
+            if one is None or another is None or one.shape != another.shape:
+                return f"what the forward leaves in {name}", every
+            if _changes(one, another, self._by_size(one.shape), kept, rounds):
                 return f"what the forward leaves in {name}", every
         return _differing_rows(first.rows, other.rows, kept), every
 

@@ -73,6 +73,7 @@ def test_autograd_computes_none(model: nn.Module) -> None:
                 loss = squares(model(x)).mean()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     loss.backward()
+                autograd_hacks.compute_grad1(model)  # from now on rows are known to agree with gradients
             counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
     assert counts[1] == 1  # the gradient at the second layer's input
     assert counts[0] >= 3
