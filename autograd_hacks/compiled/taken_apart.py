@@ -248,7 +248,8 @@ class TakenApart:
             rows = form.values
         if rows is None:
             return squares(form).to(torch.float64)
-        return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
+        # A number's rows have no second axis.
+        return torch.linalg.vector_norm(rows[:, None].flatten(1), dim=1, dtype=torch.float64).square()
 
     def weighted(self, w: Tensor | None = None, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
         """Σₙ wₙ gₙ by node, from the original sums with weighted gradients, or from rows that were kept.

@@ -28,15 +28,16 @@ def _compiled_anew() -> None:
 
 
 def seen(m: Any, x: Tensor) -> Tensor:
-    """Convolutions, one of them grouped, a norm, a class token, a tied table, and two biases with one gradient."""
+    """Convolutions, one of them grouped, a norm, a class token, a tied table, a number, and two biases with one gradient."""
     x = m.grouped(m.conv(x).tanh()).flatten(2).mT
     x = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
     x = x + m.attention(m.norm(x), x, x)[0] + m.weights + m.other
-    return F.linear(x[:, 0] + m.table((x[:, 1, 0] * 3).long().abs() % 5), m.table.weight)
+    return F.linear(m.gain * x[:, 0] + m.table((x[:, 1, 0] * 3).long().abs() % 5), m.table.weight)
 
 
 def pictures_net() -> nn.Module:
     bare = {"token": torch.randn(1, 1, 8), "weights": torch.randn(8), "other": torch.randn(8), "unused": torch.randn(2)}
+    bare["gain"] = torch.tensor(0.7)
     convs = {"conv": nn.Conv2d(3, 4, 3, padding=1), "grouped": nn.Conv2d(4, 8, 3, stride=2, groups=2)}
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     return Bare(seen, **convs, norm=nn.LayerNorm(8), attention=attention, table=nn.Embedding(5, 8), **bare)
@@ -56,7 +57,7 @@ def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def lengths(rows: dict[str, Tensor]) -> Tensor:
-    return torch.stack([x.flatten(1).norm(dim=1) for x in rows.values()]).norm(dim=0)
+    return torch.stack([x[:, None].flatten(1).norm(dim=1) for x in rows.values()]).norm(dim=0)
 
 
 def check_gradients(model: nn.Module, rows: dict[str, Tensor], w: Tensor) -> None:
