@@ -52,8 +52,9 @@ def add_hooks(
     the batch, if every parameter has a layer's rule
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
-    ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
-    after a loss with derivatives, and for parameters that have hooks of yours
+    ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, until rows of a kind of step have
+    been compared with them, after a loss with derivatives, and for parameters that have hooks of yours. While a model
+    is hooked so, ``torch.autograd.backward`` is a function of this library, which gives it ``inputs=``
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
