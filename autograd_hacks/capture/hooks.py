@@ -67,7 +67,7 @@ def add_hooks(
     that returns such integers. An argument whose name contains "position" holds each token's position in its document;
     "cu_seq", the D + 1 offsets of the documents; any other name, a document number for each token, negative for padding.
     The check shows that no document's gradient reaches another document's positions. With 'tokens', each row is one
-    position's part of its sample's gradient, see `PerSampleGrads.tokens`
+    position's part of its sample's gradient
     replace: for ``independent`` and samples that are packed along the arguments, such as graphs, if laws don't show that
     they are independent: a function ``replace(keep, *args, **kwargs)`` that returns the model's arguments for some samples
     alone, such as your collate function once more. ``keep`` has their numbers, (K,). It returns a tuple of positional

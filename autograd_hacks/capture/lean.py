@@ -57,10 +57,14 @@ class Asked:
         return Counter(edge.name for use in uses for edge in use.edges.values() if edge.node in self.skipped)
 
 
-def meet(backward: Backward, ran: Ran) -> None:
+def meet(backward: Backward, ran: Ran, began: int) -> None:
     """Notes a forward, whose parameters' gradients passes need not compute: all uses are known, and no samples mix.
 
-    What shows that a loss reads where they do are gradients.  Rows are compared with gradients first."""
+    What shows that a loss reads where they do are gradients.  Rows are compared with gradients first.
+
+    began: the number of the first node that it could make.  What an older node took, as for a weight that a module keeps, is
+    also an earlier forward's
+    """
     told = ran.within.told
     if ran.within.refused or told.mixing or told.mixed_outputs or told.kind.derives is not False:
         return
@@ -78,7 +82,7 @@ def meet(backward: Backward, ran: Ran) -> None:
     is_own = backward.record.is_parameter
     leaves = [leaf for leaf, name in ran.leaves.items() if is_own(ran.parameters[name])]
     numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (uses, takers))
-    backward.met[ran.within] = Met(numbers, of_takers, frozenset(leaves))
+    backward.met[ran.within] = Met(numbers, frozenset(k for k in of_takers if k >= began), frozenset(leaves))
 
 
 def attach(backward: Backward) -> None:
@@ -102,7 +106,7 @@ def _backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    asked = None
+    asked, tensors = None, tensors if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     if inputs is None and not create_graph and _LEAN and Switch.on() and current_task() == NO_TASK and not is_transformed():
         asked = _asked(_nodes_of(tensors))
     if asked is None or not asked.inputs:
@@ -114,13 +118,14 @@ def _backward(
 
 def _nodes_of(tensors: Any) -> list[Node]:
     roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
-    nodes = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in roots)
     return [node for node in nodes if node is not None]
 
 
 def _asked(roots: Iterable[Node]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
-    known = [own for own in _LEAN if own.met and own.hears() and not (own.has_new_hooks() or own.record.comparing)]
+    lean = (own for own in _LEAN if own.met and own.hears() and not own.wants_grad)
+    known = [own for own in lean if not (own.has_new_hooks() or own.record.comparing)]
     met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None

@@ -85,7 +85,7 @@ class Recorder:
         self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
         self._began = 0  # torch's number of the next node, as it began
         self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
-        self._kept = ByTensor[bool]()  # the tensors with a graph that modules kept when a forward had ended
+        self._kept = ByTensor[bool]()  # the samples' tensors with a graph that modules kept when a forward had ended
 
     @property
     def settings(self) -> Settings:
@@ -211,10 +211,7 @@ class Recorder:
         returned_count = len(outputs)
         modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
         if not path and not self.is_aside and self.kinds.probes:
-            kept = _kept_by(self.tree, outputs, self._began)
-            outputs += kept
-            for x in kept:
-                self._kept[x] = True
+            outputs += _kept_by(self.tree, outputs, self._began)
         trained = partial(self._trained, parameters, path)
         given, within = (args, kwargs), self.forward.within
         ran = Ran(modules, trained, given, outputs, within, noted, self._ends, returned=output, count=returned_count)
@@ -265,7 +262,7 @@ class Recorder:
         ran.attach(partial(self._edge, ran), self.backward)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         if not (self.backward.wants_grad or told.returns_parameters or self._users_hooks):
-            lean.meet(self.backward, ran)
+            lean.meet(self.backward, ran, self._began)
         layouts = _layouts(model, told, ran)
         for x, layout in zip(ran.outputs, layouts[: ran.count]):
             self.record.outputs[x] = layout, samples, version_of(x)
@@ -273,6 +270,9 @@ class Recorder:
             if layout is not None and layout.fits(x, count):
                 mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
         self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
+        for x, layout in zip(ran.outputs[ran.count :], layouts[ran.count :]):
+            if layout is not None:
+                self._kept[x] = True
 
     def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> None:
         """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read"""
