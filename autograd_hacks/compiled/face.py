@@ -57,8 +57,7 @@ def compile(
 
     batch: the axis of the samples in all arguments; or a tree of axes as in `add_hooks`, None for an argument without
     samples
-    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'mean' is assumed, as everywhere, and a line on stderr
-    says so, once a process
+    loss_type: 'sum' or 'mean', how the losses are reduced. By default 'sum' is assumed, and a line on stderr says so, once
     param_grad: also fill ``.grad``, for 'rows' and 'norms'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
     budget: bytes of rows that 'clip' and 'norms' keep for norms and sums, which saves time, 256 MiB by default

@@ -69,7 +69,7 @@ class CompiledStep(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch = model, verb, batch
-        self._loss_type, self._is_mean, self._said = loss_type, loss_type != "sum", set[str]()
+        self._loss_type, self._is_mean, self._said = loss_type, loss_type == "mean", set[str]()
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._budget, self._results, self._pool = budget, dict[str, Tensor](), Pool()
         _POOLS[id(self._pool)] = self._pool
@@ -238,7 +238,7 @@ class CompiledStep(nn.Module):
     def _begin(self) -> None:
         """Returns the old rows' memory to the pool.  Raises ValueError if losses are reduced otherwise than is known."""
         announced = ANNOUNCED.get(current_task())
-        used = self._loss_type or ("mean" if announced else assumed("mean", self._said))
+        used = self._loss_type or ("sum" if announced else assumed("sum", self._said))
         if announced and announced.loss_type != used:
             raise ValueError(
                 f"{announced.what} used {announced.loss_type!r}, but the step was compiled for {used!r}. Call "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autograd_hacks.compiled.face import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
-from autograd_hacks.extending import kind_of
+from autograd_hacks.extending import assumed, kind_of
 from autograd_hacks.integrations.steps import Steps, mean_of
 from autograd_hacks.private.clip_and_noise import PrivateStep
 from autograd_hacks.private.poisson import N_LOSSES, WOULD_CLIP
@@ -78,13 +78,14 @@ class CompiledCallback(TrainerCallback):
     training.  The mean of its norms goes into the trainer's logs.
 
     verb: as in `autograd_hacks.compile`
-    loss_type, settings: as in `autograd_hacks.compile`
+    loss_type, settings: as in `autograd_hacks.compile`. By default the loss is assumed to be a mean, as a trainer's is, and
+    a line on stderr says so
 
     Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
     """
 
     def __init__(self, verb: str, loss_type: str | None = None, **settings: Any) -> None:
-        self.verb, self.settings = verb, {"loss_type": loss_type, **settings}
+        self.verb, self.settings = verb, {"loss_type": loss_type or assumed("mean", set()), **settings}
         self.step: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
