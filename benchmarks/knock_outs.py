@@ -132,7 +132,7 @@ def bergson(model: nn.Module, ids: Tensor) -> Rows:
 
 
 def kronfluence(model: nn.Module, ids: Tensor) -> Tensor:
-    """Its scores of all pairs without preconditioning, which are inner products of gradients."""
+    """Norms, from its scores without preconditioning, which are inner products of gradients."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments
     from kronfluence.task import Task
@@ -150,7 +150,7 @@ def kronfluence(model: nn.Module, ids: Tensor) -> Tensor:
         analyzer.fit_all_factors("none", data, n, factor_args=FactorArguments(strategy="identity"))
         analyzer.compute_pairwise_scores("pairs", "none", data, data, n, n)
         scores: Tensor = analyzer.load_pairwise_scores("pairs")["all_modules"]
-    return scores
+    return scores.diagonal().sqrt()
 
 
 def by_vmap(model: nn.Module, ids: Tensor) -> Rows:
@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[str, Engine]]]] 
         {
             "opacus": ("GradSampleModule", opacus),
             "bergson": ("StreamingGradientCollector", bergson),
-            "kronfluence": ("scores of all pairs", kronfluence),
+            "kronfluence": ("norms, from scores", kronfluence),
             "torch": ("vmap(grad)", by_vmap),
             OURS: ("add_hooks", ours),
         },

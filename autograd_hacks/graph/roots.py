@@ -68,6 +68,8 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
             waiting += ahead
         elif name in _BILINEAR and len(ahead) == 1 and (name != "Div" or node.next_functions[0][0] is not None):
             waiting += ahead  # and it doesn't divide by them
+        elif is_one and "linear_cross_entropy" in node.name():  # its weight is no sample's
+            found |= dict.fromkeys(ahead[:1] if node.next_functions[0][0] is not None else ())
         elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
             found |= dict.fromkeys(ahead)
             is_scaled |= name in _NORM

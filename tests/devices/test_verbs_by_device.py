@@ -201,7 +201,7 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "reduce": read(lambda g: g.reduce(torch.tanh)),
     "select and group": read(lambda g: (g.select(slice(2)).norms(), g.scaled(g.norms()).norms())),
     "fisher": directed(lambda g, v: (curvature.matvec(g, v), curvature.natural_gradient(g, v, damping=0.1))),
-    "scipy": read(lambda g: torch.as_tensor((by := curvature.linear_operator(g)) @ np.ones(by.shape[0])).float()),
+    "scipy": read(lambda g: torch.from_numpy((by := curvature.linear_operator(g)) @ np.ones(by.shape[0])).float()),
     "Metric.from_optimizer": by_adam,
     "Metric.from_ekfac": by_curvature,
     "Metric.low_rank": lambda m, x, path: back(m, x).preconditioned(Metric.low_rank(m, 2)).norms(),
