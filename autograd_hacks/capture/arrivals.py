@@ -80,10 +80,6 @@ class AtOutput:
     def is_over(self) -> bool:
         return self.call is None
 
-    @property
-    def whose(self) -> LayerCall | None:
-        return self.call
-
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         call, grad = self.call, grads[self.number]
         if call is None:
@@ -142,10 +138,6 @@ class AtNode:
 
     def __init__(self, use: NodeUse, receiver: Any) -> None:
         self.receiver, self.use = receiver, use
-
-    @property
-    def whose(self) -> NodeUse:
-        return self.use
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, self)

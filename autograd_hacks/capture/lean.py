@@ -5,14 +5,14 @@ model's parameters, as its own ``inputs=`` does.  So the engine takes its usual 
 parameters.
 
 It is asked for all that isn't known to be a use: a parameter that a node outside of the model's forwards takes, as a penalty
-does; and passes that make a graph, that pass reentrant checkpoints, or that begin in another way.  `Backward` then restores
-``.grad``.
+does; and by passes that enter a forward at another value than its outputs, that make a graph, that pass reentrant
+checkpoints, or that begin in another way.  `Backward` then restores ``.grad``.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import compress
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import ASKED, hook_before, may_skip, on_node
+from autograd_hacks.capture.arrivals import ASKED, AtNode, hook_before, may_skip, on_node
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
-from autograd_hacks.support.internals import is_transformed, sequence_number
+from autograd_hacks.support.internals import is_transformed, next_node, sequence_number
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
 _plain = torch.autograd.backward
@@ -36,25 +36,25 @@ _LEAN: weakref.WeakSet[Backward] = weakref.WeakSet()
 class Met(NamedTuple):
     """What a forward has in its graph, by nodes' numbers: a node that is held here would keep the graph."""
 
+    made: range  # all that it made
+    outputs: frozenset[int]  # the nodes of what it returned, and of what modules keep
     uses: frozenset[int]  # the nodes of uses
     takers: frozenset[int]  # the nodes that take a parameter
     leaves: frozenset[Node]  # at which the parameters end the graph
 
 
-class Asked:
-    """What the engine is asked for in a running pass.
+class Asked(NamedTuple):
+    """What the engine is asked for in a running pass."""
 
-    skipped: the leaves whose gradients are not    inputs: what is
-    """
-
-    def __init__(self, skipped: frozenset[Node], inputs: Sequence[GradientEdge]) -> None:
-        self.skipped, self.inputs = skipped, inputs
+    skipped: frozenset[Node]  # the leaves whose gradients it isn't
+    inputs: Sequence[GradientEdge]
 
     def counts(self, backward: Backward) -> dict[str, int]:
         """By name of a skipped parameter of a model, how many gradients will arrive at its uses."""
         hooks = (hook for edge in self.inputs for hook in on_node(edge.node) if hook.receiver is backward)
-        uses = [use for hook in hooks if (use := hook.whose) is not None]
-        return Counter(edge.name for use in uses for edge in use.edges.values() if edge.node in self.skipped)
+        uses = (hook.use if isinstance(hook, AtNode) else hook.call for hook in hooks)
+        edges = (edge for use in uses if use is not None for edge in use.edges.values())
+        return Counter(edge.name for edge in edges if edge.node in self.skipped)
 
 
 def meet(backward: Backward, ran: Ran, began: int) -> None:
@@ -66,23 +66,20 @@ def meet(backward: Backward, ran: Ran, began: int) -> None:
     also an earlier forward's
     """
     told = ran.within.told
-    if ran.within.refused or told.mixing or told.mixed_outputs or told.kind.derives is not False:
-        return
-    if told.walk is not None and not told.walk.was_read:
-        return
-    if ran.within.calls is None or ran.is_checkpointed:
+    is_compared = told.kind.derives is False and (told.walk is None or told.walk.was_read)
+    if not is_compared or ran.within.calls is None or ran.within.refused or told.mixing or told.mixed_outputs:
         return
     trace = ran.trace
     if not ran.takers:  # of all forwards with equal graphs
         own = {k for k in trace.leaves if trace.nodes[k] in ran.leaves}
         ran.takers.append([k for k, ahead in enumerate(trace.edges) if any(e is not None and e[0] in own for e in ahead)])
-    noted = compress(ran.noted, ran.within.calls)  # but those whose rule gives no rows
-    uses = [node for node, _ in ran.hooks] + [node for one in noted for node, _ in one.hooks]
-    takers = [trace.nodes[k] for k in ran.takers[0]]
-    is_own = backward.record.is_parameter
-    leaves = [leaf for leaf, name in ran.leaves.items() if is_own(ran.parameters[name])]
-    numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (uses, takers))
-    backward.met[ran.within] = Met(numbers, frozenset(k for k in of_takers if k >= began), frozenset(leaves))
+    uses = [node for node, _ in ran.hooks]
+    uses += [node for one in compress(ran.noted, ran.within.calls) for node, _ in one.hooks]  # whose rules give rows
+    outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers[0]]
+    leaves = [leaf for leaf, name in ran.leaves.items() if backward.record.is_parameter(ran.parameters[name])]
+    ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
+    made = range(began, next_node())
+    backward.met[ran.within] = Met(made, ends, numbers, of_takers.intersection(made), frozenset(leaves))
 
 
 def attach(backward: Backward) -> None:
@@ -106,20 +103,14 @@ def _backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    asked, tensors = None, tensors if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
-    if inputs is None and not create_graph and _LEAN and Switch.on() and current_task() == NO_TASK and not is_transformed():
-        asked = _asked(_nodes_of(tensors))
-    if asked is None or not asked.inputs:
-        _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-        return
-    with _noted(asked, _nodes_of(tensors)):
-        _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, asked.inputs)
-
-
-def _nodes_of(tensors: Any) -> list[Node]:
-    roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
-    nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in roots)
-    return [node for node in nodes if node is not None]
+    tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+    nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
+    roots, asked = [node for node in nodes if node is not None], None
+    if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
+        asked = _asked(roots)
+    with nullcontext() if asked is None else _noted(asked, roots):
+        given = inputs if asked is None else asked.inputs
+        _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, given)
 
 
 def _asked(roots: Iterable[Node]) -> Asked | None:
@@ -129,25 +120,38 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
     met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None
-    uses, takers, skippable = (frozenset().union(*sets) for sets in zip(*met))
+    uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
     seen, taken, others = set(nodes), dict[Any, None](), dict[Any, None]()
+    entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
     for node in nodes:  # the list grows
         number = sequence_number(node)
         if number in uses:
             inputs.append(GradientEdge(node, 0))
-        leaves = taken if number in takers else others
+        leaves, within = taken if number in takers else others, _of(met, number)
         for ahead, _ in node.next_functions:
             if type(ahead) is Leaf:
                 leaves[ahead] = None
-            elif ahead is not None and ahead not in seen:
-                seen.add(ahead)
-                nodes.append(ahead)
+            elif ahead is not None:
+                if within < 0 or len(met) > 1:
+                    entered.add((within, ahead))
+                if ahead not in seen:
+                    seen.add(ahead)
+                    nodes.append(ahead)
+    for before, node in entered:
+        within = _of(met, number := sequence_number(node))
+        if within not in (-1, before) and number not in met[within].outputs:
+            return None
     if any(map(_is_checkpoint, set(map(type, nodes)))):
         return None
     skipped = {leaf for leaf in taken if leaf in skippable and leaf not in others and may_skip(leaf.variable)}
     inputs += [GradientEdge(leaf, 0) for leaf in {**taken, **others} if leaf not in skipped]
     return Asked(frozenset(skipped), inputs) if skipped else None
+
+
+def _of(met: Sequence[Met], number: int) -> int:
+    """Which forward has made a node; -1 for none of them."""
+    return next((n for n, own in enumerate(met) if number in own.made), -1)
 
 
 @cache

@@ -18,7 +18,6 @@ from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.support.graph import (
-    CHECKPOINT,
     Leaf,
     Value,
 )
@@ -94,11 +93,6 @@ class Ran:
     @cached_property
     def _of_parameters(self) -> set[int]:
         return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
-
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether there are reentrant checkpoints."""
-        return any(kind.name == CHECKPOINT for kind in set(self.trace.kinds))
 
     @property
     def is_covered(self) -> bool:
