@@ -115,9 +115,8 @@ def _backward(
 
 def _asked(roots: Iterable[Node]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
-    lean = (own for own in _LEAN if own.met and own.hears() and not own.wants_grad)
-    known = [own for own in lean if not (own.has_new_hooks() or own.record.comparing)]
-    met = [one for own in known for one in [*own.met.values()]]
+    known = [own for own in _LEAN if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
+    met = [one for own in known if not own.has_new_hooks() for one in [*own.met.values()]]
     if not met:
         return None
     uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])

@@ -1,5 +1,6 @@
 """Rows on disk: a file that grows batch by batch, is complete after each, and can be resumed with the same batches."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -181,21 +182,25 @@ class RowFiles:
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(end)  # remove an incomplete batch
             file.seek(end)
-            file.write(rows.numpy().tobytes())
+            file.write(_bytes(rows))
             file.seek(0)
             file.write(_header(path.suffix, dtype, [count + len(rows), *shape]))
 
     def rows(self) -> dict[str, Tensor]:
         """All rows by name, mapped from their files.  Writing to them doesn't change the files."""
-        import numpy as np
+        return {name: self._mapped(name, *self._kind(name)) for name in self.notes["kinds"]}
 
-        found = {}
-        for name in self.notes["kinds"]:
-            dtype, shape = self._kind(name)
-            found[name] = torch.zeros(shape, dtype=dtype, device="cpu")  # nothing can't be mapped
-            if prod(shape):
-                found[name] = torch.from_numpy(np.memmap(self._path(name), _KINDS[dtype][0], "c", _HEADER, tuple(shape)))
-        return found
+    def _mapped(self, name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        if not prod(shape):  # nothing can't be mapped
+            return torch.zeros(shape, dtype=dtype, device="cpu")
+        return torch.from_file(
+            str(self._path(name)), shared=False, size=self._end(name), dtype=torch.uint8
+        )[_HEADER:].view(dtype).view(shape)  # fmt: skip
+
+
+def _bytes(x: Tensor) -> bytes:
+    """The memory of a contiguous tensor of the CPU.  Without NumPy, which PyTorch doesn't need."""
+    return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""
 
 
 def _header(suffix: str, dtype: torch.dtype, shape: list[int]) -> bytes:
@@ -255,7 +260,7 @@ def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
         else:
             x = (x if x.layout == torch.strided else x.to_dense()).resolve_conj().resolve_neg().cpu().contiguous()
             yield repr((tuple(x.shape), x.dtype)).encode()
-            yield x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+            yield _bytes(x)
     elif isinstance(thing, Mapping):
         parts = [list(thing), *thing.values()]
     elif isinstance(thing, list | tuple):

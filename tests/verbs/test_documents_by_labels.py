@@ -61,9 +61,8 @@ def test_documents_of_equal_lengths_behind_a_mask(doc: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [[3, 1], [3, 2, 1], [5, 3, 2, 2]])
 def test_padded_text_that_is_packed(lengths: list[int]) -> None:
     def read(m: Any, ids: Tensor) -> Tensor:
-        packed = pack_padded_sequence(m.table(ids), torch.tensor(lengths), batch_first=True)
-        out: Tensor = pad_packed_sequence(m.run(packed)[0], batch_first=True)[0]
-        return m.last(out).sum(1)  # type: ignore[no-any-return]
+        packed = m.run(pack_padded_sequence(m.table(ids), torch.tensor(lengths), batch_first=True))[0]
+        return m.last(pad_packed_sequence(packed, batch_first=True)[0]).sum(1)  # type: ignore[no-any-return]
 
     model = Bare(read, table=nn.Embedding(11, 4), run=nn.GRU(4, 5, batch_first=True), last=nn.Linear(5, 3)).double()
     ids = torch.randint(11, (len(lengths), max(lengths)))

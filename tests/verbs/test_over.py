@@ -1,5 +1,7 @@
 """A verb over a loader against plain backward passes, sample by sample; files, and going on with them."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -326,3 +328,9 @@ def test_models_with_buffers_of_all_kinds(buffered: nn.Module, budget: int) -> N
 def test_products_of_each_sample_with_itself_are_rows(net: nn.Module) -> None:
     diagonal = autograd_hacks.over(net, X[:8].split(4), loss, lambda grads: grads.gram().diagonal())
     assert_close(diagonal, rows(net, X[:8]).square().sum(1))
+
+
+def test_the_readme_runs_without_numpy() -> None:
+    """Which PyTorch doesn't need, so a new environment may not have it."""
+    run = "import sys; sys.modules['numpy'] = None; import doctest; sys.exit(doctest.testfile(sys.argv[1], False)[0])"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", run, str(Path(__file__).parents[2] / "README.rst")], check=True)
