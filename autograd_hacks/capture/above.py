@@ -8,18 +8,17 @@ from typing import Any
 
 import torch.nn as nn
 
-from autograd_hacks.capture.kinds import Known, Told
 from autograd_hacks.capture.ran import Ran
 
 
 class Above:
     """The functions of floors above.
 
-    read_forward(recorder, known, ran): reads a finished forward by laws
+    read_forward(recorder, ran): reads a finished forward by laws
     assume(ran): reads a graph whose outputs are assumed to have the samples on axis 0
     created(recorder, use, node, hook): called when a pass that makes a graph arrives at a node
-    is_shown(recorder, ran, told, samples): whether the tape shows that samples are independent, if that is asked
-    show(recorder, model, copy, batch, ran, told, samples): records whether they are
+    is_shown(recorder, ran): whether the tape shows that samples are independent, if that is asked
+    show(recorder, model, ran): records whether they are
     learn(model, recorder): called as a forward with gradients begins: finds the whole parameters
     together(model, recorder, read, show): reads a finished forward, and shows independence if ``read`` says that it is due.
     Other processes may have to take part, so each forward with gradients calls it
@@ -31,11 +30,11 @@ class Above:
     describe(model, trained): a table of the model's parameters
     """
 
-    read_forward: Callable[[Any, Known, Ran], None]
+    read_forward: Callable[[Any, Ran], None]
     assume: Callable[[Ran], None]
     created: Callable[..., None]
-    is_shown: Callable[[Any, Ran, Told, int | None], bool]
-    show: Callable[..., None]
+    is_shown: Callable[[Any, Ran], bool]
+    show: Callable[[Any, nn.Module, Ran], None]
     learn: Callable[[nn.Module, Any], None]
     together: Callable[[nn.Module, Any, Callable[[], bool], Callable[[], None]], None]
     spread_of: Callable[[nn.Module, Any, Any], Any]

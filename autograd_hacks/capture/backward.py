@@ -24,8 +24,9 @@ from autograd_hacks.capture.arrivals import (
     reach_of,
 )
 from autograd_hacks.capture.calls import LayerCall
+from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Usual
-from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use, Within
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.contexts import without_autocast
@@ -198,7 +199,7 @@ class Backward:
         running = self.running
         if running is not None and running.received:
             return None
-        if torch.is_grad_enabled() or within.told.kind.derives is not False or is_transformed():
+        if torch.is_grad_enabled() or within.kind.derives is not False or is_transformed():
             return None
         if not (self.hears() and self._is_usual(within)):
             return None
@@ -240,7 +241,7 @@ class Backward:
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)
-        kind = use.within.told.kind
+        kind = use.within.kind
         if makes_graph or kind.derives is None:
             kind.derives = makes_graph
         if makes_graph and node is not None:

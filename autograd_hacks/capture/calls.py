@@ -12,7 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.capture.uses import Edge, OutputGrads, Use, Whose, ready
+from autograd_hacks.capture.kinds import Whose
+from autograd_hacks.capture.uses import Edge, OutputGrads, Use, ready
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Form, Grouping, gathered
 from autograd_hacks.forms.numerics import looks_free

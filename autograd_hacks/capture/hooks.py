@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Kinds, Parts, Told, uncovered
+from autograd_hacks.capture.kinds import Kinds, Parts, Within, uncovered
 from autograd_hacks.capture.recorder import Recorder, Settings
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable, check_module
@@ -187,12 +187,12 @@ def remove_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def hooked_copy(
-    model: nn.Module, recorder: Recorder, independent: bool, told: Told | None = None, knows: bool = False
+    model: nn.Module, recorder: Recorder, independent: bool, within: Within | None = None, knows: bool = False
 ) -> Iterator[Recorder]:
     """A context in which a copy of a hooked model has hooks and a recorder of its own, with the same settings.
 
     independent: see `add_hooks`; it is shown once more
-    told, knows: see `Kinds.for_copy`
+    within, knows: see `Kinds.for_copy`
     """
     own = Recorder(model)
     own.is_aside = own.said_uncompiled = True
@@ -200,7 +200,7 @@ def hooked_copy(
     with torch.enable_grad():
         try:
             _hook_all(own, model)
-            own.set((recorder.kinds.for_copy(independent, told, knows), True, own.record.left_out, recorder.segments))
+            own.set((recorder.kinds.for_copy(independent, within, knows), True, own.record.left_out, recorder.segments))
             own.attach()
             yield own
         finally:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.layout import Layouts, is_time_first
@@ -49,11 +51,27 @@ class Kind:
     tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
 
 
-@dataclass
-class Told:
-    """What was read of one forward, for verbs and messages.  Parameters are known by their first name in the model."""
+class Whose(NamedTuple):
+    """Where the samples are in the tensors that a use made."""
 
+    layouts: Layouts = ()  # for each tensor, where none are labelled
+    labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it
+
+
+@dataclass(eq=False)
+class Within:
+    """One forward, or another graph: what all uses in it share, and what was read of it.
+
+    Parameters are known by their first name in the model."""
+
+    forward: int = 0  # the forward's number
     kind: Kind = field(default_factory=Kind)
+    samples: int | None = None  # N, if its own arguments or outputs show it
+    documents: Documents | None = None  # whose rows are wanted, instead of samples'
+    calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
+    plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
+    leaves: Mapping[int, Node] = field(default_factory=dict)  # then: where parameters (id) end the graph
     axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
     counted_at: int | None = None  # the output that shows N, if no argument does
     outputs: Layouts = ()  # where samples are in the model's outputs
@@ -72,13 +90,11 @@ class Told:
 
 
 class Known(NamedTuple):
-    """The facts that are known when a forward begins."""
+    """The facts that are known when a forward begins whose graph is to be read."""
 
-    told: Told
-    samples: int | None  # N, if the arguments show it
-    batch: Batch | None = None  # the arguments; None if no graph is to be read
-    axis: int | None = None  # of the samples in the arguments, as the user gave it
-    copy: Copy | None = None  # of the model and the leaves of the batch, if a check is to run it
+    batch: Batch  # the arguments
+    axis: int | None  # of the samples in the arguments, as the user gave it
+    copy: Copy | None  # of the model and the leaves of the batch, if a check is to run it
 
 
 class Kinds:
@@ -93,7 +109,7 @@ class Kinds:
     ) -> None:
         self.batch_dim, self.probes, self.independent, self.replace = batch_dim, probes, independent, replace
         self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
-        self.static = Told(Kind(pending=False))  # for layers called by themselves, and if no graph is read
+        self.static = Kind(pending=False)  # for layers called by themselves, and if no graph is read
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
         self.memo = Memo()  # of the laws' walks
         self._is_whole = False  # whether lazy layers have their parameters
@@ -103,31 +119,36 @@ class Kinds:
         for kind in self.seen.values():
             kind.pending = True
 
-    def for_copy(self, independent: bool, told: Told | None, knows: bool) -> "Kinds":
+    def for_copy(self, independent: bool, within: Within | None, knows: bool) -> "Kinds":
         """The kinds of a copy of the model, each of which must show its independence once more.
 
         independent: see `add_hooks`
-        told: of the forward that the copy repeats, if its graph is to be read and its samples are where they were then
+        within: the forward that the copy repeats, if its graph is to be read and its samples are where they were then
         knows: whether what the copy shows is known of the model, too
         """
         own = copy(self)
-        own.static, own.memo, own.independent = Told(Kind(pending=False)), Memo(), independent
+        own.static, own.memo, own.independent = Kind(pending=False), Memo(), independent
         own.seen = self.seen if knows else {key: replace(kind, tapes=Tapes()) for key, kind in self.seen.items()}
         own.doubt()
-        if told is not None:
-            own.probes, own.batch_dim = True, self.batch_dim if told.axis is None else told.axis
+        if within is not None:
+            own.probes, own.batch_dim = True, self.batch_dim if within.axis is None else within.axis
         return own
 
     def look(
-        self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module]
-    ) -> Known:
-        """What is known of a forward that begins.  path: of the called module    modules: its own, and itself"""
+        self, within: Within, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+        modules: Sequence[nn.Module],
+    ) -> Known | None:  # fmt: skip
+        """What is known of a forward that begins; None if no graph is to be read.  Notes its kind, and N, in it.
+
+        path: of the called module    modules: its own, and itself"""
+        within.kind, within.samples = self.static, None
         if any(x.is_nested for x in tensors_in(args, kwargs)):
-            return Known(Told(refused={n: NESTED for n, _ in model.named_parameters()}), None)
+            within.kind, within.refused = Kind(), {n: NESTED for n, _ in model.named_parameters()}
+            return None
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
         reads = self.probes or self.independent
         if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
-            return Known(self.static, None)
+            return None
         names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
@@ -137,11 +158,12 @@ class Kinds:
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         is_unread = is_bag and axis is not None and not self.independent
         if not self._is_whole or is_unread or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
-            return Known(self.static, None)
+            return None
         axis = None if is_bag else axis  # entries are packed
         samples = batch.samples(axis)
         if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
-            return Known(self.static, 0)
+            within.samples = 0
+            return None
         key = path, batch.signature(), samples == 1, tuple(map(_TRAINING, modules))
         kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
         if len(self.seen) > MOST:
@@ -150,7 +172,8 @@ class Kinds:
             samples = batch.samples(kind.hypothesis.axis, kind.hypothesis.counted_leaf)
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and kind.pending and not has_parts(model)
-        return Known(Told(kind), samples, batch, axis, Copy(model, batch.leaves) if is_kept else None)
+        within.kind, within.samples = kind, samples
+        return Known(batch, axis, Copy(model, batch.leaves) if is_kept else None)
 
 
 def runs_time_first(modules: Sequence[nn.Module], batch: Batch) -> bool:

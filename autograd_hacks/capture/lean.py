@@ -57,29 +57,24 @@ class Asked(NamedTuple):
         return Counter(edge.name for edge in edges if edge.node in self.skipped)
 
 
-def meet(backward: Backward, ran: Ran, began: int) -> None:
+def meet(backward: Backward, ran: Ran) -> None:
     """Notes a forward, whose parameters' gradients passes need not compute: all uses are known, and no samples mix.
 
     What shows that a loss reads where they do are gradients.  Rows are compared with gradients first.
-
-    began: the number of the first node that it could make.  What an older node took, as for a weight that a module keeps, is
-    also an earlier forward's
+    What an older node took, as for a weight that a module keeps, is also an earlier forward's.
     """
-    told = ran.within.told
-    is_compared = told.kind.derives is False and (told.walk is None or told.walk.was_read)
-    if not is_compared or ran.within.calls is None or ran.within.refused or told.mixing or told.mixed_outputs:
+    within = ran.within
+    is_compared = within.kind.derives is False and (within.walk is None or within.walk.was_read)
+    if not is_compared or within.calls is None or within.refused or within.mixing or within.mixed_outputs:
         return
     trace = ran.trace
-    if not ran.takers:  # of all forwards with equal graphs
-        own = {k for k in trace.leaves if trace.nodes[k] in ran.leaves}
-        ran.takers.append([k for k, ahead in enumerate(trace.edges) if any(e is not None and e[0] in own for e in ahead)])
     uses = [node for node, _ in ran.hooks]
-    uses += [node for one in compress(ran.noted, ran.within.calls) for node, _ in one.hooks]  # whose rules give rows
-    outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers[0]]
+    uses += [node for one in compress(ran.noted, within.calls) for node, _ in one.hooks]  # whose rules give rows
+    outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
     leaves = [leaf for leaf, name in ran.leaves.items() if backward.record.is_parameter(ran.parameters[name])]
     ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
-    made = range(began, next_node())
-    backward.met[ran.within] = Met(made, ends, numbers, of_takers.intersection(made), frozenset(leaves))
+    made = range(ran.began, next_node())
+    backward.met[within] = Met(made, ends, numbers, of_takers.intersection(made), frozenset(leaves))
 
 
 def attach(backward: Backward) -> None:

@@ -13,9 +13,8 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Kind, Whose, Within
 from autograd_hacks.capture.records import Pass, Record
-from autograd_hacks.capture.uses import Whose, Within
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
@@ -92,14 +91,14 @@ class Forward:
 
     def __init__(self, record: Record, backward: Backward) -> None:
         self.record, self.backward = record, backward
-        self.static = Told()  # for layers that are called by themselves
+        self.static = Kind()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
         self.noted: list[Noted] = []
         self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
-        self.within = Within(0, self.static, None)  # what its uses share
+        self.within = Within()  # the forward, or the last one
 
     def records(self) -> bool:
         return self.is_on() and torch.is_grad_enabled()
@@ -120,11 +119,7 @@ class Forward:
         record.forwards += 1
         if torch.is_grad_enabled() and not record.accumulating and record.segments:
             record.free_what_was_read()
-        self.look(record.told, self.within.samples)
-
-    def look(self, told: Told, samples: int | None) -> None:
-        """Takes what is known as a forward begins.  samples: N, if its arguments show it"""
-        self.record.told, self.within = told, Within(self.record.forwards, told, samples)
+        self.within = Within(record.forwards, record.last.kind, self.within.samples)
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
@@ -155,8 +150,9 @@ class Forward:
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live = args, kwargs
         if self.running is None:  # the layer is called by itself: a forward of its own
-            self.look(self.static, None)
             self.begin()
+            self.within.kind, self.within.samples = self.static, None
+            self.record.last = self.within
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call = LayerCall(

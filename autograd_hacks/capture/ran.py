@@ -14,8 +14,9 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtNode, put_on
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.kinds import Known, Within
 from autograd_hacks.capture.log import Noted
-from autograd_hacks.capture.uses import Edge, NodeUse, Planned, Within
+from autograd_hacks.capture.uses import Edge, NodeUse, Planned
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.support.graph import (
     Leaf,
@@ -31,23 +32,23 @@ from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
 class Ran:
     """A forward that has run, with its graph.
 
-    modules: the modules whose own parameters and buffers are used
-    trained: returns the trainable parameters by name
-    outputs: the tensors that were returned
+    The first fields are set as it begins.
     """
 
-    modules: Sequence[nn.Module]
-    trained: Callable[[], Mapping[str, Tensor]]
-    arguments: Any
-    outputs: Sequence[Tensor]  # and those that the model keeps, behind what it returns
     within: Within  # what its uses share
-    noted: Sequence[Noted] = ()
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
+    known: Known | None = None  # what was known as it began; None if its graph isn't to be read
+    began: int = 0  # torch's number of the first node that it could make
+    modules: Sequence[nn.Module] = ()  # whose own parameters and buffers are used
+    trained: Callable[[], Mapping[str, Tensor]] = dict  # returns the trainable parameters by name
+    arguments: Any = ()
+    outputs: Sequence[Tensor] = ()  # the tensors that were returned, and behind them those that the model keeps
+    noted: Sequence[Noted] = ()
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
     hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
-    takers: list[list[int]] = field(default_factory=list)  # see `capture/lean.py`; shared by forwards with equal graphs
+    takers: Sequence[int] = ()  # the numbers of the nodes that take a parameter
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:

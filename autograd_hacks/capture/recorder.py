@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -19,7 +18,7 @@ from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.bypasses import watch_outputs
 from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
-from autograd_hacks.capture.kinds import Kinds, Known, Told
+from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
@@ -27,7 +26,6 @@ from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.support.contexts import plainly_saved, without_collection
@@ -75,16 +73,13 @@ class Recorder:
         self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
         self.is_aside = False  # whether it belongs to a copy, which the library runs
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
-        self.batch: Batch | None = None  # the arguments of that forward
         self.marks: Marks | None = None  # how that forward began
         self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
-        self._known: Known | None = None  # what is known of the running forward
+        self._ran: Ran | None = None  # the running forward
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
-        self._began = 0  # torch's number of the next node, as it began
-        self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
         self._kept = ByTensor[bool]()  # the samples' tensors with a graph that modules kept when a forward had ended
 
     @property
@@ -94,7 +89,8 @@ class Recorder:
     def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
         self.kinds, self.backward.wants_grad, self.record.left_out, self.segments = settings
-        self._trained_before, self.record.told, self.forward.static = None, self.kinds.static, self.kinds.static
+        self._trained_before, self.forward.static = None, self.kinds.static
+        self.record.last = Within(self.record.forwards, self.kinds.static)
 
     def attach(self) -> None:
         """Starts to record.  If backward passes fill no ``.grad``, also checks each optimizer step."""
@@ -155,20 +151,21 @@ class Recorder:
             check_whole(model)
         if is_on := Switch.on():
             self.forward.begin()
-        known = self._known = self._look(path, model, args, kwargs) if is_on and self.forward.records() else None
+        ran = self._ran = Ran(self.forward.within)
+        if is_on and self.forward.records():
+            self._look(path, model, args, kwargs, ran)
         # The model's own code runs next, and its gradients may be reduced over processes.
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        self._hooks, self._own_hooks, self._began = count(), self.backward.hooks, next_node()
+        self._hooks, self._own_hooks, ran.began = count(), self.backward.hooks, next_node()
         before = self.tape
         self._stop()
-        if self.kinds.independent and known is not None and known.batch is not None:
-            self.batch, self.marks = known.batch, Marks(self._modules(path, model))
+        if self.kinds.independent and ran.known is not None:
+            self.marks, tapes = Marks(self._modules(path, model)), ran.within.kind.tapes
             kept = [] if before is None else before.kept(self.marks.tensors)
-            tapes = known.told.kind.tapes
-            self.tape = Tape(model, known.batch.leaves, tapes.constants, kept, tapes.latest())
+            self.tape = Tape(model, ran.known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.start()
         self.forward.is_taped = self.tape is not None
 
@@ -176,19 +173,18 @@ class Recorder:
         """Ends the tape of a forward."""
         if self.tape is not None:
             self.tape.stop()
-        self.tape = self.batch = self.marks = None
+        self.tape = self.marks = None
 
-    def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-        """What is known of a forward as it begins."""
+    def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ran: Ran) -> None:
+        """Notes what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
         # What modules have kept since earlier forwards is given to this one, too.
-        self._ends = made_by([*tensors_in(args, kwargs), *self._kept.keys()])
+        ran.ends = made_by([*tensors_in(args, kwargs), *self._kept.keys()])
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
-        known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
-        self.forward.look(known.told, known.samples)
+        ran.known = self.kinds.look(ran.within, model, path, args, kwargs, self._modules(path, model))
+        self.record.last = ran.within
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
-        return known
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         """Called when a forward has ended.  output: None if it has failed"""
@@ -200,27 +196,26 @@ class Recorder:
             self.forward.refuse_inside(tensors_of(output), [p for p in model.parameters() if p.requires_grad])
         if self.forward.running != path:
             return
-        self.forward.running = None
-        noted, self.forward.noted = self.forward.noted, []
+        ran, self.forward.running, self._ran = self._ran, None, None
+        assert ran is not None
+        ran.noted, self.forward.noted = self.forward.noted, []
         if output is None:
-            place_by_sizes(noted, self.forward.within.samples)
+            place_by_sizes(ran.noted, ran.within.samples)
             self.reduction.release()
         if output is None or not self.forward.records():
             return
-        outputs = [x for x in tensors_of(output) if not x.is_nested]
-        returned_count = len(outputs)
-        modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
+        ran.arguments, ran.returned, ran.outputs = (args, kwargs), output, [x for x in tensors_of(output) if not x.is_nested]
+        ran.count = len(ran.outputs)
+        ran.modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
+        ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
-            outputs += _kept_by(self.tree, outputs, self._began)
-        trained = partial(self._trained, parameters, path)
-        given, within = (args, kwargs), self.forward.within
-        ran = Ran(modules, trained, given, outputs, within, noted, self._ends, returned=output, count=returned_count)
+            ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
         own_hooks = self.backward.hooks - self._own_hooks + self.forward.hooks
         self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
         put_last(self._users_hooks)
         with plainly_saved():
             self._end(path, model, ran)
-        self.batch = self.marks = None  # they hold the arguments
+        self.marks = None  # they hold the arguments
         self._users_hooks = []
         self.backward.has_looked()
 
@@ -242,28 +237,25 @@ class Recorder:
         self.backward.watch_more = lambda first: watch_late(of, since(first), labels, samples)
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
-        known, self._known = self._known, None
-        if known is not None and known.told is self.kinds.static and not ran.is_covered:  # known by now
+        within = self.record.last = ran.within
+        if within.kind is self.kinds.static and not ran.is_covered:  # known by now
             self.kinds.is_covered = False
             args, kwargs = ran.arguments
-            known = self.kinds.look(model, path, args, kwargs, self._modules(path, model))
-            self.record.told = known.told
-        told = self.record.told
-        if known is None or known.batch is None or not any(x.grad_fn is not None for x in ran.outputs):
-            known = None
-        ran.within.told = told
-        self._read(path, model, known, ran)
-        self.record.documents = ran.within.documents
-        if told is self.kinds.static and not ran.is_covered:
+            ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
+        if not any(x.grad_fn is not None for x in ran.outputs):
+            ran.known = None
+        self._read(path, model, ran)
+        self.record.documents = within.documents
+        if within.kind is self.kinds.static and not ran.is_covered:
             self._assume(ran)
-        if ran.within.calls is None:
-            place_by_sizes(ran.noted, ran.within.samples)
-        samples = ran.within.samples
+        if within.calls is None:
+            place_by_sizes(ran.noted, within.samples)
+        samples = within.samples
         ran.attach(partial(self._edge, ran), self.backward)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
-        if not (self.backward.wants_grad or told.returns_parameters or self._users_hooks):
-            lean.meet(self.backward, ran, self._began)
-        layouts = _layouts(model, told, ran)
+        if not (self.backward.wants_grad or within.returns_parameters or self._users_hooks):
+            lean.meet(self.backward, ran)
+        layouts = _layouts(model, ran)
         for x, layout in zip(ran.outputs, layouts[: ran.count]):
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
@@ -274,35 +266,35 @@ class Recorder:
             if layout is not None:
                 self._kept[x] = True
 
-    def _read(self, path: str, model: nn.Module, known: Known | None, ran: Ran) -> None:
-        """Reads a forward, and shows that its samples are independent if that is asked.  known: None if it is not read"""
-        told, within = self.record.told, ran.within
+    def _read(self, path: str, model: nn.Module, ran: Ran) -> None:
+        """Reads a forward, and shows that its samples are independent if that is asked."""
+        within = ran.within
 
         def read() -> bool:
             if self.segments is not None and not path:
                 within.documents = documents_of(self.segments, *ran.arguments)
-            if known is None:
+            if ran.known is None:
                 return False
-            ABOVE.read_forward(self, known, ran)
-            return self.kinds.independent and (told.kind.pending or not ABOVE.is_shown(self, ran, told, within.samples))
+            ABOVE.read_forward(self, ran)
+            return self.kinds.independent and (within.kind.pending or not ABOVE.is_shown(self, ran))
 
         def show() -> None:
-            if self.kinds.independent and known is not None and known.batch is not None and within.samples is not None:
+            if self.kinds.independent and ran.known is not None and within.samples is not None:
                 with without_collection():
-                    ABOVE.show(self, model, known.copy, known.batch, ran, told, within.samples)
+                    ABOVE.show(self, model, ran)
 
         if not self.is_aside:
             ABOVE.together(model, self, read, show)
         elif read():
             show()
-        if known is None:
+        if ran.known is None:
             return
-        told.kind.pending = not (told.kind.is_independent or told.mixing)
-        returned = [ran.outputs[n] for n in told.mixed_outputs if n < ran.count]
+        within.kind.pending = not (within.kind.is_independent or within.mixing)
+        returned = [ran.outputs[n] for n in within.mixed_outputs if n < ran.count]
         # Nothing shows that what modules keep is independent of other samples' values.
-        unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else told.mixed_outputs
+        unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else within.mixed_outputs
         if returned:
-            watch_outputs(self.backward, returned, told.mixing or told.untold, ran)
+            watch_outputs(self.backward, returned, within.mixing or within.untold, ran)
         if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
             watch_outputs(self.backward, kept, KEPT, ran)
 
@@ -334,10 +326,10 @@ def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     return [x for x in found.values() if not x.is_nested]
 
 
-def _layouts(model: nn.Module, told: Told, ran: Ran) -> Layouts:
+def _layouts(model: nn.Module, ran: Ran) -> Layouts:
     """Where the samples are in the outputs; None where no axis has them, as in packed sequences."""
-    if len(told.outputs) == len(ran.outputs):
-        return told.outputs
+    if len(ran.within.outputs) == len(ran.outputs):
+        return ran.within.outputs
     rule = rule_for(model)
     own = rule.axes(model) if rule is not None and rule.axes is not None else ()
     axes = [*own, *[0] * len(ran.outputs)]  # for a layer by itself, or assumed

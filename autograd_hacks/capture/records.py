@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.kinds import Told
-from autograd_hacks.capture.uses import OutputGrads, Use, Within
+from autograd_hacks.capture.kinds import Within
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import A_BATCH, ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
@@ -253,7 +253,7 @@ class Record:
     accumulating: bool = False
     forwards: int = 0
     said: set[str] = field(default_factory=set)  # see `Pass`
-    told: Told = field(default_factory=Told)  # what was read of the running forward, or of the last one
+    last: Within = field(default_factory=Within)  # the running forward, or the last one that was recorded
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
     # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)

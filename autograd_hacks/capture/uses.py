@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Whose, Within
 from autograd_hacks.capture.ways import Held, Stepwise, Way
 from autograd_hacks.errors import A_BATCH, SamplesMixed, UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
@@ -23,31 +23,6 @@ from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
 from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_of
-
-
-class Whose(NamedTuple):
-    """Where the samples are in the tensors that a use made."""
-
-    layouts: Layouts = ()  # for each tensor, where none are labelled
-    labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
-    is_unseen: bool = False  # whether no gradient from the outputs leads to it
-
-
-class Within:
-    """What all uses in one forward share, or in another graph.
-
-    forward: the forward's number    told: what was read of it    samples: N, if its own arguments or outputs show it
-    """
-
-    __slots__ = ("__weakref__", "calls", "documents", "forward", "leaves", "plain", "refused", "samples", "told")
-
-    def __init__(self, forward: int, told: Told, samples: int | None) -> None:
-        self.forward, self.told, self.samples = forward, told, samples
-        self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
-        self.calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
-        self.leaves: Mapping[int, Node] = {}  # then: where parameters (id) end the graph
-        self.refused: Mapping[str, str] = {}  # and why some have no rows
-        self.plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
 
 
 class Edge(NamedTuple):

@@ -89,7 +89,7 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
 
     # What is new: how the model was hooked, or names read from the graph.
     own, (due, new) = agreed(
-        read, lambda due: [due, not (record.is_settled and record.told.nodes.keys() <= record.read_past)], 2, mesh, what
+        read, lambda due: [due, not (record.is_settled and record.last.nodes.keys() <= record.read_past)], 2, mesh, what
     )
     if due or new:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -98,7 +98,7 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
             f"{recorder.backward.wants_grad}, {len(trained)} trainable parameters (last: {trained[-1:]}), "
             f"{len(record.left_out)} left out"
         )
-        said = from_all((settings, frozenset(record.told.nodes)), mesh)
+        said = from_all((settings, frozenset(record.last.nodes)), mesh)
         first, other = said[0][0], next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), None)
         if other is not None:  # seen on all processes
             raise ProcessesDisagree(

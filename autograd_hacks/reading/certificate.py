@@ -131,7 +131,7 @@ class Certificate:
             if recorded.finished:  # what was compared is needed no more
                 recorded.along = {}
             for use, _ in recorded.witnesses():
-                if (walk := use.within.told.walk) is not None:
+                if (walk := use.within.walk) is not None:
                     walk.was_read = True
 
     def _is_rounding(self, own: _Compared, apart: float, length: float) -> bool:

@@ -14,7 +14,7 @@ from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed
 from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
-from autograd_hacks.capture.kinds import NESTED, Known
+from autograd_hacks.capture.kinds import NESTED
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
@@ -78,8 +78,8 @@ class Chosen:
         return self.in_order is True or self.reader.compares_with(Layout(self.hypothesis.axis or 0))
 
 
-def _under(ran: Ran, known: Known, hypothesis: Hypothesis, memo: Memo) -> Chosen:
-    batch = batch_axes(ran, known, hypothesis)
+def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
+    batch = batch_axes(ran, hypothesis)
     places = {ran.value(at) if isinstance(at, int) else at: where for at, where in hypothesis.places.items()}
     reader = Reader(ran, hypothesis.samples, places, batch, memo)
     found = reader.known()
@@ -114,55 +114,54 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     return False
 
 
-def read_forward(recorder: Recorder, known: Known, ran: Ran) -> None:
+def read_forward(recorder: Recorder, ran: Ran) -> None:
     """Reads a finished forward."""
-    ran.within.told, ran.within.samples = known.told, known.samples
     try:
-        _read(recorder, known, ran)
+        _read(recorder, ran)
     except Nested:
-        known.told.refused, ran.within.samples = dict.fromkeys(ran.parameters, NESTED), None
+        ran.within.refused, ran.within.samples = dict.fromkeys(ran.parameters, NESTED), None
 
 
-def _read(recorder: Recorder, known: Known, ran: Ran) -> None:
-    told, memo = known.told, recorder.kinds.memo
+def _read(recorder: Recorder, ran: Ran) -> None:
+    within, memo = ran.within, recorder.kinds.memo
     best: Chosen | None = None
-    for hypothesis in tried(known, ran):
-        chosen = _under(ran, known, hypothesis, memo)
+    for hypothesis in tried(ran):
+        chosen = _under(ran, hypothesis, memo)
         if best is None or chosen.replaces(best):
             best = chosen
         if best.is_sure:
             break
     if best is None:
-        recorder.watch_hooks(None, known.samples or 2)
+        recorder.watch_hooks(None, within.samples or 2)
         return
     found = best.found
-    if found is None or ran.within.documents is not None:
-        best, found = _in_full(recorder, known, ran, best)
+    if found is None or within.documents is not None:
+        best, found = _in_full(recorder, ran, best)
     else:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
-    told.walk = walk
+    within.walk = walk
     if walk.was_read and recorder.backward.wants_grad:
         found.links = best.reader.links(found) if found.links is None else found.links
         for link in found.links:
             nodes[link.node].register_hook(Passed(recorder.backward, link))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    told.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
-    told.axis, told.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
-    told.nodes, told.disproven, told.returns_parameters = found.nodes, found.disproven, found.returns_parameters
-    told.by_rule = found.covered
-    if not told.mixing and told.kind.dependent is not None:
-        told.mixing, told.mixed_outputs = told.kind.dependent
+    within.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
+    within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
+    within.by_rule = found.covered
+    if not within.mixing and within.kind.dependent is not None:
+        within.mixing, within.mixed_outputs = within.kind.dependent
     recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
 
 
-def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
+def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
-    told, mixed_outputs, lost = known.told, list[int](), best.lost()
-    told.is_scaled = best.hypothesis.is_scaled
+    within, mixed_outputs, lost = ran.within, list[int](), best.lost()
+    within.is_scaled = best.hypothesis.is_scaled
     if best.is_mixed:
-        best, mixed_outputs = _without_mixed(ran, known, best, recorder.kinds.memo)
+        best, mixed_outputs = _without_mixed(ran, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
     found, samples = reader.read(), hypothesis.samples
     if best.in_order is False:
@@ -171,21 +170,21 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[
     of_parameters = [slot for slot in outside if reader.is_own(ran.value(slot).node)]
     of_batch = [slot for slot in outside if samples > 1 and slot not in {*of_parameters, *hypothesis.losses}]
     mixed_outputs += [slot for slot in (*lost, *of_batch) if slot not in mixed_outputs]
-    if ran.within.documents is not None:
-        mixed_outputs += _note_leaks(ran, ran.within.documents, best, found)
+    if within.documents is not None:
+        mixed_outputs += _note_leaks(ran, within.documents, best, found)
     names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
     mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
     returned = [n for n in mixed_outputs if n < ran.count]
-    told.mixing = why_mixed(ran, mixed, mixed_outputs, lost) if mixed or (returned and not best.untold) else ""
+    within.mixing = why_mixed(ran, mixed, mixed_outputs, lost) if mixed or (returned and not best.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
-        told.mixing = INSIDE_PASS
-    told.refused, told.mixed_outputs, told.untold = dict.fromkeys(mixed, told.mixing), tuple(mixed_outputs), best.untold
+        within.mixing = INSIDE_PASS
+    within.mixed_outputs, within.untold = tuple(mixed_outputs), best.untold
     reader.follow(found)
     calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
     found.covered = frozenset([name for call in calls for name in call.known.names])
     if found.uses:
         _note_nodes(ran, reader, found)
-    found.disproven = check_rules(ran, found.calls, samples) if not told.mixing else {}
+    found.disproven = check_rules(ran, found.calls, samples) if not within.mixing else {}
     for slot in of_parameters:
         node = ran.value(slot).node
         watch_penalty(recorder.backward, node, reader.below(reader.number[node]))
@@ -194,10 +193,10 @@ def _in_full(recorder: Recorder, known: Known, ran: Ran, best: Chosen) -> tuple[
     layouts: dict[int | Value, Where] = {
         at: where for at, where in hypothesis.places.items() if isinstance(at, int) and isinstance(where, Layout)
     }
-    is_plain = not (told.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
+    is_plain = not (within.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
-    told.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    if reader.key is not None and is_plain and not of_parameters and ran.within.documents is None:
+    within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
+    if reader.key is not None and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
@@ -208,7 +207,7 @@ def labels_of(reader: Reader) -> Callable[[], Labels]:
     return lambda: dict(zip(numbers, labels))
 
 
-def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:
+def _without_mixed(ran: Ran, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:
     """Leaves out the outputs in which samples mix."""
     places = best.hypothesis.places
     losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
@@ -218,7 +217,7 @@ def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Ch
 
     if len(places) == 1:
         return best, numbers(places)
-    alone = {at: _under(ran, known, replace(best.hypothesis, places={at: where}), memo) for at, where in places.items()}
+    alone = {at: _under(ran, replace(best.hypothesis, places={at: where}), memo) for at, where in places.items()}
     left = {at: places[at] for at, own in alone.items() if not own.is_mixed}
     if len(left) == len(places):  # one may be a weight, such as a normalised one, and no output of samples
         of_batch = {
@@ -230,7 +229,7 @@ def _without_mixed(ran: Ran, known: Known, best: Chosen, memo: Memo) -> tuple[Ch
         left = left or {at: where for at, where in of_batch.items() if not isinstance(at, int) or at < ran.count}
     if not left or len(left) == len(places):
         return best, numbers(places)
-    return _under(ran, known, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
+    return _under(ran, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
 
 
 def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> list[int]:

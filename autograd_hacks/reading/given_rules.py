@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from autograd_hacks.capture.kinds import Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
-from autograd_hacks.capture.uses import OutputGrads, Whose
+from autograd_hacks.capture.uses import OutputGrads
 from autograd_hacks.formulas.table import is_given
 from autograd_hacks.reading.certificate import agree, received_by, rounded_by
 from autograd_hacks.support.contexts import without_autocast

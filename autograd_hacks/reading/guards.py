@@ -93,11 +93,12 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess did not finish, so its rows are incomplete. Repeat the step.")
-        if not record.told.refused.keys().isdisjoint(recorded.names()):
-            raise _refusal(record.told.mixing or record.told.untold)
+        why = record.last.mixing or record.last.untold
+        if why and not record.last.refused.keys().isdisjoint(recorded.names()):
+            raise _refusal(why)
         if recorded.refused:
             raise _refusal(recorded.refused)
-        wrong = [reason for name, reason in record.told.disproven.items() if name in recorded.names()]
+        wrong = [reason for name, reason in record.last.disproven.items() if name in recorded.names()]
         if wrong:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # this may be why
@@ -137,12 +138,12 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             "hooks were off, or under torch.compile. Hook the model first, then run the forward and the backward pass."
         )
     for name in past:
-        reason = record.told.refused.get(record.name_of(parameters[name]), "")
-        if reason and reason == record.told.mixing:
+        reason = record.last.refused.get(record.name_of(parameters[name]), "")
+        if reason and reason == record.last.mixing:
             raise _refusal(reason)
         if reason:
             raise UnseenGradient(f"{name}: got gradient in a way that the library can't follow: {reason}")
-    if record.told.returns_parameters:
+    if record.last.returns_parameters:
         raise UnseenGradient(
             f"{', '.join(past)}: got gradient through an output that depends on parameters only. A mean over samples "
             "doesn't show where the loss combines it with the batch. Call autograd_hacks.backward(losses) with one loss "
@@ -198,15 +199,15 @@ def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
 def is_shown(use: Use) -> bool:
     """Whether samples were shown to be independent in a use's forward."""
     is_model = isinstance(use, LayerCall) and not use.path  # a layer by itself mixes nothing that its rule doesn't know
-    return is_model or use.samples == 0 or use.within.told.kind.is_independent
+    return is_model or use.samples == 0 or use.within.kind.is_independent
 
 
 def check_shown(use: Use) -> None:
     """Raises if samples were not shown to be independent in a use's forward."""
     if is_shown(use):
         return
-    if use.within.told.mixing:
-        raise _refusal(use.within.told.mixing)
+    if use.within.mixing:
+        raise _refusal(use.within.mixing)
     raise ProbeFailed(
         f"{use.place}: samples were not shown to be independent in its forward. Either the forward began before "
         "add_hooks(independent=True), or a part of the model was called by itself, as a reentrant checkpoint does in the "

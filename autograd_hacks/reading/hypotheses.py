@@ -48,20 +48,20 @@ class Hypothesis:
         return all(isinstance(at, Layout) and at == Layout(self.axis or 0) for at in self.places.values())
 
 
-def tried(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+def tried(ran: Ran) -> Iterator[Hypothesis]:
     """Hypotheses about a forward, first that of the last one of its kind."""
-    yield from _as_before(known, ran)
-    found, before = list(hypotheses(known, ran)), known.told.kind.hypothesis
+    yield from _as_before(ran)
+    found, before = list(hypotheses(ran)), ran.within.kind.hypothesis
     most = max((len(own.places) for own in found), default=0)  # an earlier forward may have had fewer
     yield from sorted(found, key=lambda own: len(own.places) < most or not _is_known(before, own))
 
 
-def _as_before(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+def _as_before(ran: Ran) -> Iterator[Hypothesis]:
     """The hypothesis of the last forward of this kind."""
-    before: Hypothesis | None = known.told.kind.hypothesis
-    if before is None or not before.is_whole or known.batch is None:
+    before: Hypothesis | None = ran.within.kind.hypothesis
+    if before is None or not before.is_whole or ran.known is None:
         return
-    samples = known.batch.samples(before.axis, before.counted_leaf)
+    samples = ran.known.batch.samples(before.axis, before.counted_leaf)
     if before.counted_at is not None:
         samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
     graphs = sum(x.grad_fn is not None for x in ran.outputs)  # an output that is new has samples, too, or is a loss
@@ -79,21 +79,21 @@ def _is_known(before: Hypothesis | None, hypothesis: Hypothesis) -> bool:
     return before is not None and hypothesis.axis == before.axis and bool(places) and places == before.places
 
 
-def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
+def batch_axes(ran: Ran, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
     """The arguments that have samples if a hypothesis is true, with their axes."""
-    batch = known.batch
-    if batch is None or known.samples is None or hypothesis.counted_at is not None:
+    if ran.known is None or ran.within.samples is None or hypothesis.counted_at is not None:
         return [(x, 0) for x in ran.tensors]
+    batch = ran.known.batch
     found = zip(batch.leaves, batch.axes_of_samples(hypothesis.axis, hypothesis.samples))
     return [(x.data if is_packed(x) else x, at) for x, at in found if at is not None]
 
 
-def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+def hypotheses(ran: Ran) -> Iterator[Hypothesis]:
     """Possible places of the samples in the arguments and outputs, the likeliest first."""
-    batch = known.batch
-    assert batch is not None
+    assert ran.known is not None
+    batch, given = ran.known.batch, ran.within.samples
     outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
-    axes = _axes(known, batch, ran)
+    axes = _axes(ran.known, ran)
     # The arguments may not show N, or show it wrongly, as for a list of samples: then use the first output's size.
     first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
     by_output: Hypothesis | None = None
@@ -103,7 +103,7 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
             slot: Layout() for slot, x in outputs.items() if x.ndim and x.shape[0] == samples
         }
         by_output = Hypothesis(axes[0], samples, places, first)
-        if samples in batch.lists and known.samples != samples:
+        if samples in batch.lists and given != samples:
             yield by_output
     found = [hypothesis for axis in axes for hypothesis in on_axis(batch, axis, ran, outputs)]
     if len(axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
@@ -113,13 +113,13 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
             found = list(fits) or found
         found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
     yield from found
-    if by_output is not None and (known.samples is None or batch.lists):
+    if by_output is not None and (given is None or batch.lists):
         yield by_output
 
 
-def _axes(known: Known, batch: Batch, ran: Ran) -> tuple[int | None, ...]:
+def _axes(known: Known, ran: Ran) -> tuple[int | None, ...]:
     """Possible axes of the samples in the arguments, the likeliest first."""
-    if known.axis != 0 or not runs_time_first(ran.modules, batch):
+    if known.axis != 0 or not runs_time_first(ran.modules, known.batch):
         return (known.axis,)
     # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
     return (1, 0) if is_time_first(ran.modules[0]) else (0, 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
@@ -38,49 +38,49 @@ OF_FUNCTIONS = "a backward of its own"
 """The kind of a function whose backward no tape has."""
 
 
-def is_shown(recorder: Recorder, ran: Ran, told: Told, samples: int | None) -> bool:
+def is_shown(recorder: Recorder, ran: Ran) -> bool:
     """Whether samples of a finished forward are known to be independent, from its tape.
 
     A tape that is new needs a check, before the forward's gradients are read.  True if nothing asks
     for independence.
     """
-    tape = recorder.tape
+    tape, within, samples = recorder.tape, ran.within, ran.within.samples
     if tape is None or not samples or samples < 2 or not recorder.kinds.independent:
         return True
     if tape.refused is not None:
         raise tape.refused
-    if told.mixing:
-        return bool(told.kind.tapes.mixing == tape.entries)
-    told.kind.shown = told.kind.tapes.how(tape)
-    return bool(told.kind.shown) or _is_by_tape(recorder, ran, told, samples)
+    if within.mixing:
+        return bool(within.kind.tapes.mixing == tape.entries)
+    within.kind.shown = within.kind.tapes.how(tape)
+    return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
 
 
-def _is_by_tape(recorder: Recorder, ran: Ran, told: Told, samples: int) -> bool:
+def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     """Whether laws show it, from the operations on the tape."""
-    tape, batch, tapes = recorder.tape, recorder.batch, told.kind.tapes
-    if tape is None or batch is None or batch.has_lists(samples) or _losses(ran, told):
+    tape, within, tapes = recorder.tape, ran.within, ran.within.kind.tapes
+    if tape is None or ran.known is None or ran.known.batch.has_lists(samples) or _losses(ran):
         return False
-    is_packed = told.counted_at is not None
+    is_packed = within.counted_at is not None
     sites = _sites(tape, ran, is_packed)
     unknown = sites - tapes.sites
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
-    axes = None if is_packed else batch.axes_of_samples(told.axis, samples)
-    places = zip_longest(ran.outputs[: ran.count], told.outputs[: ran.count])
+    axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
+    places = zip_longest(ran.outputs[: ran.count], within.outputs[: ran.count])
     roots = [(x, at or likeliest(x.shape, samples, range(x.ndim))) for x, at in places]
     try:
         read = read_values(
             tape, axes, samples, [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
         )
     except Unshown as why:
-        told.kind.why_unshown, told.unshown_at = str(why), why.at
+        within.kind.why_unshown, within.unshown_at = str(why), why.at
         return False
     if unknown:
-        told.kind.why_unshown, told.open_sites = _said(min(unknown, key=str)), unknown
+        within.kind.why_unshown, within.open_sites = _said(min(unknown, key=str)), unknown
         return False
     tapes.sites |= sites
-    told.kind.why_unshown, told.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
-    tapes.add(tape, read, told.kind.shown)
+    within.kind.why_unshown, within.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
+    tapes.add(tape, read, within.kind.shown)
     return True
 
 
@@ -100,69 +100,68 @@ def _said(site: Site) -> str:
     return f"nothing shows what follows from {site[0]} ({at})"
 
 
-def _losses(ran: Ran, told: Told) -> bool:
+def _losses(ran: Ran) -> bool:
     """Whether the model makes a loss itself."""
-    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, told.outputs))
+    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, ran.within.outputs))
 
 
-def show_independent(
-    recorder: Recorder, model: nn.Module, copy: Copy | None, batch: Batch, ran: Ran, told: Told, samples: int
-) -> None:
+def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     """Records whether outputs, and changed buffers, are independent of other samples.
-
-    copy: of the model as the forward began; None if a check was not known to be due then
 
     Raises ProbeFailed if the model can't be copied, or the copy can't run.
     """
-    kind = told.kind
+    within, kind, samples = ran.within, ran.within.kind, ran.within.samples or 0
+    assert ran.known is not None
     if kind.dependent is not None:  # another tape may tell another tale
-        told.mixing, told.mixed_outputs, kind.dependent = "", (), None
+        within.mixing, within.mixed_outputs, kind.dependent = "", (), None
     tape = recorder.tape
     if tape is not None and tape.refused is not None:
         raise tape.refused
     if tape is not None and tape.opaque:
         _check_opaque(tape)
-    if samples < 2 or told.mixing:
-        kind.is_independent = not told.mixing
+    if samples < 2 or within.mixing:
+        kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
-        copy = copy or Copy(model, batch.leaves, recorder.marks)
-        _show(recorder, copy, replace(batch, leaves=copy.given), ran, told, samples)
+        batch = ran.known.batch
+        copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
+        _show(recorder, copy, replace(batch, leaves=copy.given), ran, samples)
     if tape is None or samples < 2:
         return
-    kind.tapes.mixing = tape.entries if told.mixing else None
-    if kind.is_independent and not told.mixing and not kind.tapes.how(tape):
-        kind.tapes.sites |= _sites(tape, ran, told.counted_at is not None)
+    kind.tapes.mixing = tape.entries if within.mixing else None
+    if kind.is_independent and not within.mixing and not kind.tapes.how(tape):
+        kind.tapes.sites |= _sites(tape, ran, within.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
         # Wrappers give the memory of parts back when the forward has ended.
         kind.tapes.add(tape, () if _is_spread() else tape.values, BY_RUNS)
-        told.kind.shown = BY_RUNS
+        within.kind.shown = BY_RUNS
 
 
-def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, samples: int) -> None:
+def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
     """batch: the copied arguments: the forward may have overwritten its own"""
+    within, kind = ran.within, ran.within.kind
     # With several processes all run copies, because they must decide together.
     is_alone = not _is_spread()
-    if is_alone and _is_by_tape(recorder, ran, told, samples):
-        told.kind.is_independent = True
+    if is_alone and _is_by_tape(recorder, ran, samples):
+        kind.is_independent = True
         return
     # Where laws show all but what follows from values that Python reads, gradients are apart, and two runs change these.
-    kinds, with_rows = {site[0] for site in told.open_sites}, 2  # rows take a backward pass: compared in two runs
+    kinds, with_rows = {site[0] for site in within.open_sites}, 2  # rows take a backward pass: compared in two runs
     if kinds and kinds <= {READ_BY_PYTHON, NUMBER}:  # and not hooks or functions, which change gradients
         with_rows = 0
     half = torch.arange(samples, device="cpu") % 2 == 0
     every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
     if is_alone:
-        _check_repeats(recorder, copy, batch, told, len(every) + 1 + 3 * with_rows)
-    makes_loss = _losses(ran, told)
+        _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
+    makes_loss = _losses(ran)
     parts = recorder.kinds.replace
-    runs, arguments = Runs(recorder, told, copy, samples, makes_loss, parts is not None), batch.arguments()
+    runs, arguments = Runs(recorder, within, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
     by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
     has_changed, rounds = False, parts is not None or any(by_values)
     for turn, kept in enumerate(every, 1):
         if parts is None:
-            given = batch.replaced(told.axis, kept, turn, told.counted_at is not None)
+            given = batch.replaced(within.axis, kept, turn, within.counted_at is not None)
         else:
             given = alone_among(parts, kept, arguments)
         if given is None:
@@ -179,17 +178,17 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, told: Told, sa
             why = (
                 f"{MIXING}: {what} changed for samples that were kept while others were {others}. There is no "
                 "gradient between them, but private training needs samples that don't depend on each other."
-                + (f" By the laws of operations {told.kind.why_unshown}." if told.kind.why_unshown else "")
+                + (f" By the laws of operations {kind.why_unshown}." if kind.why_unshown else "")
             )
-            told.kind.dependent, told.kind.is_independent = (why, slots), False
-            told.mixing, told.mixed_outputs = told.kind.dependent
+            kind.dependent, kind.is_independent = (why, slots), False
+            within.mixing, within.mixed_outputs = kind.dependent
             return
     # If all samples are equal, replacing them shows nothing.
-    told.kind.is_independent |= has_changed
-    if not has_changed and told.counted_at is not None:
+    kind.is_independent |= has_changed
+    if not has_changed and within.counted_at is not None:
         raise ProbeFailed(
             "independence of samples: the samples are packed along the model's arguments, and laws don't show that they are "
-            f"independent: {told.kind.why_unshown}. Give replace=, a function of the samples to be kept and of the model's "
+            f"independent: {kind.why_unshown}. Give replace=, a function of the samples to be kept and of the model's "
             "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
             "model's outputs are then compared." + ON_PRIVATE
         )
@@ -209,7 +208,7 @@ def _check_opaque(tape: Tape) -> None:
             )
 
 
-def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told, runs: int) -> None:
+def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within, runs: int) -> None:
     """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing.
 
     runs: how many are to come; if they take long, it says so
@@ -238,12 +237,12 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, told: Told, run
             "check. What a forward computes must follow from its arguments, the modules' attributes and the random "
             "numbers of torch and Python. Set flags and counters as attributes of the model, outside of its forward."
         )
-    if told.unshown_at is not None and again.lines:
-        told.kind.why_unshown += " ({}:{})".format(*again.lines[told.unshown_at])
+    if within.unshown_at is not None and again.lines:
+        within.kind.why_unshown += " ({}:{})".format(*again.lines[within.unshown_at])
     if seconds * runs > 1:
         print(
             f"autograd_hacks: checking that samples are independent in {type(model).__name__}, by runs with other samples "
-            f"replaced: about {seconds * runs:.0f} s. Laws of operations don't show it, because {told.kind.why_unshown}",
+            f"replaced: about {seconds * runs:.0f} s. Laws of operations don't show it, because {within.kind.why_unshown}",
             file=sys.stderr,
         )
 

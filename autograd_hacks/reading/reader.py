@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import FIRST, packed_into
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Whose, Within
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import Planned, ValueUse, Whose, Within
+from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import is_given, rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
@@ -54,8 +54,8 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     links: see `Reader.links`; None as long as nobody has looked for them
-    takers: see `Ran`
-    planned: what follows from the graph about uses, by node; None as long as nobody has looked
+    planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
+    nobody has looked
     """
 
     calls: list[Whose | None] = field(default_factory=list)
@@ -68,8 +68,8 @@ class Read:
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] | None = None
-    takers: list[list[int]] = field(default_factory=list)
     planned: dict[int, Planned] | None = None
+    takers: Sequence[int] = ()
 
     @cached_property
     def plain(self) -> list[bool]:
@@ -331,8 +331,8 @@ class Reader:
     def follow(self, found: Read) -> None:
         """Writes what was found into this forward."""
         nodes, ran, within, names = self.trace.nodes, self.ran, self.ran.within, self.ran.leaves
-        within.samples, ran.trace, ran.takers = self.samples, self.trace, found.takers
-        within.refused = {names[nodes[k]]: within.told.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
+        within.samples, ran.trace = self.samples, self.trace
+        within.refused = {names[nodes[k]]: within.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.calls = found.calls
             within.plain = () if within.refused else found.plain
@@ -342,6 +342,9 @@ class Reader:
                 noted.call.edges = {}
         if found.planned is None:
             found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
+            own, edges = {k for k in self.trace.leaves if nodes[k] in names}, self.trace.edges
+            found.takers = [k for k, ahead in enumerate(edges) if any(e is not None and e[0] in own for e in ahead)]
+        ran.takers = found.takers
         ran.uses |= {nodes[k]: use for k, use in found.planned.items()}
 
 
@@ -362,7 +365,8 @@ def ran_behind(
     )
     leaves = [leaf.variable for leaf in Graph(roots, stops).leaves if record.is_parameter(leaf.variable)]
     parameters = record.asked({record.name_of(p): p for p in leaves})
-    return Ran(list(recorder.layers), lambda: parameters, (), outputs, Within(forward, Told(), samples), ends=stops)
+    within = Within(forward, samples=samples)
+    return Ran(within, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

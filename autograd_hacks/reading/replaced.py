@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import hooked_copy
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.reading.gate import read
@@ -60,9 +60,9 @@ class Runs:
     """
 
     def __init__(
-        self, recorder: Recorder, told: Told, copy: Copy, samples: int, makes_loss: bool, are_parts: bool = False
+        self, recorder: Recorder, within: Within, copy: Copy, samples: int, makes_loss: bool, are_parts: bool = False
     ) -> None:
-        self.recorder, self.told, self.copy, self.samples = recorder, told, copy, samples
+        self.recorder, self.within, self.copy, self.samples = recorder, within, copy, samples
         self.makes_loss, self.are_parts = makes_loss, are_parts
         self.whole: list[torch.Size] = []  # the shapes of the outputs for all samples
 
@@ -99,7 +99,7 @@ class Runs:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         found, samples = dict[str, Tensor](), self.samples if kept is None else int(kept.sum())
         # Its values may be read in another way.  It starts no further runs.
-        with hooked_copy(model, self.recorder, independent=False, told=self.told) as recorder:
+        with hooked_copy(model, self.recorder, independent=False, within=self.within) as recorder:
             outputs = tensors_of(model(*args, **kwargs))
             self.whole = self.whole or [x.shape for x in outputs]
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
@@ -131,7 +131,7 @@ class Runs:
         return (x * direction).sum().real if x.shape == direction.shape else None
 
     def _layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
-        at = self.told.outputs[slot] if slot < len(self.told.outputs) else None
+        at = self.within.outputs[slot] if slot < len(self.within.outputs) else None
         return at or self._by_size(shape)
 
     def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.kinds import Told
+from autograd_hacks.capture.kinds import Within
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
@@ -70,9 +70,9 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
     """
     forms, note = _forms(model)
     try:
-        told, left_out = recorder_of(model).record.told, recorder_of(model).record.left_out
+        last, left_out = recorder_of(model).record.last, recorder_of(model).record.left_out
     except NothingRecorded:
-        told, left_out = Told(), frozenset()
+        last, left_out = Within(), frozenset()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in model.named_modules():
         rule = rule_for(layer)
@@ -85,21 +85,21 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
             continue
         readers, form = owners[parameter], forms.get(name)
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
-        how = "left out by only=" if name in left_out else _how(name, parameter, layer, told)
+        how = "left out by only=" if name in left_out else _how(name, parameter, layer, last)
         if form is None and name in forms:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
         how += f", shared with {', '.join(others)}" if others else ""
         found = () if form is None else (kinds_of(form), form.samples, form.samples * parameter.nbytes)
         rows.append(Row(name, type(layer).__name__, how, *found))
-    return Description(rows, note, _independence(told))
+    return Description(rows, note, _independence(last))
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass; or no forms, and a note that says why."""
     try:
         recorder = recorder_of(model)
-        if needed := ABOVE.gathered(model, frozenset(recorder.record.told.nodes)):
+        if needed := ABOVE.gathered(model, frozenset(recorder.record.last.nodes)):
             return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
         loss_type = None if any(recorded.losses for recorded in recorder.record.passes) else "mean"
         return read(model, recorder.record.as_seen(recorder.tree.parameters()), recorder, loss_type), ""
@@ -107,33 +107,33 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
         return {}, f"No forms to show: {error}"
 
 
-def _independence(told: Told) -> str:
+def _independence(last: Within) -> str:
     """Whether samples were shown to be independent; empty if the forward was not checked."""
-    if not told.outputs:
+    if not last.outputs:
         return ""
-    if told.kind.is_independent and told.kind.shown in (BY_LABELS, BY_VALUES):
-        return f"Independent by analysis: no operation of this forward combines samples, {told.kind.shown}."
-    if told.kind.is_independent:
+    if last.kind.is_independent and last.kind.shown in (BY_LABELS, BY_VALUES):
+        return f"Independent by analysis: no operation of this forward combines samples, {last.kind.shown}."
+    if last.kind.is_independent:
         return "Independent: the model's outputs for a sample did not change when others were replaced or left out."
-    if told.mixing:
-        return _MIXES + told.mixing
+    if last.mixing:
+        return _MIXES + last.mixing
     return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
 
 
-def _how(name: str, parameter: nn.Parameter, layer: nn.Module, told: Told) -> str:
+def _how(name: str, parameter: nn.Parameter, layer: nn.Module, last: Within) -> str:
     """How a parameter's gradients are computed.  layer: the one that uses it"""
     if not parameter.requires_grad:
         return "frozen"
-    if reason := told.refused.get(name):
+    if reason := last.refused.get(name):
         return f"refused: {reason}"
-    if reason := told.disproven.get(name):
+    if reason := last.disproven.get(name):
         return f"wrong: {reason}"
-    parts, rule = [f"graph: {node}" for node in told.nodes.get(name, ())], rule_for(layer)
-    if rule is not None and (not parts or name in told.by_rule):
+    parts, rule = [f"graph: {node}" for node in last.nodes.get(name, ())], rule_for(layer)
+    if rule is not None and (not parts or name in last.by_rule):
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if told.is_scaled else ""
+    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if last.is_scaled else ""
     return " and ".join(parts) + scaled
 
 

@@ -142,11 +142,11 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     with copy.running(), hooked_copy(copy.model, recorder, independent=True, knows=True) as own:
         args, kwargs = copy.given
         copy.model(*args, **kwargs)
-        told = own.record.told
-    if told.mixing:
-        raise SamplesMixed(told.mixing)
+        shown = own.record.last
+    if shown.mixing:
+        raise SamplesMixed(shown.mixing)
     for use in unshown:
-        use.within.told = told
+        use.within.kind = shown.kind
 
 
 def _with_autograd(
@@ -166,7 +166,7 @@ def _with_autograd(
     with copy.running(), hooked_copy(copy.model, recorder, independent, knows=asked) as own:
         args, kwargs = copy.given
         output = copy.model(*args, **kwargs)
-        outputs, forward = tensors_of(output), own.record.told
+        outputs, forward = tensors_of(output), own.record.last
         if forward.mixing:
             raise SamplesMixed(forward.mixing)
         if asked and not forward.kind.is_independent and not rule_for(model):  # a single layer's rule implies independence
