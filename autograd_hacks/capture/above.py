@@ -14,11 +14,10 @@ from autograd_hacks.capture.ran import Ran
 class Above:
     """The functions of floors above.
 
-    read_forward(recorder, ran): reads a finished forward by laws
+    read_forward(recorder, ran): reads a finished forward by laws.  Returns whether independence is still to be shown
     assume(ran): reads a graph whose outputs are assumed to have the samples on axis 0
     created(recorder, use, node, hook): called when a pass that makes a graph arrives at a node
-    is_shown(recorder, ran): whether the tape shows that samples are independent, if that is asked
-    show(recorder, model, ran): records whether they are
+    show(recorder, model, ran): records whether samples are independent
     learn(model, recorder): called as a forward with gradients begins: finds the whole parameters
     together(model, recorder, read, show): reads a finished forward, and shows independence if ``read`` says that it is due.
     Other processes may have to take part, so each forward with gradients calls it
@@ -30,10 +29,9 @@ class Above:
     describe(model, trained): a table of the model's parameters
     """
 
-    read_forward: Callable[[Any, Ran], None]
+    read_forward: Callable[[Any, Ran], bool]
     assume: Callable[[Ran], None]
     created: Callable[..., None]
-    is_shown: Callable[[Any, Ran], bool]
     show: Callable[[Any, nn.Module, Ran], None]
     learn: Callable[[nn.Module, Any], None]
     together: Callable[[nn.Module, Any, Callable[[], bool], Callable[[], None]], None]

@@ -29,11 +29,21 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
 OWN_HOOKS = [0]
-"""How many hooks `hook_before` has registered."""
+"""How many hooks the library has registered on nodes and parameters before a pass, of all models."""
 
 
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
+
+
+def hook_counts() -> tuple[int, int]:
+    """How many hooks torch has registered so far, and how many of these are the library's."""
+    return RemovableHandle.next_id, OWN_HOOKS[0]
+
+
+def are_new(before: tuple[int, int]) -> bool:
+    """Whether a user has registered hooks since these counts."""
+    return RemovableHandle.next_id - before[0] != OWN_HOOKS[0] - before[1]
 
 
 def reach_of(node: Node) -> str:
@@ -166,7 +176,7 @@ def may_skip(parameter: Tensor) -> bool:
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
-    node.register_prehook(hook)
+    hook_before(node, hook)
     notes: Any = node.metadata  # torch's types declare it as a method
     notes[put_on] = (*notes.get(put_on, ()), hook)
 
@@ -249,10 +259,33 @@ def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
-def hook_before(node: Node, hook: Callable[[Any], None]) -> RemovableHandle:
-    """Registers a hook of the library's own, which is no new hook of a user's; see `Backward.has_new_hooks`."""
+def hook_before(node: Node, hook: Callable[..., None]) -> RemovableHandle:
+    """Registers a hook of the library's own, which is no new hook of a user's."""
     OWN_HOOKS[0] += 1
     return node.register_prehook(hook)
+
+
+@contextmanager
+def noted(roots: Sequence[Node], notes: dict[int, Any], note: object) -> Iterator[None]:
+    """A context in which hooks find a note on passes, by their numbers.  roots: the nodes that run first"""
+    tasks = list[int]()
+
+    def begin(_: object) -> None:
+        tasks.append(current_task())
+        notes[tasks[-1]] = note
+
+    handles = [hook_before(root, begin) for root in roots]
+    for handle in handles:  # a root may be a use's node
+        hooks: Any = handle.hooks_dict_ref()
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for task in tasks:
+            notes.pop(task, None)
 
 
 @contextmanager
@@ -261,16 +294,5 @@ def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
     # This node comes before all others, so the recorders know about the pass before any of them records.
     with torch.enable_grad():
         root = output.view_as(output)
-    tasks: list[int] = []
-
-    def announce(_: object) -> None:
-        tasks.append(current_task())
-        ANNOUNCED[tasks[-1]] = losses
-
-    if root.grad_fn is not None:
-        hook_before(root.grad_fn, announce)
-    try:
+    with noted([] if root.grad_fn is None else [root.grad_fn], ANNOUNCED, losses):
         yield root
-    finally:
-        for task in tasks:
-            ANNOUNCED.pop(task, None)

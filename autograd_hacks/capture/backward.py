@@ -20,12 +20,14 @@ from autograd_hacks.capture.arrivals import (
     AtNode,
     AtOutput,
     AtParameter,
+    are_new,
+    hook_counts,
     may_skip,
     reach_of,
 )
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.kinds import Within
-from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Usual
+from autograd_hacks.capture.records import NO_GRAD, Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
@@ -52,8 +54,7 @@ class Backward:
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
-        self.hooks = 0  # how many there were
-        self.hooks_before = 0, 0  # how many hooks on gradients, and of its own, there were when the last forward had ended
+        self._looked: tuple[int, int] | None = None  # the counts of hooks when the last forward had ended
         # Watches the user's hooks that were registered since a count.
         self.watch_more: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
@@ -64,7 +65,6 @@ class Backward:
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         # What forwards have in their graphs, if passes need not compute their parameters' gradients: see `capture/lean.py`.
         self.met: weakref.WeakKeyDictionary[Within, Any] = weakref.WeakKeyDictionary()
-        self._usual: Usual | None = None  # what is known of the running pass
         self._newest = 0  # the highest task so far
 
     def hears(self) -> bool:
@@ -100,7 +100,7 @@ class Backward:
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
             self.watched[parameter] = (parameter.register_hook(AtParameter(self, parameter)),)
-            self.hooks += 1
+            OWN_HOOKS[0] += 1
             self._watch_behind(parameter)
 
     def watch_behind(self) -> None:
@@ -114,22 +114,21 @@ class Backward:
         if self.is_behind and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
             hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
             self.watched[parameter] = (*handles, hook)
-            self.hooks += 1
+            OWN_HOOKS[0] += 1
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
-        before, own = self.hooks_before
-        return before != 0 and RemovableHandle.next_id - before != OWN_HOOKS[0] - own
+        return self._looked is not None and are_new(self._looked)
 
     def has_looked(self) -> None:
         """Says that the hooks that there are now are known."""
-        self.hooks_before = RemovableHandle.next_id, OWN_HOOKS[0]
+        self._looked = hook_counts()
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self.has_new_hooks():
-                self.watch_more(self.hooks_before[0])
+            if self._looked is not None and are_new(self._looked):
+                self.watch_more(self._looked[0])
                 self.has_looked()
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, said=self.record.said)
@@ -144,6 +143,10 @@ class Backward:
             call_at_end(partial(self._finish, self.running))
         return self.running
 
+    def refuse(self, why: str) -> None:
+        """Says why the running pass has no rows."""
+        self.enter(current_task()).refused = why
+
     def _skip(self, running: Pass, asked: Any) -> None:
         """Notes the parameters at which no gradient will arrive."""
         record, left = self.record, self._left
@@ -156,7 +159,7 @@ class Backward:
             running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished, ended.made, self._usual = True, {}, None
+        ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running, self._left = None, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         # After wrappers have changed the gradients at the end of the pass.
@@ -180,25 +183,23 @@ class Backward:
             return False
         grad = grad.detach() if grad.requires_grad else grad
         current.received[call] = found = OutputGrads([grad], [version_of(grad)], known.locals)
-        if not current.named:
+        if not current.told_by:
             current.told_by[call] = found
-        current.named.update(known.names)
+        for name in known.names:
+            current.calls_of.setdefault(name, []).append(call)
         return True
 
     def _usual_in(self, within: Within) -> Pass | None:
         """The running pass, if it is a usual one through a forward."""
-        usual = self._begun(within) if self._usual is None else self._usual
-        if usual is None or within is not usual.within or current_task() != usual.current.task:
+        current = self.running
+        if current is None or not current.received:
+            current = self._begun(within)
+        if current is None or current.usual_in is not within or current.segments is not self.record.segments:
             return None
-        if self.record.segments is not usual.segments or not self.hears():
-            return None
-        return usual.current
+        return current if current_task() == current.task and self.hears() else None
 
-    def _begun(self, within: Within) -> Usual | None:
-        """Begins a usual pass with its first gradient.  None if that came before, or if the pass may do more."""
-        running = self.running
-        if running is not None and running.received:
-            return None
+    def _begun(self, within: Within) -> Pass | None:
+        """Begins a usual pass with its first gradient.  None if the pass may do more."""
         if torch.is_grad_enabled() or within.kind.derives is not False or is_transformed():
             return None
         if not (self.hears() and self._is_usual(within)):
@@ -206,8 +207,8 @@ class Backward:
         current = self._entered(current_task())
         if not current.is_hess:
             self.record.file(current, within.forward)
-            self._usual, self.answered = Usual(current, within, self.record.segments), True
-        return self._usual
+            current.usual_in, current.segments, self.answered = within, self.record.segments, True
+        return current
 
     def _is_usual(self, within: Within) -> bool:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
@@ -267,16 +268,13 @@ class Backward:
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
-        here = Switch.here
-        # Layers may run here: of a user's Function, called for each sample, or of a checkpoint, for what a node saved.
-        before, here.paused = here.paused, True
+        given, is_on = [g for g in grads if g is not None], torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()), without_autocast(g for g in grads if g is not None):
+            # Layers may run here: of a user's Function, called for each sample, or of a checkpoint, for what a node saved.
+            with Switch.paused_here(), torch.set_grad_enabled(is_on), without_autocast(given):
                 return use.take(node, grads, reached)
         except Exception as error:  # the user's own pass must continue
             return error
-        finally:
-            here.paused = before
 
     def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
         """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
@@ -321,7 +319,7 @@ class Backward:
                 current.calls_of.setdefault(use.edges[local].name, []).append(use)
         if is_first:
             is_more = current.captures or makes_graph or current.is_hess or not self._is_usual(use.within)
-            self._usual = None if is_more else Usual(current, use.within, self.record.segments)
+            current.usual_in, current.segments = None if is_more else use.within, self.record.segments
         self.answered = True
         return received
 
@@ -354,18 +352,17 @@ class Backward:
         if grad is None and not is_left and record.on_arrival is None:
             return
         uses = () if running is None else running.calls_of.get(name, ())
-        is_usual = running is not None and name in running.named
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
-        if running is not None and grad is not None and (uses or is_usual) and not (is_known or name in running.beside):
+        if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         if running is not None and (is_left or not self.wants_grad):
-            own = not running.captures and (is_usual or any(use.is_own for use in uses))
+            own = not running.captures and any(use.is_own for use in uses)
         self.reached(name, grad)
         if running is not None and own and left is not None and is_left:
             running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
         if grad is None:
             return
-        if running is None or not (uses or is_usual):
+        if running is None or not uses:
             record.unseen[name] = record.forwards
             return
         if not running.captures:

@@ -41,7 +41,7 @@ def _note_mixed(backward: Backward, why: str, own: list[Tensor], number: int, gr
     if grad is None or not backward.hears():
         return
     if not brought or bool(differs(grad, torch.stack(brought).sum(0), rounding_of(grad)).any()):
-        backward.enter(current_task()).refused = why
+        backward.refuse(why)
 
 
 def watch_penalty(backward: Backward, node: Node, names: Collection[str]) -> None:

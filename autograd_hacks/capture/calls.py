@@ -96,41 +96,19 @@ class LayerCall(Use, Call):
         if not (self.is_plain and self.is_first and within.plain and within.plain[self.number] and within.documents is None):
             return None
         ((x,), (grad,)), samples, dtype = (self.args, grads.at), within.samples, known.wanted[0][1].dtype
-        if grad is None or rule_for(known.layer) is not known.rule:
+        if grad is None or not samples or rule_for(known.layer) is not known.rule:
             return None
-        if versions_among(x, grad) != [self.overwritten[0], *grads.versions]:
+        if versions_among(x, grad) != [self.overwritten[0], *grads.versions] or grad.shape[:1] != (samples,):
             return None
-        if x.dtype is not dtype and x.is_floating_point():
+        if (x.dtype is not dtype and x.is_floating_point()) or type(grad) is not Tensor or grad.dtype is not dtype:
             return None
-        if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not torch.strided:
+        if grad.layout is not torch.strided:
             return None
-        if not samples or grad.shape[:1] != (samples,):
-            return None
-        call = Call.__new__(Call)  # its own __init__ sets all that is as by default
-        call.__dict__ = {
-            "path": known.path,
-            "layer": known.settings.put_back(known.layer),
-            "args": self.args,
-            "kwargs": {},
-            "training": self.training,
-            "grads": (grad,),
-            "state": self.state,
-            "precision": self.precision,
-            "saved": self.saved,
-        }
-        try:
-            forms = known.rule.formula(call.layer, call)
-        except (BatchSizeError, SamplesMixed):
-            return None
-        if type(forms) is not dict:
-            return None
-        for local, p, _ in known.wanted:
-            form = forms.get(local)
-            if form is None or (known.is_given and not isinstance(form, Form)):
-                return None
-            if form.samples != samples or form.shape != p.shape:
-                return None
-        return forms
+        layer = known.settings.put_back(known.layer)
+        call = Call(
+            known.path, layer, self.args, {}, self.training, (grad,), self.state, None, (), self.precision, True, self.saved
+        )
+        return self._by_formula(call, known.locals, samples)
 
     @property
     def what(self) -> str:
@@ -139,11 +117,6 @@ class LayerCall(Use, Call):
     @property
     def place(self) -> str:
         return where(self.path, self.layer)
-
-    @property
-    def given(self) -> list[Tensor]:
-        """The tensors among the layer's arguments."""
-        return [x for x, _ in self.versions]
 
     def batch_size(self, grads: OutputGrads) -> int:
         if self.documents is not None:
@@ -171,23 +144,23 @@ class LayerCall(Use, Call):
             shape = grads.first.shape
             found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
             by_position = check_told(found, self.place, shape)
-            forms = call._by_rule(rule, grads, by_position if by_position.fold else None, self.documents.ids.numel())
+            forms = call._by_rule(grads, by_position if by_position.fold else None, self.documents.ids.numel())
             return {name: self.documents.rows(form) for name, form in forms.items()}
         if self.labels is not None:
-            forms = call._by_rule(rule, grads, None, len(self.labels))
+            forms = call._by_rule(grads, None, len(self.labels))
             return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
         if rule.features is not None and layout is not None:
             self._check_layout(layout, grads.first.shape)
-            return call._by_rule(rule, grads, layout if layout.axis or layout.fold else None, self.samples or 0)
+            return call._by_rule(grads, layout if layout.axis or layout.fold else None, self.samples or 0)
         rows = self._rows(grads)
-        forms = call._by_rule(rule, grads, None, rows)
+        forms = call._by_rule(grads, None, rows)
         if layout is None or not layout.fold:
             return forms
         labels = layout.rows(rows, self.samples or 0, grads.first.device)
         return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
 
-    def _by_rule(self, rule: Rule, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
-        """The forms that the layer's rule returns, after a check of their shapes.
+    def _by_rule(self, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+        """The forms that the layer's rule returns.
 
         layout: where the samples are; None if they are where the rule expects them
         rows: how many rows it must return
@@ -204,36 +177,43 @@ class LayerCall(Use, Call):
         layer = self.known.settings.put_back(self.layer)
         more = self.outputs, self.precision, self._is_compared(grads), saved
         call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
+        forms = self._by_formula(call, grads.reached, rows)
+        return {name: forms[name] for name in grads.reached}
+
+    def _by_formula(self, call: Call, names: Sequence[str], rows: int) -> Mapping[str, Form]:
+        """The forms that the layer's rule returns, after a check of those that are asked for.  names: theirs"""
         try:
-            forms = rule.formula(layer, call)
+            forms = self.known.rule.formula(call.layer, call)
         except (BatchSizeError, SamplesMixed) as error:
             raise type(error)(f"{self.place} {error}") from None
-        if type(forms) is not dict and not isinstance(forms, Mapping):
-            raise self._no_forms(forms)
-        return {name: self._checked(forms, name, rows) for name in grads.reached}
+        known, is_mapping = self.known, type(forms) is dict or isinstance(forms, Mapping)
+        for name, p, _ in known.wanted:
+            form = forms.get(name) if is_mapping else None
+            is_form = not known.is_given or isinstance(form, Form)
+            if name in names and (form is None or not is_form or form.samples != rows or form.shape != p.shape):
+                raise self._unfit(forms, name, (rows, *p.shape))
+        return forms
 
-    def _no_forms(self, forms: object) -> TypeError:
-        return TypeError(f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
+    def _unfit(self, forms: Any, name: str, shape: Sequence[int]) -> Exception:
+        """The error for what a rule returned.  shape: the expected one"""
+        if isinstance(forms, Mapping) and name not in forms:
+            return UnsupportedLayer(
+                f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
+                "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+            )
+        form = forms[name] if isinstance(forms, Mapping) else None
+        if not isinstance(form, Form):
+            return TypeError(
+                f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
+            )
+        return BatchSizeError(
+            f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
+            f"{name!r}; expected {shape}: samples first, then the parameter's shape."
+        )
 
     def _is_compared(self, grads: OutputGrads) -> bool:
         """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
         return self.random_state is not None or looks_free(grads.first)
-
-    def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
-        if name not in forms:
-            raise UnsupportedLayer(
-                f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
-                "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
-            )
-        form, shape = forms[name], self.edges[name].parameter.shape
-        if not isinstance(form, Form):
-            raise self._no_forms(forms)
-        if form.samples != rows or form.shape != shape:
-            raise BatchSizeError(
-                f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
-                f"{name!r}; expected {(rows, *shape)}: samples first, then the parameter's shape."
-            )
-        return form
 
     def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
         """Raises if the output's shape doesn't fit the number and place of its samples."""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,6 @@ from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
-from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import version_of
 
 Labels = Mapping[int, Sequence[Label]]
@@ -33,14 +32,9 @@ Labels = Mapping[int, Sequence[Label]]
 _OWN = __name__.partition(".")[0] + "."
 
 
-def count() -> int:
-    """How many hooks torch has registered so far."""
-    return RemovableHandle.next_id
-
-
 def since(first: int) -> list[tuple[dict[int, Any], int]]:
     """The user's hooks that were registered since a count, as dictionaries that torch calls, and keys."""
-    wanted, found = set(range(first, count())), list[tuple[dict[int, Any], int]]()
+    wanted, found = set(range(first, RemovableHandle.next_id)), list[tuple[dict[int, Any], int]]()
     for generation in range(3):  # new objects come first
         for thing in gc.get_objects(generation) if wanted else ():
             if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
@@ -74,46 +68,43 @@ def _is_own(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(_OWN)
 
 
-def watch(
-    backward: weakref.ref[Backward],
-    hooks: Sequence[tuple[dict[int, Any], int]],
-    labels: Callable[[], Labels] | None,
-    samples: int,
-) -> None:
-    """Watches hooks.  labels: gives those of the forward in which they were registered; None if they are unknown"""
-    found: Labels | None = None
-    put_last(hooks)
-    for hooks_of, key in hooks:
-        if key in hooks_of and not isinstance(hooks_of[key], _Watched):
-            found = labels() if found is None and labels is not None else found
-            hooks_of[key] = _Watched(backward, hooks_of[key], found, samples)
+class Watch(NamedTuple):
+    """Watches the hooks that were registered in a forward, or later.
 
+    labels: gives those of the forward; None if they are unknown"""
 
-def watch_late(
-    backward: weakref.ref[Backward],
-    hooks: Sequence[tuple[dict[int, Any], int]],
-    labels: Callable[[], Labels] | None,
-    samples: int,
-) -> None:
-    """Watches hooks as a pass arrives at its first use, at whose node torch calls them as they were."""
-    node: Any = current_node()
-    hooked = [hook for hook in on_node(node) if any(hook in hooks_of.values() for hooks_of, _ in hooks)]
-    watch(backward, hooks, labels, samples)
-    for hook in hooked:
-        use, first = (hook.use, 0) if isinstance(hook, AtNode) else (hook.call, hook.number - hook.slot)
-        node.register_hook(partial(_compare, backward, use, first))
+    backward: weakref.ref[Backward]
+    labels: Callable[[], Labels] | None
+    samples: int
+
+    def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
+        found: Labels | None = None
+        put_last(hooks)
+        for hooks_of, key in hooks:
+            if key in hooks_of and not isinstance(hooks_of[key], _Watched):
+                found = self.labels() if found is None and self.labels is not None else found
+                hooks_of[key] = _Watched(self.backward, hooks_of[key], found, self.samples)
+
+    def late(self, first: int) -> None:
+        """Watches the hooks since a count when a pass arrives at its first use, whose node calls them as they were."""
+        node, hooks = current_node(), since(first)
+        hooked = [hook for hook in on_node(node) if any(hook in hooks_of.values() for hooks_of, _ in hooks)]
+        self.over(hooks)
+        for hook in hooked:
+            use, number = (hook.use, 0) if isinstance(hook, AtNode) else (hook.call, hook.number - hook.slot)
+            node.register_hook(partial(_compare, self.backward, use, number))
 
 
 def _compare(backward: weakref.ref[Backward], use: Any, first: int, made: object, given: Sequence[Tensor | None]) -> None:
     """Called after a node.  Notes that what it was given isn't what was noted for a use.
 
     first: the number of its output that is the use's first"""
-    running = None if (own := backward()) is None else own.running
-    received = None if running is None else running.received.get(use)
+    own = backward()
+    received = None if own is None or own.running is None else own.running.received.get(use)
     for number, grad in enumerate([] if received is None else received.at):
         now = None if grad is None else given[first + number]
-        if running is not None and grad is not None and now is not None and not torch.equal(now.reshape(grad.shape), grad):
-            running.refused = (
+        if own is not None and grad is not None and now is not None and not torch.equal(now.reshape(grad.shape), grad):
+            own.refuse(
                 f"samples mix, or may: a hook changes gradient at {current_node().name()} after the rows' gradient was "
                 "taken there. Register it on the tensor (x.register_hook), or in the forward."
             )
@@ -157,7 +148,7 @@ class _Watched:
         if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
-        backward.enter(current_task()).refused = (
+        backward.refuse(
             f"samples mix: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind it. Let "
             "the hook return None, or a new gradient of which no entry depends on another sample; or change .grad after the "
             "rows are read."

@@ -1,7 +1,7 @@
 """What is known of a forward: when it begins, when it was read, and what is kept for the next one of its kind."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -88,6 +88,10 @@ class Within:
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
     walk: Any = None  # of the laws, whose rows a reading compares with gradients before they are believed
 
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Says that parameters have no rows, and that the samples are unknown."""
+        self.refused, self.samples = dict.fromkeys(names, why), None
+
 
 class Known(NamedTuple):
     """The facts that are known when a forward begins whose graph is to be read."""
@@ -143,7 +147,8 @@ class Kinds:
         path: of the called module    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
         if any(x.is_nested for x in tensors_in(args, kwargs)):
-            within.kind, within.refused = Kind(), {n: NESTED for n, _ in model.named_parameters()}
+            within.kind = Kind()
+            within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
         reads = self.probes or self.independent

@@ -11,8 +11,8 @@ checkpoints, or that begin in another way.  `Backward` then restores ``.grad``.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache, wraps
 from itertools import compress
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import ASKED, AtNode, hook_before, may_skip, on_node
+from autograd_hacks.capture.arrivals import ASKED, AtNode, may_skip, noted, on_node
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
@@ -71,10 +71,10 @@ def meet(backward: Backward, ran: Ran) -> None:
     uses = [node for node, _ in ran.hooks]
     uses += [node for one in compress(ran.noted, within.calls) for node, _ in one.hooks]  # whose rules give rows
     outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
-    leaves = [leaf for leaf, name in ran.leaves.items() if backward.record.is_parameter(ran.parameters[name])]
+    own = map(id, backward.record.own_among(ran.parameters.values()))
     ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
-    made = range(ran.began, next_node())
-    backward.met[within] = Met(made, ends, numbers, of_takers.intersection(made), frozenset(leaves))
+    made, leaves = range(ran.began, next_node()), frozenset([within.leaves[n] for n in own if n in within.leaves])
+    backward.met[within] = Met(made, ends, numbers, of_takers.intersection(made), leaves)
 
 
 def attach(backward: Backward) -> None:
@@ -103,7 +103,7 @@ def _backward(
     roots, asked = [node for node in nodes if node is not None], None
     if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
         asked = _asked(roots)
-    with nullcontext() if asked is None else _noted(asked, roots):
+    with nullcontext() if asked is None else noted(roots, ASKED, asked):
         given = inputs if asked is None else asked.inputs
         _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, given)
 
@@ -116,7 +116,7 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
         return None
     uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
-    seen, taken, others = set(nodes), dict[Any, None](), dict[Any, None]()
+    seen, taken, others, is_only = set(nodes), dict[Any, None](), dict[Any, None](), len(met) == 1
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
     for node in nodes:  # the list grows
         number = sequence_number(node)
@@ -127,7 +127,7 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
             if type(ahead) is Leaf:
                 leaves[ahead] = None
             elif ahead is not None:
-                if within < 0 or len(met) > 1:
+                if within < 0 or not is_only:
                     entered.add((within, ahead))
                 if ahead not in seen:
                     seen.add(ahead)
@@ -145,32 +145,12 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
 
 def _of(met: Sequence[Met], number: int) -> int:
     """Which forward has made a node; -1 for none of them."""
-    return next((n for n, own in enumerate(met) if number in own.made), -1)
+    for n, own in enumerate(met):
+        if number in own.made:
+            return n
+    return -1
 
 
 @cache
 def _is_checkpoint(kind: type) -> bool:
     return kind.__name__ == CHECKPOINT
-
-
-@contextmanager
-def _noted(asked: Asked, roots: Sequence[Node]) -> Iterator[None]:
-    """A context in which hooks know what the engine was asked for, by the number of its pass.  roots: which run first"""
-    tasks = list[int]()
-
-    def note(_: object) -> None:
-        tasks.append(current_task())
-        ASKED[tasks[-1]] = asked
-
-    handles = [hook_before(root, note) for root in roots]
-    for handle in handles:  # a root may be a use's node
-        hooks: Any = handle.hooks_dict_ref()
-        for key in [key for key in hooks if key != handle.id]:
-            hooks[key] = hooks.pop(key)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for task in tasks:
-            ASKED.pop(task, None)

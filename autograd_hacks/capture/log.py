@@ -94,25 +94,21 @@ class Forward:
         self.static = Kind()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
         self.noted: list[Noted] = []
-        self.hooks = 0  # how many hooks they have put on nodes
         self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
         self.within = Within()  # the forward, or the last one
 
     def records(self) -> bool:
-        return self.is_on() and torch.is_grad_enabled()
-
-    def is_on(self) -> bool:
         if is_transformed():  # inside torch.func's transforms tensors belong to one transform, and end with it
             self.record.why_unseen = TRANSFORMED
             return False
-        return Switch.on() and not is_traced() and not self.backward.is_silent
+        return torch.is_grad_enabled() and Switch.on() and not is_traced() and not self.backward.is_silent
 
     def begin(self) -> None:
         """Gives a forward its number."""
         record, backward = self.record, self.backward
-        self.noted, self._random_states, self.hooks = [], {}, 0  # also what an interrupted forward has left
+        self.noted, self._random_states = [], {}  # also what an interrupted forward has left
         backward.running = None  # left over from a pass that failed
         if backward.answered:
             record.comparing, record.why_unseen, backward.answered = False, "", False
@@ -130,29 +126,27 @@ class Forward:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
-        if output is not None and not kwargs and len(args) == 1 and self._is_as_usual():
-            known = self._known(path, layer)
-            if known is not None and known.is_plain and self._note_plainly(known, args, output, is_first):
-                return output
         drew = self._random_states.pop(layer, None) if self._random_states else None
-        if output is None or not self.is_on():
+        if output is None or not self.records():
             return output
         # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
-        known = self._known(path, layer)
-        if known is None or not known.wanted or not torch.is_grad_enabled():
+        known, is_inside = self._known(path, layer), current_task() != NO_TASK
+        if known is None or not known.wanted:
+            return output
+        is_usual = known.is_plain and self.running is not None and len(args) == 1 and not (kwargs or is_inside or drew)
+        if is_usual and self._note_plainly(known, args, output, is_first):
             return output
         outputs = tensors_of(output)
         if not [x for x in outputs if x.grad_fn is not None] or [x for x in outputs if x.is_nested]:
             return output
-        if current_task() != NO_TASK:
+        if is_inside:
             self.refuse_inside(outputs, [p for _, p, _ in known.wanted])
             return output
         # 2. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live = args, kwargs
         if self.running is None:  # the layer is called by itself: a forward of its own
             self.begin()
-            self.within.kind, self.within.samples = self.static, None
-            self.record.last = self.within
+            self.record.last = self.within = Within(self.record.forwards, self.static)
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call = LayerCall(
@@ -174,25 +168,12 @@ class Forward:
         output, hooks = attach(call, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
-            self.hooks += len(hooks)
         return output
-
-    def _is_as_usual(self) -> bool:
-        """Whether a call in the running forward is to be recorded, and no backward pass, transform or tracer runs."""
-        if self.running is None or self._random_states or current_task() != NO_TASK or not torch.is_grad_enabled():
-            return False
-        return not (is_transformed() or is_traced() or self.backward.is_silent) and Switch.on()
 
     def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
         """Notes the usual call, of one tensor that gives one.  Returns whether it is that."""
         x = args[0]
-        if (
-            not known.wanted
-            or type(x) is not Tensor
-            or type(output) is not Tensor
-            or x.is_nested
-            or x.layout is not torch.strided
-        ):
+        if type(x) is not Tensor or type(output) is not Tensor or x.is_nested or x.layout is not torch.strided:
             return False
         node, base = output.grad_fn, output._base
         if base is not None and node is not None:
@@ -222,7 +203,6 @@ class Forward:
             _ = call.edges  # to find them later would be a step of the tape
         put_on(node, hook)
         self.noted.append(Noted(call, ((node, hook),), inputs))
-        self.hooks += 1
         return True
 
     def _known(self, path: str, layer: nn.Module) -> Layer | None:

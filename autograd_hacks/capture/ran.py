@@ -125,16 +125,13 @@ class Ran:
             found.append(list(seen))
         return found
 
-    def attach(self, edge_of: Callable[[str], Edge], receiver: Backward) -> None:
+    def attach(self, receiver: Backward) -> None:
         """Sends the gradients at the uses' nodes to a receiver."""
         for node, plan in self.uses.items():
-            use = NodeUse(
-                plan=plan,
-                edges={name: edge_of(name) for name in plan.names},
-                slots=plan.slots,
-                within=self.within,
-                whose=plan.whose,
-            )
+            edges = {name: self.edge_of(name) for name in plan.names}
+            for edge in edges.values():
+                receiver.watch(edge.parameter)  # it may be new since `add_hooks`
+            use = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
             hook = AtNode(use, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))

@@ -14,15 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import Returned, mark_returned
+from autograd_hacks.capture.arrivals import Returned, are_new, hook_counts, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.bypasses import watch_outputs
-from autograd_hacks.capture.gradient_hooks import Labels, count, put_last, since, watch, watch_late
+from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.formulas.table import rule_for
@@ -74,8 +73,8 @@ class Recorder:
         self.is_aside = False  # whether it belongs to a copy, which the library runs
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.marks: Marks | None = None  # how that forward began
-        self._hooks, self._own_hooks = 0, 0  # how many hooks on gradients there were as it began, and how many of ours
-        self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the others that were registered since
+        self._hooks = 0, 0  # the counts of hooks as it began
+        self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the users' that were registered since
         self._ran: Ran | None = None  # the running forward
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
@@ -159,7 +158,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        self._hooks, self._own_hooks, ran.began = count(), self.backward.hooks, next_node()
+        self._hooks, ran.began = hook_counts(), next_node()
         before = self.tape
         self._stop()
         if self.kinds.independent and ran.known is not None:
@@ -210,8 +209,7 @@ class Recorder:
         ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
-        own_hooks = self.backward.hooks - self._own_hooks + self.forward.hooks
-        self._users_hooks = since(self._hooks) if count() - self._hooks != own_hooks else []
+        self._users_hooks = since(self._hooks[0]) if are_new(self._hooks) else []
         put_last(self._users_hooks)
         with plainly_saved():
             self._end(path, model, ran)
@@ -231,10 +229,10 @@ class Recorder:
         return modules_of(model) if path else self.tree.modules()
 
     def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
-        """Watches the user's hooks on gradients, and those that come until a pass begins; see `gradient_hooks.watch`."""
-        of = weakref.ref(self.backward)
-        watch(of, self._users_hooks, labels, samples)
-        self.backward.watch_more = lambda first: watch_late(of, since(first), labels, samples)
+        """Watches the user's hooks on gradients, and those that come until a pass begins."""
+        watch = Watch(weakref.ref(self.backward), labels, samples)
+        watch.over(self._users_hooks)
+        self.backward.watch_more = watch.late
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         within = self.record.last = ran.within
@@ -247,11 +245,11 @@ class Recorder:
         self._read(path, model, ran)
         self.record.documents = within.documents
         if within.kind is self.kinds.static and not ran.is_covered:
-            self._assume(ran)
+            ABOVE.assume(ran)
         if within.calls is None:
             place_by_sizes(ran.noted, within.samples)
         samples = within.samples
-        ran.attach(partial(self._edge, ran), self.backward)
+        ran.attach(self.backward)
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         if not (self.backward.wants_grad or within.returns_parameters or self._users_hooks):
             lean.meet(self.backward, ran)
@@ -273,10 +271,7 @@ class Recorder:
         def read() -> bool:
             if self.segments is not None and not path:
                 within.documents = documents_of(self.segments, *ran.arguments)
-            if ran.known is None:
-                return False
-            ABOVE.read_forward(self, ran)
-            return self.kinds.independent and (within.kind.pending or not ABOVE.is_shown(self, ran))
+            return ran.known is not None and ABOVE.read_forward(self, ran)
 
         def show() -> None:
             if self.kinds.independent and ran.known is not None and within.samples is not None:
@@ -297,18 +292,6 @@ class Recorder:
             watch_outputs(self.backward, returned, within.mixing or within.untold, ran)
         if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
             watch_outputs(self.backward, kept, KEPT, ran)
-
-    def _assume(self, ran: Ran) -> None:
-        """Reads a forward whose samples are assumed to be on axis 0."""
-        if ran.within.samples is None:
-            ran.within.samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        if ran.within.samples is not None:
-            ABOVE.assume(ran)
-
-    def _edge(self, ran: Ran, name: str) -> Edge:
-        edge = ran.edge_of(name)
-        self.backward.watch(edge.parameter)  # it may be new since `add_hooks`
-        return edge
 
 
 def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:

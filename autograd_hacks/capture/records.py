@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,10 +53,13 @@ class Pass:
     task: int  # autograd's number for it
     losses: Announcement | None
     received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
-    named: set[str] = field(default_factory=set)  # the parameters to which usual calls lead, whose passes do nothing else
-    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the other uses that lead to it
-    told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to those, and to one of the usual calls
-    hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the uses that lead to it
+    # The only forward that it goes through, if it reaches all of its parameters, frees its graph and does nothing else: of
+    # what comes to the forward's usual calls nothing is left to decide.  And the record's segments, as they were then.
+    usual_in: Within | None = None
+    segments: Sequence[Segment] = ()
+    told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to uses, but of the usual calls only to one
+    hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those that aren't usual calls
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     higher_order: bool = False  # whether it makes a graph
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
@@ -75,9 +78,9 @@ class Pass:
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
     said: set[str] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
 
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """The parameters to which uses lead."""
-        return self.named | self.calls_of.keys()
+        return self.calls_of.keys()
 
     def received_at(self, use: Use) -> OutputGrads:
         """What came to a use so far, to be added to."""
@@ -226,16 +229,6 @@ class Segment:
         return any(hook is not None and not hook.is_over for hook in hooks)
 
 
-class Usual(NamedTuple):
-    """A pass through one forward that reaches all of its parameters, frees its graph and does nothing else.
-
-    Of what comes to the forward's usual calls nothing is left to decide, so it is filed at once."""
-
-    current: Pass
-    within: Within  # the forward
-    segments: Sequence[Segment]  # the record's, as they were
-
-
 @dataclass(eq=False)
 class Record:
     """The backward passes of one hooked model that can be read, and everything needed to read them."""
@@ -274,6 +267,11 @@ class Record:
         """Discards the record.  why: for messages, why there is nothing to read"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
+
+    def mark_read(self) -> None:
+        """Says that all passes were read, also if reading then fails."""
+        for segment in self.segments:
+            segment.read = True
 
     def file(self, current: Pass, forward: int) -> None:
         """Puts a pass through a forward into a segment.
@@ -375,8 +373,10 @@ class Record:
             )
         return found.pop()
 
-    def is_parameter(self, x: Tensor) -> bool:
-        return x in self.names or any(x is other for other in self.gathered.values())
+    def own_among(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those that are the model's parameters."""
+        tensors, gathered = [*tensors], set(map(id, self.gathered.values()))
+        return [x for x, name in zip(tensors, self.names.of(tensors)) if name is not None or id(x) in gathered]
 
     def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""

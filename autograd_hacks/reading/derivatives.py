@@ -108,7 +108,7 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
 
 def _attach(own: Recorder, reader: Reader) -> None:
     reader.follow(reader.read())
-    reader.ran.attach(reader.ran.edge_of, own.backward)
+    reader.ran.attach(own.backward)
 
 
 def _computed(

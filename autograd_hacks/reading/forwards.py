@@ -28,6 +28,7 @@ from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
+from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.loss_graphs import is_in_order
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
@@ -114,12 +115,13 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     return False
 
 
-def read_forward(recorder: Recorder, ran: Ran) -> None:
-    """Reads a finished forward."""
+def read_forward(recorder: Recorder, ran: Ran) -> bool:
+    """Reads a finished forward.  Returns whether it is still to be shown that its samples are independent."""
     try:
         _read(recorder, ran)
     except Nested:
-        ran.within.refused, ran.within.samples = dict.fromkeys(ran.parameters, NESTED), None
+        ran.within.refuse(ran.parameters, NESTED)
+    return recorder.kinds.independent and (ran.within.kind.pending or not is_shown(recorder, ran))
 
 
 def _read(recorder: Recorder, ran: Ran) -> None:
@@ -348,12 +350,11 @@ def assume(ran: Ran) -> None:
     """Reads a forward whose outputs are assumed to have the samples on axis 0.
 
     Without samples, the graph is read as if it had one."""
-    at = {
-        Value(x.grad_fn, x.output_nr): Layout()
-        for x in ran.outputs
-        if x.grad_fn is not None and (not ran.within.samples or Layout().fits(x, ran.within.samples))
-    }
-    samples = ran.within.samples or 0
+    roots, samples = [(x, x.grad_fn) for x in ran.outputs if x.grad_fn is not None], ran.within.samples
+    samples = next((x.shape[0] for x, _ in roots if x.ndim), None) if samples is None else samples
+    if samples is None:
+        return
+    at = {Value(node, x.output_nr): Layout() for x, node in roots if not samples or Layout().fits(x, samples)}
     reader = Reader(ran, samples or 1, at)
     found, reader.samples = reader.read(), samples
     reader.follow(found)

@@ -52,8 +52,7 @@ def read(
         raise NothingRecorded(
             "inside during_backward, each layer's record is freed during the pass. Read after that context."
         )
-    for segment in record.segments:
-        segment.read = True  # also if the read fails
+    record.mark_read()
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
     check_known(model, record)
@@ -151,14 +150,12 @@ class Gate:
         """J of a parameter; None if no call leads to it.
 
         After `backprop_hess`: a row for each sample of each pass, pass by pass."""
-        if len(self._terms) == 1 and self._adds_up:
-            table = self._terms[0].pop(name, None)
-            return add([*table.values()]) if table else None
-        tables = [terms.pop(name, {}) for terms in self._terms]
+        if self._adds_up:
+            forms = [form for terms in self._terms for form in terms.pop(name, _NONE).values()]
+            return add(forms) if forms else None
+        tables = [terms.pop(name, _NONE) for terms in self._terms]
         if not any(tables):
             return None
-        if self._adds_up:
-            return add([form for table in tables for form in table.values()])
         if all(table.keys() == tables[0].keys() for table in tables):  # call by call, so that passes share what they can
             return add([Concatenation.of([table[key] for table in tables]) for key in tables[0]])
         # Checkpointing has made new calls in each pass.
@@ -176,6 +173,9 @@ class Gate:
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done
+
+
+_NONE: dict[Use, Form] = {}
 
 
 def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tensor) -> Form | None:

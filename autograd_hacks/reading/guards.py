@@ -117,8 +117,7 @@ def check_sets_all(record: Record, what: str) -> None:
 
     what: the function that sets it, for messages
     """
-    for segment in record.segments:
-        segment.read = True  # also if it is refused, so that the pass after the next forward is read again
+    record.mark_read()  # also if it is refused, so that the pass after the next forward is read again
     if any(p.replaces_unread and p.adds_to_left and not p.fills_grad for p in record.passes):
         raise NothingRecorded(
             f"an earlier backward pass was not read, and was discarded when the last one came. {what} would set .grad "

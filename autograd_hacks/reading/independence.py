@@ -41,11 +41,10 @@ OF_FUNCTIONS = "a backward of its own"
 def is_shown(recorder: Recorder, ran: Ran) -> bool:
     """Whether samples of a finished forward are known to be independent, from its tape.
 
-    A tape that is new needs a check, before the forward's gradients are read.  True if nothing asks
-    for independence.
+    A tape that is new needs a check, before the forward's gradients are read.
     """
     tape, within, samples = recorder.tape, ran.within, ran.within.samples
-    if tape is None or not samples or samples < 2 or not recorder.kinds.independent:
+    if tape is None or not samples or samples < 2:
         return True
     if tape.refused is not None:
         raise tape.refused
@@ -174,13 +173,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
-            others = "replaced" if parts is None else "left out"
-            why = (
-                f"{MIXING}: {what} changed for samples that were kept while others were {others}. There is no "
-                "gradient between them, but private training needs samples that don't depend on each other."
-                + (f" By the laws of operations {kind.why_unshown}." if kind.why_unshown else "")
-            )
-            kind.dependent, kind.is_independent = (why, slots), False
+            kind.dependent, kind.is_independent = (_why_dependent(what, kind.why_unshown, parts is None), slots), False
             within.mixing, within.mixed_outputs = kind.dependent
             return
     # If all samples are equal, replacing them shows nothing.
@@ -192,6 +185,16 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
             "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
             "model's outputs are then compared." + ON_PRIVATE
         )
+
+
+def _why_dependent(what: str, unshown: str, are_replaced: bool) -> str:
+    """How values of samples mix, for messages.  what: has changed    unshown: why laws don't show that they don't"""
+    others = "replaced" if are_replaced else "left out"
+    return (
+        f"{MIXING}: {what} changed for samples that were kept while others were {others}. "
+        "There is no gradient between them, but private training needs samples that don't depend on each other."
+        + (f" By the laws of operations {unshown}." if unshown else "")
+    )
 
 
 def _check_opaque(tape: Tape) -> None:
@@ -247,4 +250,4 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within,
         )
 
 
-ABOVE.is_shown, ABOVE.show = is_shown, show_independent
+ABOVE.show = show_independent

@@ -34,7 +34,7 @@ def _read(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returne
     hooked = _hooked(recorder, reader)
     found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
     reader.follow(found)
-    ran.attach(ran.edge_of, recorder.backward)
+    ran.attach(recorder.backward)
     if recorder.record.documents is not None:
         return ""
     at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]

@@ -363,8 +363,8 @@ def ran_behind(
         frozenset(ends),
         recorder.record,
     )
-    leaves = [leaf.variable for leaf in Graph(roots, stops).leaves if record.is_parameter(leaf.variable)]
-    parameters = record.asked({record.name_of(p): p for p in leaves})
+    own = record.own_among(leaf.variable for leaf in Graph(roots, stops).leaves)
+    parameters = record.asked({record.name_of(p): p for p in own})
     within = Within(forward, samples=samples)
     return Ran(within, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
 

@@ -124,8 +124,7 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
 def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
     """Checks independence for the recorded forward."""
     record = recorder.record
-    for segment in record.segments:
-        segment.read = True  # also if the check fails
+    record.mark_read()
     unshown = {use for recorded in record.passes for use in recorded.received if not is_shown(use)}
     if not unshown:
         return
