@@ -83,6 +83,7 @@ class Within:
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
     open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
     unshown_at: int | None = None  # the number of the operation at which laws don't show it
+    meet: bool = False  # whether they say that samples meet there
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
@@ -116,6 +117,7 @@ class Kinds:
         self.static = Kind(pending=False)  # for layers called by themselves, and if no graph is read
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
         self.memo = Memo()  # of the laws' walks
+        self.mixing_sites: set[Any] = set()  # what no law shows, in forwards in which samples were seen to mix
         self._is_whole = False  # whether lazy layers have their parameters
 
     def doubt(self) -> None:

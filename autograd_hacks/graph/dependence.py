@@ -58,7 +58,7 @@ def read_values(
     try:
         return reading.run(roots)
     except Unshown as error:
-        error.at = reading.at
+        error.at, error.meet = reading.at, reading.lost is not None
         raise
     except Exception as error:  # a law lacks a case, so it shows nothing
         unshown = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
@@ -90,7 +90,7 @@ class _Reading:
         self.memory: dict[int, _Memory] = {}  # by that number
         self.read: set[int] = set()
         self.at: int | None = None  # the number of the operation that is read
-        self.lost: int | None = None  # where samples meet first, from the outputs back
+        self.lost: int | None = None  # where samples of one output meet first, from the outputs back
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
         kept = self._forwards()
@@ -257,7 +257,7 @@ class _Reading:
             return
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
             if at is not None and self._is_reached(at):
-                if isinstance(label, Several) and self.lost is None:
+                if isinstance(label, Several) and self.lost is None and not any(isinstance(x, Several) for x in labels):
                     self.lost = self.at
                 self._add(at, label)
 

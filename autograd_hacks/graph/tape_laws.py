@@ -94,9 +94,12 @@ REGISTERED: dict[str, Callable[[Step], Sequence[Sequence[Links]]]] = {}
 
 
 class Unshown(Exception):
-    """An operation for which nothing shows which samples depend on which.  at: its number on the tape"""
+    """An operation for which nothing shows which samples depend on which.
+
+    at: its number on the tape    meet: whether its law says that samples meet there, so that no runs need to show it"""
 
     at: int | None = None
+    meet = False
 
 
 @dataclass

@@ -79,6 +79,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
         self.sites: set[Site] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self._read_by_python: list[tuple[Entry, Site]] = []
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
@@ -162,7 +163,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
-            self.sites.add((READ_BY_PYTHON, place()))
+            self.sites.add(site := (READ_BY_PYTHON, place()))
+            self._read_by_python.append((entry, site))
         return out
 
     def _noted(self, x: Any) -> Any:
@@ -267,6 +269,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 found.update(n for n, *_ in entry.outputs)
                 found.update(given if entry.func._schema.is_mutable else ())
         return found
+
+    def read_of_arguments(self) -> set[Site]:
+        """Where Python read what may depend on arguments.  What follows in Python is on no tape."""
+        found = self.reached() if self._read_by_python else set[int]()
+        return {site for entry, site in self._read_by_python if not found.isdisjoint(numbers_of(entry))}
 
     def kept(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of some tensors that the forward made of its arguments."""

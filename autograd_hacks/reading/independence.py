@@ -5,6 +5,7 @@ operations laws show it.  If that is not possible, copies of the model run with 
 computes a loss itself, the rows are compared too."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
@@ -61,7 +62,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         return False
     is_packed = within.counted_at is not None
     sites = _sites(tape, ran, is_packed)
-    unknown = sites - tapes.sites
+    unknown = (sites - tapes.sites) | tape.read_of_arguments()  # which may decide what comes later, of each new tape
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
@@ -72,7 +73,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
             tape, axes, samples, [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
         )
     except Unshown as why:
-        within.kind.why_unshown, within.unshown_at = str(why), why.at
+        within.kind.why_unshown, within.unshown_at, within.meet = str(why), why.at, why.meet
         return False
     if unknown:
         within.kind.why_unshown, within.open_sites = _said(min(unknown, key=str)), unknown
@@ -151,8 +152,13 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
     every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
     if is_alone:
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
-    makes_loss = _losses(ran)
-    parts = recorder.kinds.replace
+    makes_loss, parts = _losses(ran), recorder.kinds.replace
+    mixing_sites = recorder.kinds.mixing_sites
+    is_met = within.meet and parts is None and within.counted_at is None  # else the way out is replace=
+    if is_met or not mixing_sites.isdisjoint(within.open_sites):  # runs may miss it by luck
+        how = "" if is_met else ", after which samples mixed in an earlier forward"
+        _note_mixing(within, f"by the laws of operations {kind.why_unshown}{how}.", range(ran.count))
+        return
     runs, arguments = Runs(recorder, within, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
@@ -173,8 +179,10 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
-            kind.dependent, kind.is_independent = (_why_dependent(what, kind.why_unshown, parts is None), slots), False
-            within.mixing, within.mixed_outputs = kind.dependent
+            mixing_sites |= set(within.open_sites)
+            others = "replaced" if parts is None else "left out"
+            unshown = f" By the laws of operations {kind.why_unshown}." if kind.why_unshown else ""
+            _note_mixing(within, f"{what} changed for samples that were kept while others were {others}.{unshown}", slots)
             return
     # If all samples are equal, replacing them shows nothing.
     kind.is_independent |= has_changed
@@ -187,14 +195,13 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         )
 
 
-def _why_dependent(what: str, unshown: str, are_replaced: bool) -> str:
-    """How values of samples mix, for messages.  what: has changed    unshown: why laws don't show that they don't"""
-    others = "replaced" if are_replaced else "left out"
-    return (
-        f"{MIXING}: {what} changed for samples that were kept while others were {others}. "
-        "There is no gradient between them, but private training needs samples that don't depend on each other."
-        + (f" By the laws of operations {unshown}." if unshown else "")
-    )
+def _note_mixing(within: Within, what: str, slots: Sequence[int]) -> None:
+    """what: shows it, for messages    slots: the outputs in which samples mix"""
+    within.mixing, within.mixed_outputs = within.kind.dependent = (
+        f"{MIXING}: {what} There is no gradient between them, but private training needs samples that don't depend on each "
+        "other.", tuple(slots)
+    )  # fmt: skip
+    within.kind.is_independent = False
 
 
 def _check_opaque(tape: Tape) -> None:
