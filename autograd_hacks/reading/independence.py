@@ -6,6 +6,7 @@ computes a loss itself, the rows are compared too."""
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
@@ -29,8 +30,10 @@ from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, T
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
-from autograd_hacks.support.graph import Leaf, is_users
+from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
+from autograd_hacks.support.internals import made
 from autograd_hacks.support.layout import likeliest
+from autograd_hacks.support.sweep import call_node
 from autograd_hacks.support.switch import Switch
 
 BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
@@ -51,6 +54,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
         raise tape.refused
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
+    tape.sites |= _functions(tape.model, ran)
     within.kind.shown = within.kind.tapes.how(tape)
     return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
 
@@ -61,7 +65,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     if tape is None or ran.known is None or ran.known.batch.has_lists(samples) or _losses(ran):
         return False
     is_packed = within.counted_at is not None
-    sites = _sites(tape, ran, is_packed)
+    sites = _sites(tape, is_packed)
     unknown = (sites - tapes.sites) | tape.read_of_arguments()  # which may decide what comes later, of each new tape
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
@@ -89,10 +93,27 @@ def _is_spread() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def _sites(tape: Tape, ran: Ran, is_packed: bool) -> set[Site]:
+def _sites(tape: Tape, is_packed: bool) -> set[Site]:
     """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
-    functions = {(OF_FUNCTIONS, type(node)) for node in ran.trace.nodes if is_users(node)}
-    return tape.sites | functions | (numbers(tape) if is_packed or is_ragged(tape) else set())
+    return tape.sites | (numbers(tape) if is_packed or is_ragged(tape) else set())
+
+
+def _functions(model: nn.Module, ran: Ran) -> set[Site]:
+    """The functions whose backward isn't on the tape, each with the operations that this would run now."""
+    found = set[Site]()
+    for node in ran.trace.nodes:
+        if is_users(node):
+            tape = Tape(model, (), Constants())
+            with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(), suppress(Exception):  # as it may in a pass
+                if not is_recomputed(node):
+                    ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
+                    tape.start()
+                    try:
+                        call_node(node, ones)
+                    finally:
+                        tape.stop()
+            found.add((OF_FUNCTIONS, type(node), str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])))
+    return found
 
 
 def _said(site: Site) -> str:
@@ -129,7 +150,7 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         return
     kind.tapes.mixing = tape.entries if within.mixing else None
     if kind.is_independent and not within.mixing and not kind.tapes.how(tape):
-        kind.tapes.sites |= _sites(tape, ran, within.counted_at is not None)
+        kind.tapes.sites |= _sites(tape, within.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
         # Wrappers give the memory of parts back when the forward has ended.
         kind.tapes.add(tape, () if _is_spread() else tape.values, BY_RUNS)
