@@ -175,8 +175,8 @@ class Kinds:
         kind = self.seen[key] = self.seen.pop(key) if key in self.seen else Kind()
         if len(self.seen) > MOST:
             del self.seen[next(iter(self.seen))]
-        if kind.hypothesis is not None:
-            samples = batch.samples(kind.hypothesis.axis, kind.hypothesis.counted_leaf)
+        if (known := kind.hypothesis) is not None and (known.axis, known.counted_leaf) != (axis, None):
+            samples = batch.samples(known.axis, known.counted_leaf)
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and kind.pending and not has_parts(model)
         within.kind, within.samples = kind, samples

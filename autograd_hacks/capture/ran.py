@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from sys import maxsize
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -18,13 +19,11 @@ from autograd_hacks.capture.kinds import Known, Within
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned
 from autograd_hacks.graph.trace import Trace
-from autograd_hacks.support.graph import (
-    Leaf,
-    Value,
-)
+from autograd_hacks.support.graph import Graph, Leaf, Value
 from autograd_hacks.support.internals import tree_leaves
-from autograd_hacks.support.layout import samples_of_rows
+from autograd_hacks.support.layout import differs, rounding_of, samples_of_rows
 from autograd_hacks.support.parts import memory_of
+from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
 
 
@@ -135,3 +134,40 @@ class Ran:
             hook = AtNode(use, receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))
+
+    def watch(self, slots: Sequence[int], why: str, receiver: Backward) -> None:
+        """Refuses gradient that comes through outputs from outside of the forward, as from a loss that reads them.
+
+        slots: the outputs' numbers    why: the reason"""
+        takers = Graph([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends).takers if slots else {}
+        for slot in slots:
+            if self.outputs[slot].grad_fn is not None:
+                own, at = list[Tensor](), self.value(slot)
+                for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
+                    taker.node.register_hook(partial(_note_brought, own, taker.place))
+                at.node.register_prehook(partial(_note_mixed, receiver, why, own, at.number))
+
+
+def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
+    """own: what has come to a value so far"""
+    grad = brought[place]
+    own += [] if grad is None else [grad]
+
+
+def _note_mixed(backward: Backward, why: str, own: list[Tensor], number: int, grads: tuple[Tensor | None, ...]) -> None:
+    brought, grad = list(own), grads[number]
+    own.clear()
+    if grad is None or not backward.hears():
+        return
+    if not brought or bool(differs(grad, torch.stack(brought).sum(0), rounding_of(grad)).any()):
+        backward.refuse(why)
+
+
+def watch_penalty(backward: Backward, node: Node, names: Collection[str]) -> None:
+    """Notes gradients that come through an output of parameters alone, which belongs to no sample.  names: theirs"""
+
+    def note(grads: tuple[Tensor | None, ...]) -> None:
+        if backward.hears() and any(grad is not None for grad in grads):
+            backward.enter(current_task()).beside.update(names)
+
+    node.register_prehook(note)

@@ -16,7 +16,6 @@ from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, are_new, hook_counts, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.bypasses import watch_outputs
 from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
@@ -285,13 +284,10 @@ class Recorder:
         if ran.known is None:
             return
         within.kind.pending = not (within.kind.is_independent or within.mixing)
-        returned = [ran.outputs[n] for n in within.mixed_outputs if n < ran.count]
+        ran.watch([n for n in within.mixed_outputs if n < ran.count], within.mixing or within.untold, self.backward)
         # Nothing shows that what modules keep is independent of other samples' values.
         unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else within.mixed_outputs
-        if returned:
-            watch_outputs(self.backward, returned, within.mixing or within.untold, ran)
-        if kept := [ran.outputs[n] for n in unsure if n >= ran.count]:
-            watch_outputs(self.backward, kept, KEPT, ran)
+        ran.watch([n for n in unsure if n >= ran.count], KEPT, self.backward)
 
 
 def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:

@@ -90,11 +90,14 @@ class Batch:
             return None
         if counted_leaf is not None:
             return _size(self.leaves[counted_leaf], axis)
-        having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
-        # A tensor with one entry is skipped if there are others: it may be a setting.
-        several = (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1)
-        first = next(several, having[0] if having else None)
-        return None if first is None else _size(self.leaves[first], axis)
+        first: int | None = None
+        for leaf in self.leaves:
+            if (size := _size(leaf, axis)) is not None:
+                # A tensor with one entry is skipped if there are others: it may be a setting.
+                if is_packed(leaf) or leaf.numel() != 1:
+                    return size
+                first = size if first is None else first
+        return first
 
     def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
         """For each leaf the axis of its samples; None if it has none.

@@ -12,11 +12,10 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed
-from autograd_hacks.capture.bypasses import watch_penalty
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
-from autograd_hacks.capture.ran import Ran
+from autograd_hacks.capture.ran import Ran, watch_penalty
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
@@ -26,10 +25,10 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
+from autograd_hacks.reading.beyond import is_in_order
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
-from autograd_hacks.reading.loss_graphs import is_in_order
 from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
 from autograd_hacks.support.internals import sequence_number

@@ -3,7 +3,7 @@ the loss's scale."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -77,21 +77,12 @@ def _read(
                     gate.certify(certificate, name, known)
     with torch.no_grad():
         certificate.check()
-    return dict(_forms_of(gates, trainable, names, scaling))
-
-
-def _forms_of(
-    gates: Sequence[Gate],
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, str],
-    scaling: float | Tensor,
-) -> Iterator[tuple[str, Form | None]]:
-    """(name, form) pairs.  names: in the record"""
-    is_scaled = isinstance(scaling, Tensor) or scaling != 1
-    for name, parameter in parameters.items():
-        known = names[name]
-        form = gates[0].form(known) if len(gates) == 1 else _stack([gate.form(known) for gate in gates], gates, parameter)
-        yield name, scale(form, 1 / scaling) if is_scaled and form is not None else form
+    is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
+    for name, known in names.items():
+        found = [gate.form(known) for gate in gates]
+        form = found[0] if len(gates) == 1 else _stack(found, gates, trainable[name])
+        forms[name] = scale(form, 1 / scaling) if is_scaled and form is not None else form
+    return forms
 
 
 class Gate:

@@ -6,11 +6,11 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import FIRST, packed_into
-from autograd_hacks.capture.kinds import Whose, Within
+from autograd_hacks.capture.kinds import Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
-from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import is_given, rule_for
@@ -30,8 +29,7 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.reading.links import links_of
-from autograd_hacks.support.graph import Graph, Leaf, Value, is_users, made, operands_of, shape_of
+from autograd_hacks.support.graph import Leaf, Value, is_users, made, operands_of, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -237,10 +235,38 @@ class Reader:
         found.inside = covered
 
     def links(self, found: Read) -> Sequence[Link]:
-        """Links between uses and parameters that get gradient from one use alone."""
+        """Which nodes bring a parameter all of its gradient, so that what arrives must be what they have made.
+
+        A parameter that the forward uses once gets its gradient from one node, or through nodes that pass it on to it alone
+        (casts of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
-        by_leaf = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
-        return links_of(self.trace, self.takers, self.walk.own, by_leaf, read, found.inside)
+        made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
+        for leaf, name in self.ran.leaves.items():
+            for link in self._path_to(self.number[leaf], name, read, found.inside) if leaf in self.number else ():
+                made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
+        return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
+
+    def _path_to(
+        self, leaf: int, name: str, read: Collection[tuple[int, int, int]], inside: Mapping[int, Collection[int]]
+    ) -> list[Link]:
+        """The links to a parameter.
+
+        read: nodes at which rows are read, with the place and the node of what they take there    inside: see `Read`"""
+        path, at, receiver, is_begun = list[Link](), leaf, cast("str | int", name), False
+        while len(met := self.takers.get(at, [])) == 1:
+            k, place, number = met[0]
+            if path:  # a node that passes on what it gets
+                path[-1] = path[-1]._replace(output=number)
+            if k < 0 or is_users(self.trace.nodes[k]):  # a Function may not be linear, so its rows are compared
+                break
+            if not self.walk.own[k]:
+                whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
+                return whole if (k, place, at) in read or leaf in inside.get(k, ()) else []
+            # What ``F.linear`` makes of its weight, where nobody else can add to it.
+            is_begun = self.trace.kinds[k].name == "TBackward0" and k in inside
+            path.append(Link(k, ((place, receiver),), is_begun, 0))
+            at, receiver = k, k
+        return []
 
     def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
         """The label of a call's output and its shape."""
@@ -351,22 +377,6 @@ class Reader:
 def _has_order(x: Tensor, axis: int) -> bool:
     """Whether strides show a tensor's samples."""
     return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and x.stride(axis) != 0
-
-
-def ran_behind(
-    recorder: Recorder, outputs: Sequence[Tensor], ends: Iterable[Node], forward: int, samples: int,
-    roots: Sequence[Node] | None = None,
-) -> Ran:  # fmt: skip
-    """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
-    roots, stops, record = (
-        [*(roots or ()), *(x.grad_fn for x in outputs if x.grad_fn is not None)],
-        frozenset(ends),
-        recorder.record,
-    )
-    own = record.own_among(leaf.variable for leaf in Graph(roots, stops).leaves)
-    parameters = record.asked({record.name_of(p): p for p in own})
-    within = Within(forward, samples=samples)
-    return Ran(within, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

@@ -197,7 +197,7 @@ class Tree:
         self._children: list[tuple[nn.Module | None, ...]] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._owned: list[tuple[str, int]] | None = None
-        self._attributes: list[tuple[int, list[str]]] = []  # of each module: how many, and the names of its own ones
+        self._attributes: list[tuple[int, dict[str, None]]] = []  # of each module: how many, and the names of its own ones
 
     def modules(self) -> list[nn.Module]:
         """`modules_of` the model.  The same list as long as the model has the same ones."""
@@ -221,14 +221,16 @@ class Tree:
 
     def kept(self) -> Iterator[Any]:
         """What modules keep in attributes of their own, except for simple values."""
-        self._attributes = self._attributes or [(0, [])] * len(self._modules)
+        self._attributes = self._attributes or [(0, {})] * len(self._modules)
         for n, module in enumerate(self._modules):
-            own = vars(module)
+            own: dict[str, Any] = module.__dict__
             count, names = self._attributes[n]
-            if len(own) != count or not own.keys() >= set(names):
-                names = sorted(own.keys() - OF_MODULE)
+            if len(own) != count or not own.keys() >= names.keys():
+                names = dict.fromkeys(sorted(own.keys() - OF_MODULE))
                 self._attributes[n] = len(own), names
-            yield from [own[name] for name in names if type(own[name]) not in SIMPLE]
+            for name in names:
+                if type(value := own[name]) not in SIMPLE:
+                    yield value
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.guards import check_unseen
-from autograd_hacks.reading.loss_graphs import read_outside
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.graph import Graph

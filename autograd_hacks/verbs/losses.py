@@ -8,7 +8,7 @@ from torch import Tensor
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
-from autograd_hacks.reading.loss_graphs import read_outside
+from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size
 from autograd_hacks.support.ranges import check_word
 from autograd_hacks.verbs.arguments import check_kind

@@ -1,4 +1,6 @@
-"""Reads graphs that backward passes make: where parameters meet the batch there, and which sample each gradient belongs to.
+"""Reads graphs beyond a model's forward: where parameters meet the batch there, and which sample each gradient belongs to.
+
+A loss is computed on a model's outputs.  It may use parameters that the model returns, for example ``log_std``.
 
 A pass with ``create_graph=True`` uses a parameter again at the node where it met the batch: y = x W gives ∂L/∂x = g Wᵀ.
 This computation is read like a forward.  Its inputs are g and the node's saved tensors.  Its outputs are the gradients of
@@ -11,19 +13,93 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Returned, on_node, returned_in
 from autograd_hacks.capture.calls import LayerCall, packed_into
+from autograd_hacks.capture.kinds import Within
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, is_owned, viewed
+from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, is_owned, viewed
 from autograd_hacks.graph.trace import END, LEAF
-from autograd_hacks.reading.reader import Reader, label_of, ran_behind
-from autograd_hacks.support.graph import Value, made, shape_of
+from autograd_hacks.reading.reader import Reader, label_of
+from autograd_hacks.support.graph import Graph, Value, made, shape_of
 from autograd_hacks.support.internals import current_node
 from autograd_hacks.support.layout import Layout, samples_of_rows
+from autograd_hacks.support.switch import Switch
+
+
+def _ran_behind(
+    recorder: Recorder, outputs: Sequence[Tensor], ends: Collection[Node], forward: int, samples: int,
+    roots: Sequence[Node] = (),
+) -> Ran:  # fmt: skip
+    """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
+    record, stops = recorder.record, frozenset(ends)
+    roots = [*roots, *(x.grad_fn for x in outputs if x.grad_fn is not None)]
+    own = record.own_among(leaf.variable for leaf in Graph(roots, stops).leaves)
+    parameters = record.asked({record.name_of(p): p for p in own})
+    within = Within(forward, samples=samples)
+    return Ran(within, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
+
+
+def read_outside(x: Tensor) -> str:
+    """Prepares the next backward pass from x to read uses of parameters that no forward has seen.
+
+    x: N ..., computed from outputs of models
+    Returns the node at which samples mix, so that x[n] depends on outputs for other samples; "" if none does
+    """
+    marks = returned_in(x) if len(x) and Switch.on() else []
+    recorders = {id(own): own for _, mark in marks if isinstance(own := mark.recorder(), Recorder)}
+    mixed = [_read_loss(own, x, [pair for pair in marks if pair[1].recorder() is own]) for own in recorders.values()]
+    return next(filter(None, mixed), "")
+
+
+def _read_loss(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returned]]) -> str:
+    assert x.grad_fn is not None  # else it would come from no output
+    samples, forward = len(x), max(mark.forward for _, mark in marks)
+    ran = _ran_behind(recorder, [x], [edge.node for edge, _ in marks], forward, samples)
+    reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
+    found = reader.read()
+    hooked = _hooked(recorder, reader)
+    found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
+    reader.follow(found)
+    ran.attach(recorder.backward)
+    if recorder.record.documents is not None:
+        return ""
+    at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]
+    is_apart = all(is_in_order(reader, value, layout) for value, layout in at)
+    if is_apart and not found.mixed:
+        return ""
+    return reader.mixing(reader.walk)[0] or "the order of the samples"
+
+
+def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:
+    """Whether what arrives at a value is of the samples whose entries these are."""
+    k = reader.number[value.node]
+    label, shape = reader.walk.labels[k][value.number], reader.trace.shapes[k][value.number] or ()
+    expected = label_of(layout, shape, reader.samples)
+    if label is None or label == expected:
+        return True
+    if not isinstance(label, Owned) or not isinstance(expected, Owned):
+        return False
+    at = entries(label, shape, reader.samples)
+    return bool(((at == entries(expected, shape, reader.samples, at.device)) | (at < 0)).all())
+
+
+def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
+    """The nodes at which hooks see all uses of parameters already: of forwards, of layers and of graphs that passes made."""
+    found = set[Node]()
+    for node in reader.trace.nodes:
+        for hook in on_node(node):
+            if hook.receiver is not recorder.backward:
+                continue
+            if isinstance(hook, AtNode):
+                found.add(node)
+            elif hook.call is not None and hook.call.edges:
+                found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
+    return found
 
 
 class Met(NamedTuple):
@@ -51,7 +127,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
     if isinstance(use, NodeUse):
         taken = {value.place for value in use.plan.values}
         ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
-    reader = Reader(ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
+    reader = Reader(_ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk
     places: dict[int, set[int]] = {}
     for k, place, *_ in walk.uses:
@@ -130,7 +206,7 @@ def _computed(
     node: Any = current_node()
     ends = {node, *(x.grad_fn for x in grads if x is not None and x.grad_fn is not None)}
     ends |= {node.next_functions[n][0] for n in met.inputs}
-    ran = ran_behind(own, outputs, ends, met.forward, met.samples)
+    ran = _ran_behind(own, outputs, ends, met.forward, met.samples)
     if ran.parameters:
         _attach(own, Reader(ran, met.samples, roots))
 
