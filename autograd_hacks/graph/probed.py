@@ -102,10 +102,11 @@ def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: i
         or current_task() != NO_TASK
     ):
         return False
-    found = list[list[Tensor | None]]()
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
-        for number in range(len(_factors(samples, torch.float64, torch.device("cpu")))):
-            found.append(_ask(node, [_scaled(like, own, samples, number) for like, own in zip(made(node), outs)]))
+        found = [
+            _ask(node, [None if x is None else _scaled(like, x, samples, number) for like, x in zip(made(node), outs)])
+            for number in range(len(_factors(samples, torch.float64, torch.device("cpu"))))
+        ]
     for label, (ahead, _), (first, *more) in zip(ins, node.next_functions, zip(*found)):
         if ahead is None or isinstance(label, Several) or label is first is None:
             continue
@@ -133,10 +134,8 @@ def _factors(samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([[*own, 0.0] for own in ([1.0] * samples, *powers)], dtype=dtype, device=device)
 
 
-def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor | None:
+def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
     """Random gradients times each sample's factor."""
-    if label is None:
-        return None
     count = math.prod(like.shape)
     draws = _draws(1 << (count - 1).bit_length(), like.dtype, like.device)[:count].view(tuple(like.shape))
     return draws * _factors(samples, like.dtype, like.device)[number][entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
