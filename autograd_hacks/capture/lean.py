@@ -118,11 +118,12 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
     seen, taken, others, is_only = set(nodes), dict[Any, None](), dict[Any, None](), len(met) == 1
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
+    first = met[0].made if len(met) == 1 else ()
     for node in nodes:  # the list grows
         number = sequence_number(node)
         if number in uses:
             inputs.append(GradientEdge(node, 0))
-        leaves, within = taken if number in takers else others, _of(met, number)
+        leaves, within = taken if number in takers else others, 0 if number in first else _of(met, number)
         for ahead, _ in node.next_functions:
             if type(ahead) is Leaf:
                 leaves[ahead] = None

@@ -110,6 +110,8 @@ class Outer(Paired):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        if self.shape == (1, self.fan_out, self.fan_in):  # one of several matrices, for which v is a product
+            u, v = u * v[:, :: self.fan_in], v[:, : self.fan_in]
         if (u.shape[1], v.shape[1]) != (self.fan_out, self.fan_in):
             return super().terms(u, v)
         left, right = (self.left.flatten(0, 1), self.right.flatten(0, 1)) if self.flat is None else self.flat

@@ -219,20 +219,6 @@ def _(label: Owned, sizes: Sizes, samples: int, dims: Any, shifts: Any) -> list[
 # Diagonals and windows.
 
 
-@move("diagonal", reads="offset dim1 dim2")
-def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
-    """The diagonal is the output's last axis; its entries' samples are those of their rows."""
-    a, b, last = axis(dim1, len(sizes.own)), axis(dim2, len(sizes.own)), sizes.n - 1
-    kept = [d for d in range(len(sizes.own)) if d not in (a, b)]
-    if last not in varying(label):
-        return [linked(label, [ALONE if d in (a, b) else kept.index(d) for d in range(len(sizes.own))], sizes.own)]
-    order = order_on(label, last, sizes.out[last], samples)
-    if order is None:
-        return [MIXED]
-    start = max(0, -signed(offset))
-    return [put(on_axis(order, a, len(sizes.own)), a, start, len(order), 1, sizes.own, samples)]
-
-
 @move("diag_embed diagonal_backward", reads="offset dim1 dim2")
 def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
     a, b, by, last = axis(dim1, sizes.n), axis(dim2, sizes.n), signed(offset), len(sizes.own) - 1

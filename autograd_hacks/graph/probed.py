@@ -7,8 +7,8 @@ contribute.  Only zeros are looked at, so an operation whose backward isn't line
 judged like any other; a last call, with all samples, shows whether the node is linear at all.  An entry that is zero in all
 calls gets nothing *in this forward*: an operand may be zero today.
 
-Two calls are enough for a node that only copies entries, as a write into a slice does: gradients that number the entries
-come out as the numbers of their origins.
+Two calls are enough to see that a supposed answer is right (`confirmed`): that of an equal graph, or that the samples stay
+on their axis.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, entries, tidied
-from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made
+from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, Owned, Several, entries, tidied
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made, shape_of
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
 ROUNDING = 2**12
 """How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
-
-
-COPIES = {"torch::autograd::CopySlices", "AsStridedBackward0", "AsStridedBackward1"}
-"""Nodes that may only copy entries."""
 
 
 class CannotAsk(Exception):
@@ -49,8 +45,10 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
     if current_task() != NO_TASK:  # there, nodes compute only what the running pass needs
         return outside_passes(partial(probed, node, outs, samples, keeps_zeros))
     metadata = made(node)
-    if node.name() in COPIES and len(outs) == 1 and (copied := _copied(node, metadata[0], outs[0], samples)) is not None:
-        return copied
+    in_order = {} if keeps_zeros else dict(zip((tuple(like.shape) for like in metadata), outs))
+    supposed = [None if x is None else _supposed(shape_of(Value(x, n)), in_order, samples) for x, n in node.next_functions]
+    if in_order and confirmed(node, outs, supposed, samples):
+        return supposed
     draws = torch.Generator("cpu").manual_seed(0)
     given: list[tuple[Tensor, Tensor] | None] = []
     for like, label in zip(metadata, outs):
@@ -76,49 +74,78 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
         if ahead is None or not (_adds_up(whole[place], of_place[:2]) and _adds_up(more[place], [whole[place]] * 4)):
             found.append(None if ahead is None else MIXED)
         else:
-            in_order = {} if keeps_zeros else dict(zip((tuple(like.shape) for like in metadata), outs))
             found.append(_owners(of_place, samples, in_order))
     return found
 
 
-def _copied(node: Any, like: Any, label: Label, samples: int) -> list[Label] | None:
-    """The labels at the inputs of a node that only copies entries; None if it does more.
+def _supposed(shape: Sequence[int], in_order: dict[tuple[int, ...], Label], samples: int) -> Label:
+    """What the label of an input may be: that of an output of its shape, or its first axis with a place for each sample."""
+    return in_order.get(tuple(shape), At(shape.index(samples)) if samples in shape else None)
 
-    An entry that is a sum of others, or a multiple of one, may have the number of another, but not in both calls."""
+
+def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: int) -> bool:
+    """Whether the labels at a node's inputs are known to be the given ones.  It may say no to right ones.
+
+    Raises CannotAsk.
+
+    The node gets random gradients G, and D G, where D multiplies each sample's part by 0 or a power of two of its own.  If
+    no samples mix, the second result is D times the first, to the last bit.  Else it isn't: entry i, of sample a, is
+    Σⱼ Lᵢⱼ gⱼ, and Σⱼ Lᵢⱼ (dⱼ - dₐ) gⱼ is 0 for random g only where each Lᵢⱼ between samples is 0.  What isn't linear
+    differs, too.
+    """
+    given = [own for own in zip(made(node), outs) if own[1] is not None]
+    is_wide = all(like.dtype in (torch.float32, torch.float64) and 0 < math.prod(like.shape) < 2**24 for like, _ in given)
+    if (
+        not is_wide
+        or not any(isinstance(own, Owned) for own in ins)
+        or node.name() == CHECKPOINT
+        or current_task() != NO_TASK
+    ):
+        return False
+    with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
+        found = [
+            _ask(node, [None if x is None else _scaled(like, x, samples, number) for like, x in zip(made(node), outs)])
+            for number in range(len(_factors(samples, torch.float64, torch.device("cpu"))))
+        ]
+    for label, (ahead, _), (first, *more) in zip(ins, node.next_functions, zip(*found)):
+        if ahead is None or isinstance(label, Several) or label is first is None:
+            continue
+        if label is None or first is None:
+            return False
+        at, factors = entries(label, first.shape, samples, first.device), _factors(samples, first.dtype, first.device)
+        # Where nothing arrives today, an order is claimed only if it is an output's own.
+        is_own = any(tuple(like.shape) == first.shape and label == own for like, own in given)
+        arrives = first.any() if is_own else ((first != 0) | (at < 0)).all()
+        if not (arrives and all(x is not None and torch.equal(x, first * own[at]) for x, own in zip(more, factors[1:]))):
+            return False
+    return True
+
+
+_BITS = 6
+"""So many binary digits of a sample's number one call distinguishes: by 0 and powers of two from 2 ** -31 to 2 ** 31."""
+
+
+@lru_cache(maxsize=16)
+def _factors(samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Factors for each sample, and 0 for nobody: 1, and then by some digits of its number at a time."""
+    digits = range(0, max(1, (samples - 1).bit_length()), _BITS)
+    numbers = [[(n >> shift) % 2**_BITS for n in range(samples)] for shift in digits]
+    powers = [[2.0 ** (k - 2 ** (_BITS - 1)) if k else 0.0 for k in own] for own in numbers]  # 0: some count what isn't 0
+    return torch.tensor([[*own, 0.0] for own in ([1.0] * samples, *powers)], dtype=dtype, device=device)
+
+
+def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
+    """Random gradients times each sample's factor."""
     count = math.prod(like.shape)
-    if not 0 < count < 2**24 or like.dtype not in (torch.float32, torch.float64):  # each number has a float of its own
-        return None
-    numbers, draws = _numbers(count, like.dtype, like.device)
-    with torch.no_grad(), Switch.paused_here():
-        first, second = (_ask(node, [own.view(tuple(like.shape))]) for own in (numbers, draws))
-    owners = entries(label, like.shape, samples, like.device).expand(tuple(like.shape)).flatten()  # type: ignore[arg-type]  # it has some
-    found: list[Label] = []
-    for (ahead, _), at, drawn in zip(node.next_functions, first, second):
-        if ahead is None or at is None or drawn is None:
-            found.append(None)
-            continue
-        is_alike = isinstance(label, At) and at.shape == like.shape
-        if is_alike and _are_in_place(at, numbers) and _are_in_place(drawn, draws):
-            found.append(label)
-            continue
-        is_there, origin = at != 0, (at.clamp(1, count) - 1).long()
-        if not all(bool((x == own[origin].where(is_there, 0)).all()) for x, own in ((at, numbers), (drawn, draws))):
-            return None
-        owner = owners[origin]
-        found.append(_tidied(owner, is_there & (owner >= 0), samples, {tuple(like.shape): label}))
-    return found
-
-
-def _are_in_place(x: Tensor, own: Tensor) -> bool:
-    """Whether each entry has its own number, or none."""
-    return bool(((x.flatten() == own) | (x.flatten() == 0)).all()) and bool(x.any())
+    draws = _draws(1 << (count - 1).bit_length(), like.dtype, like.device)[:count].view(tuple(like.shape))
+    return draws * _factors(samples, like.dtype, like.device)[number][entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
 
 
 @lru_cache(maxsize=8)
-def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers from 1 on, and random ones, none of which is 0."""
+def _draws(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers of absolute value 1 to 2."""
     draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return torch.arange(1, count + 1, dtype=dtype, device=device), (draws + 1).to(device)
+    return torch.where(draws < 0.5, -1 - draws, draws + 1).to(device)
 
 
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
@@ -166,11 +193,6 @@ def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...]
         owner |= b.long() << digit
     if bool(several.any()):  # what no axis has as many places as there are samples has no axis of theirs
         return MIXED if any(size % samples == 0 for size in several.shape) else SUM
-    return _tidied(owner, anybody, samples, outs)
-
-
-def _tidied(owner: Tensor, anybody: Tensor, samples: int, outs: dict[tuple[int, ...], Label]) -> Label:
-    """The label of entries with owners.  anybody: which have one    outs: labels of outputs, by shape"""
     if not bool(anybody.any()):  # today: behind it there may be uses
         return Entries(torch.full([1] * owner.ndim, NOBODY, device="cpu"))
     # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.

@@ -1,6 +1,7 @@
 """Forwards whose graphs look alike are told apart, and what a memo keeps is what a walk would find."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from one_at_a_time import by_memo, check, judge, root_label, traced
 from pairs import PAIRS, N, eye, leaf
 from torch import Tensor
 
+from autograd_hacks.graph import probed
 from autograd_hacks.graph.label import At, Label, same
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.walk import Walk, walked
@@ -44,54 +46,36 @@ def layers() -> nn.ModuleList:
 
 
 def test_parameters_are_told_apart_by_identity() -> None:
-    net, memo = layers(), Memo()
+    net, memo, x = layers(), Memo(), torch.randn(N, 4).double()
     a, b = net
-    x = torch.randn(N, 4).double()
     for out in (b(a(x)), a(b(x)), b(a(x))):
         by_memo(memo, out, N, net, [x])
     assert (memo.hits, memo.misses) == (1, 2)
 
 
-def test_inputs_that_need_gradients_are_new_in_each_step_and_cost_no_walk() -> None:
-    net, memo = layers(), Memo()
-    for _ in range(4):
-        x = torch.randn(N, 4).double().requires_grad_()
-        by_memo(memo, net[1](net[0](x).tanh()), N, net, [x])
-    assert (memo.hits, memo.misses) == (3, 1)
-
-
 def test_roots_and_their_labels_are_part_of_the_key() -> None:
-    net, memo = layers(), Memo()
-    x = torch.randn(N, 4).double()
+    net, memo, x = layers(), Memo(), torch.randn(N, 4).double()
     both = torch.cat([net[0](x), net[1](x)]).chunk(2)
     for out, label, samples in ((both[0], At(0), N), (both[1], At(0), N), (both[0], At(1), N), (both[0], At(0, 1, 2), 2)):
         by_memo(memo, out, samples, net, [x], label)
     assert memo.misses == 4
 
 
-def test_another_size_is_another_key() -> None:
-    p, memo = nn.Parameter(torch.randn(4)), Memo()
-    net = nn.ParameterList([p])
-    for T in (4, 1):
-        out = (torch.randn(N, T, 4) * p).tanh()
-        assert not judge([out], N, net, **by_memo(memo, out, N, net)).wrong
-    assert memo.misses == 2
-
-
-def test_a_number_that_no_law_reads_is_no_part_of_the_key() -> None:
+def test_a_number_that_no_law_reads_is_no_part_of_the_key_nor_are_inputs_that_need_gradients() -> None:
     net, memo = layers(), Memo()
     for step in range(5):
-        x = torch.randn(N, 4).double()
+        x = torch.randn(N, 4).double().requires_grad_()
         h = F.dropout(F.leaky_relu(net[0](x).clamp(max=1 / (1 + step)), 0.1 * step), 0.1 + 0.1 * step)
         by_memo(memo, torch.add(net[1](h), x, alpha=step), N, net, [x])
     assert memo.misses == 1
 
 
-def test_it_is_bounded() -> None:
-    net, memo = layers(), Memo(size=3)
-    for T in range(1, 9):
-        by_memo(memo, net[1](net[0](torch.randn(N, T, 4).double())), N, net)
-    assert len(memo) == 3
+def test_another_size_is_another_key_and_their_number_is_bounded() -> None:
+    net, memo = nn.ParameterList([torch.randn(4)]), Memo(size=3)
+    for T in (8, 7, 6, 5, 4, 3, 2, 1):
+        out = (torch.randn(N, T, 4) * net[0]).tanh()
+        assert not judge([out], N, net, **by_memo(memo, out, N, net)).wrong
+    assert (len(memo), memo.misses) == (3, 8)
 
 
 def test_an_index_that_is_written_to_between_forwards_is_seen() -> None:
@@ -145,6 +129,36 @@ def test_another_default_device_changes_nothing() -> None:
     finally:
         torch.set_default_device(None)
     assert_same(walk, walked(trace, {0: At(0)}, N, memory))
+
+
+@pytest.mark.parametrize("samples", [2, 16, 65, 4097])
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda g: 0,
+        *(lambda g, size=size: size * g[0, 0] for size in (1e-5, 1.0, 1e5)),
+        lambda g: g[-1, 0] * (g[:, 0] != 0).sum(),
+        lambda g: g[-1, 0] / g.norm(),
+    ],
+    ids=["none", "small", "equal", "large", "by number", "by norm"],
+)
+def test_an_answer_is_confirmed_by_few_calls_and_a_leak_is_seen(
+    samples: int, part: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Something of the first sample's gradient leaks to the last; their factors may be alike in all but one call."""
+    calls, written = list[Tensor](), torch.randn(samples, 3, requires_grad=True) * 1
+    written[:, 1] = torch.randn(samples, requires_grad=True)
+    assert probed.confirmed(written.grad_fn, [At(0)], [At(0), At(0)], samples)
+
+    def leak(_: object, grads: list[Tensor]) -> list[Tensor]:
+        calls.append(grads[0].clone())
+        grads[0][-1, 0] += part(calls[-1])
+        return [grads[0]] * 2
+
+    monkeypatch.setattr(probed, "_ask", leak)
+    doubled: Any = torch.randn(samples, 3, requires_grad=True) + torch.randn(samples, 3, requires_grad=True)
+    answers = [probed.confirmed(doubled.grad_fn, [At(0)], [At(0), At(k)], samples) for k in (0, 1)]
+    assert (answers, len(calls)) == (["none" in request.node.name, False], 2 * {65: 3, 4097: 4}.get(samples, 2))
 
 
 A, B, C, D = (leaf(2, 3), leaf(3, 2), leaf(2, 2), leaf(1, 3))
