@@ -29,8 +29,9 @@ from autograd_hacks import (
     per_sample_grads,
     per_sample_jacobian,
 )
+from autograd_hacks.attribution import Metric
 from autograd_hacks.check import check_rows
-from autograd_hacks.curvature import compute_hess_over, ekfac_solve, linear_operator, natural_gradient
+from autograd_hacks.curvature import compute_hess_over, linear_operator, natural_gradient
 from autograd_hacks.errors import (
     BatchSizeError,
     BlockTooLarge,
@@ -42,7 +43,7 @@ from autograd_hacks.errors import (
 )
 
 CURVATURE, OUTPUTS, DATA, CHECKING = "What can be had", "Rows of outputs", "A whole data set", "Check anyone's rows"
-PASSES, VERBS, RECORD = "Several backward passes", "What verbs are given", "Nothing was recorded"
+PASSES, VERBS, RECORD, METRICS = "Several backward passes", "What verbs are given", "Nothing was recorded", "Metrics"
 NANS = (0, -1.0, float("nan"))
 
 
@@ -112,7 +113,7 @@ CURVES: list[Row] = [
         ("hooks enabled", lambda s: (s.out, s.within(pause_hooks(), lambda: backprop_hess(s.out)))),
         ("", lambda s: compute_hess(s.model)),
         ("", lambda s: (s.passes, clear_backprops(s.model), compute_hess(s.model))),
-        (r"0\.weight has no ekfac", lambda s: ekfac_solve(s.model, s.v)),
+        ("no parameter of the model has ekfac", lambda s: Metric.from_ekfac(s.model)),
     ]),
     (SamplesMixed, ..., "", lambda s: curved(s.other(nn.BatchNorm1d(4)), s.x)),
     (RuntimeError, PASSES, "Leave accumulate",
@@ -137,10 +138,12 @@ CURVES: list[Row] = [
           for options, words in [
              ({"kind": "half"}, "expected one of"),
              ({"kind": "ek-fac"}, "'ekfac'")]],
-        *[(r"expected a number in \(0, inf\)", lambda s, d=damping: (an_ekfac(s), ekfac_solve(s.model, s.v, d)))
+    ]),
+    *of(ValueError, METRICS, [
+        *[(r"expected a number in \(0, inf\)", lambda s, d=damping: (an_ekfac(s), Metric.from_ekfac(s.model, d)))
           for damping in NANS],
-        (r"'0\.bias'; expected shape \(4,\)",
-         lambda s: (an_ekfac(s), ekfac_solve(s.model, s.v | {"0.bias": torch.zeros(3)}))),
+        (r"at '0\.bias': L and R of shapes",
+         lambda s: (an_ekfac(s), Metric.from_ekfac(s.model)({"0.bias": torch.zeros(3)}))),
     ]),
     *of(BlockTooLarge, ..., [
         *[("weight.*MiB.*diag.*kfac.*matvec", call)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def influences(model: nn.Module, train: Tensor, test: Tensor, kfac: dict[str, An
             losses(model, words).sum().backward()
             return autograd_hacks.per_sample_grads(model, "sum", only=LAYERS)
 
-        others = autograd_hacks.curvature.ekfac_solve(model, rows(test))
+        others = rows(test).preconditioned(Metric.from_ekfac(model))
         found = rows(train).gram(others)
         kfac.update((name, p.kfac) for name, p in model.named_parameters() if getattr(p, "kfac", None) is not None)
     return found

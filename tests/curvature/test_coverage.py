@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -97,15 +98,13 @@ def test_factors_that_do_not_fit_are_refused() -> None:
         autograd_hacks.add_hooks(m)
         autograd_hacks.curvature.compute_hess_over(m, [x], "ekfac")
     other(torch.randn(2, 4)).sum().backward()
-    rows, solve = autograd_hacks.per_sample_grads(other, "sum"), autograd_hacks.curvature.ekfac_solve
+    rows, metric = autograd_hacks.per_sample_grads(other, "sum"), Metric.from_ekfac(model)
     check_each(
-        (ValueError, r"rows of shape \(3, 4\) for 'weight'", lambda: solve(model, rows)),
-        (ValueError, "'head'; expected names such as", lambda: solve(model, {"head": torch.zeros(3)})),
+        (ValueError, "'weight': the metric has L and R of shapes", lambda: rows.preconditioned(metric)),
+        (ValueError, "'head'; expected names such as 'weight'", lambda: metric({"head": torch.zeros(3)})),
     )
     model.weight.ekfac = other.weight.ekfac
-    check_each(
-        (ValueError, "has 12 numbers, but this model's weight 9", lambda: solve(model, {"weight": torch.zeros(3, 3)})),
-    )
+    check_each((ValueError, "has 12 numbers, but this model's weight 9", lambda: Metric.from_ekfac(model)))
 
 
 def test_a_layer_that_sees_some_positions() -> None:
