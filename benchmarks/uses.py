@@ -96,7 +96,7 @@ def ekfac(of: Given) -> Tensor:
         return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
 
     model, draws = hooked(of), torch.Generator().manual_seed(5)
-    autograd_hacks.curvature.compute_hess_over(model, of.loader(), kind="ekfac", samples=1, generator=draws)
+    autograd_hacks.curvature.compute_hess_over(model, of.loader(), kind="ekfac", draws=1, generator=draws)
     found: Tensor = autograd_hacks.over(model, of.loader(), given.losses, lambda grads: influence(grads, model))
     return found
 

@@ -93,7 +93,7 @@ def assert_rows_of_passes(model: nn.Module, output: Tensor, **tolerance: float) 
     output: of the model, N first
     """
     z = output.flatten(1)
-    autograd_hacks.backprop_hess(z, "Jacobian", samples=2, generator=torch.Generator().manual_seed(0))
+    autograd_hacks.backprop_hess(z, "Jacobian", draws=2, generator=torch.Generator().manual_seed(0))
     grads = autograd_hacks.per_sample_grads(model)
     draws = torch.Generator().manual_seed(0)
     vectors = [torch.randn(z.shape, dtype=z.dtype, generator=draws) / 2**0.5 for _ in range(2)]

@@ -126,8 +126,8 @@ CURVES: list[Row] = [
         (r"was given output=dict; .*output\.logits", lambda s: backprop_hess(hooked(named())(s.x))),
         *[("damping", lambda s, d=damping: natural_gradient(s.passes, s.v, d)) for damping in (True, "much")],
         ("damping", lambda s: linear_operator(s.passes, "x")),
-        *[("number of bytes", lambda s, limit=limit: s.hess(limit=limit)) for limit in (None, "1GB")],
-        ("manual_seed", lambda s: backprop_hess(s.out, samples=1, generator=3)),
+        *[("number of bytes", lambda s, size=size: s.hess(max_bytes=size)) for size in (None, "1GB")],
+        ("manual_seed", lambda s: backprop_hess(s.out, draws=1, generator=3)),
     ]),
     *of(ValueError, CURVATURE, [
         ("without samples", lambda s: compute_hess_over(s.model, [])),
@@ -146,9 +146,9 @@ CURVES: list[Row] = [
          lambda s: (an_ekfac(s), Metric.from_ekfac(s.model)({"0.bias": torch.zeros(3)}))),
     ]),
     *of(BlockTooLarge, ..., [
-        *[("weight.*MiB.*diag.*kfac.*matvec", call)
+        *[("weight.*max_bytes is.*diag.*kfac.*matvec", call)
           for call in [
-             lambda s: s.hess(limit=100), lambda s: s.hess(kind="full", limit=8), lambda s: s.hess(kind="kfac", limit=20)]],
+             lambda s: s.hess(max_bytes=100), lambda s: s.hess("full", max_bytes=8), lambda s: s.hess("kfac", max_bytes=9)]],
     ]),
     (UnseenGradient, ..., "", lambda s: curved(hooked(past_net(), probe=False), s.x)),
     (RuntimeError, None, "use_reentrant",
@@ -168,7 +168,7 @@ CURVES: list[Row] = [
          (lambda out: torch.zeros(5, 2, dtype=torch.long), TypeError, "floating-point")]],
     *[(error, CURVATURE, "expected", lambda s, o=options: backprop_hess(s.out, **o))
       for options, error in [
-         ({"hess_type": "Hinge"}, ValueError), ({"samples": 0}, ValueError), ({"samples": 1.5}, TypeError)]],
+         ({"hess_type": "Hinge"}, ValueError), ({"draws": 0}, ValueError), ({"draws": 1.5}, TypeError)]],
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
 
-Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
+MapLike: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
 SHARE = 0.1
 """The default damping of Kronecker factors, as a share of the mean eigenvalue.
@@ -41,7 +41,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
     Raises TypeError for any other map.
     """
 
-    def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
+    def __init__(self, maps: Mapping[str | nn.Parameter, MapLike]) -> None:
         super().__init__({key: _map_of(key, given) for key, given in maps.items()})
 
     def __call__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
                 "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
             )
-        maps: dict[str | nn.Parameter, Given] = {}
+        maps: dict[str | nn.Parameter, MapLike] = {}
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
@@ -144,7 +144,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 "Metric.from_ekfac: no parameter of the model has ekfac. Run compute_hess_over(model, loader, kind='ekfac')."
             )
         means = {name: block.values.mean() for name, block in found.items()}
-        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, Given]()
+        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, MapLike]()
         for name, block in found.items():
             p, numbers = parameters[name], block.values.numel()
             if numbers != p.numel():
@@ -175,19 +175,19 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         return cls({p: _random(name, p.shape, rank, seed, p.device) for name, p in trained})
 
 
-def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> MapLike:
     v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
     return 1 / (unbiased.sqrt() + group["eps"])
 
 
-def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> MapLike:
     v = state["square_avg"]
     v = v - state["grad_avg"].square() if group.get("centered") else v
     return 1 / (v.sqrt() + group["eps"])
 
 
-_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], Given]] = {
+_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], MapLike]] = {
     ("Adam", "AdamW", "NAdam"): _of_adam,
     ("RMSprop",): _of_rmsprop,
     ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
@@ -214,7 +214,7 @@ def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> Line
     return Sides(left, right)  # of a matrix whose rows are several axes, one block
 
 
-def _map_of(key: object, given: Given) -> LinearMap:
+def _map_of(key: object, given: MapLike) -> LinearMap:
     if isinstance(given, LinearMap):
         return given
     if given is None:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_STORES
 from autograd_hacks.extending import accumulation_dtype, check_kind, differing, kind_of, row_norms, slices_of, some
+from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
 from autograd_hacks.support.ranges import check_word, checked
 from autograd_hacks.support.row_files import RowFiles, digest_of
 
-BUDGET = 2**26
-"""The default number of bytes that a store may use beside its result."""
 _STEP = 1024
 """How many rows are compared with each other at a time, for duplicates."""
 
@@ -143,15 +142,15 @@ class Store(Shown):
         return values, numbers
 
     @checked(ON_STORES)
-    def duplicates(self, threshold: float = 0.99, *, limit: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+    def duplicates(self, threshold: float = 0.99, *, max_pairs: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         """The pairs of rows i < j with a cosine of at least a threshold: (cosines, pairs), (M,) and (M, 2).
 
         Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
-        threshold: above 0, at most 1    limit: the largest number of pairs
+        threshold: above 0, at most 1    max_pairs: the largest number of pairs
         budget: bytes to use beside the result
 
-        Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
+        Raises ValueError for a threshold out of range, and if there are more pairs than ``max_pairs``.
         """
         cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # slack: rounding of products of equal rows
         cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
@@ -165,10 +164,10 @@ class Store(Shown):
                     found = self._products(mine, theirs)
                     near = (found >= float(threshold) - slack).triu(first.start - start + 1)  # NaN isn't
                     places = near.nonzero()
-                    if (total := total + len(places)) > limit:
+                    if (total := total + len(places)) > max_pairs:
                         raise ValueError(
-                            f"{self.path} has more than {limit:,} pairs of rows with a cosine of {threshold} or more; raise "
-                            "threshold, or limit" + ON_STORES
+                            f"{self.path} has more than {max_pairs:,} pairs of rows with a cosine of {threshold} or more; "
+                            "raise threshold, or max_pairs" + ON_STORES
                         )
                     cosines.append(found[near].clamp(max=1))
                     pairs.append(places + torch.tensor([first.start, second.start], device=cpu))

@@ -25,7 +25,7 @@ TOOLS = [
 WHERE = "expected module:function, a function without arguments that returns a model and the arguments of its forward"
 
 
-class Given(NamedTuple):
+class Example(NamedTuple):
     """A model, and its forward's positional and keyword arguments."""
 
     model: nn.Module
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def named(model: str | None) -> Given:
+def named(model: str | None) -> Example:
     """What is to be checked.
 
     model: ``module:function``, which returns a model and its arguments; None for a small model
@@ -43,7 +43,7 @@ def named(model: str | None) -> Given:
     return _made_for_the_purpose() if model is None else _returned_by(model)
 
 
-def examine(given: Given, name: str) -> int:
+def examine(given: Example, name: str) -> int:
     """Prints versions and devices, and checks rows.  Returns the exit status, 1 if there is a fault.  name: the model's"""
     print("\n".join(_machine()), end="\n\n")
     return _check(given, name)
@@ -69,13 +69,13 @@ def _version(name: str) -> str:
         return "-"
 
 
-def _made_for_the_purpose() -> Given:
+def _made_for_the_purpose() -> Example:
     device, draws = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    return Given(model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {})
+    return Example(model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {})
 
 
-def _returned_by(place: str) -> Given:
+def _returned_by(place: str) -> Example:
     """The result of calling ``module:function``.
 
     Raises ValueError if there is no such function, it fails, or it returns something else.
@@ -93,8 +93,8 @@ def _returned_by(place: str) -> Given:
         raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}})")
     model, given = returned
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # what Hugging Face's tokenizers return
-        return Given(model, (), dict(given))
-    return Given(model, given if isinstance(given, tuple) else (given,), {})
+        return Example(model, (), dict(given))
+    return Example(model, given if isinstance(given, tuple) else (given,), {})
 
 
 def _tried(function: Callable[..., Any], *args: Any, what: str) -> Any:
@@ -104,7 +104,7 @@ def _tried(function: Callable[..., Any], *args: Any, what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}; {WHERE}") from error
 
 
-def _check(given: Given, name: str) -> int:
+def _check(given: Example, name: str) -> int:
     """Runs a step and compares rows with autograd's.  Returns the exit status."""
     model, args, kwargs = given
     with autograd_hacks.add_hooks(model):
@@ -115,7 +115,7 @@ def _check(given: Given, name: str) -> int:
             if not autograd_hacks.per_sample_grads(model, "sum").samples:
                 print(f"{name}: nothing was checked, because the batch has no samples. Return a batch of three or more")
                 return 1
-            autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
+            autograd_hacks.verify(model, rows=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
             independence, status = _independence(model, args, kwargs)
         except Exception as error:  # the doctor reports whatever the user's model raises

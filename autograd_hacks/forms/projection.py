@@ -15,18 +15,18 @@ from autograd_hacks.forms.positions import OneHot, Pair, multiplications
 from autograd_hacks.support.internals import dispatch_modes
 from autograd_hacks.support.philox import BITS, by_byte, hashed, key_of, packed_signs, unpacked
 
-_SMALL = 2**19
+_WRITTEN_OUT = 2**19
 """Numbers of a map that is written out, and kept from batch to batch: one product took 4.4 ms where two took 8.6 (64
 samples, 128 × 64), and drawing took a quarter of the time of projecting 32 batches of 200 images."""
-_KEPT = 16
+_MAPS_KEPT = 16
 """How many such maps are kept."""
 
-_BYTES = 2**20
+_BYTES_AT_A_TIME = 2**20
 """Bytes of random bits that are drawn at a time, each of eight signs."""
-_FEW = 2**16
+_BYTES_KEPT = 2**16
 """Bytes of a map's bits up to which they are kept from batch to batch."""
 
-_INDEX = 2**16
+_INDICES_AT_A_TIME = 2**16
 """Numbers of a sparse map's index, of 8 bytes each, at a time."""
 
 
@@ -69,8 +69,8 @@ class RandomMap(_Map):
         values = _values if is_ordinary else _values.__wrapped__  # a mode's tensors are its own
         left, right = values(like.dtype, like.device, self.dim**-0.5), values(like.dtype, like.device, 1.0)
         each = BITS // 8 * -(-last // BITS)
-        draw = _bits if self.dim * each <= _FEW and is_ordinary else _bits.__wrapped__
-        for some in slices_of(self.dim, max(self.COLUMNS, _BYTES // each)):
+        draw = _bits if self.dim * each <= _BYTES_KEPT and is_ordinary else _bits.__wrapped__
+        for some in slices_of(self.dim, max(self.COLUMNS, _BYTES_AT_A_TIME // each)):
             bits = draw(self, some.start, some.stop, like.device)
             for columns in slices_of(some.stop - some.start, self.COLUMNS):
                 drawn = slice(some.start + columns.start, some.start + columns.stop)
@@ -99,7 +99,7 @@ class RandomMap(_Map):
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
-        if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _SMALL:
+        if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _WRITTEN_OUT:
             draw = _written if _is_ordinary() else _written.__wrapped__  # a mode's tensors are its own
             found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return
@@ -119,12 +119,12 @@ def _bits(random: RandomMap, start: int, stop: int, device: torch.device) -> Ten
     return packed_signs(key, slice(start, stop), slice(0, sum(random.fans)), device)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAPS_KEPT)
 def _values(dtype: torch.dtype, device: torch.device, size: float) -> Tensor:
     return by_byte(torch.empty(0, dtype=dtype, device=device), size)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAPS_KEPT)
 def _written(random: RandomMap, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A map itself, (dim, O, I)."""
     like = torch.empty(0, dtype=dtype, device=device)
@@ -171,7 +171,7 @@ class SparseMap(_Map):
         own, fan_in = self.hashes(found.device), self.fans[1]
         written = written.reshape(len(written), rows.stop - rows.start, fan_in)
         both = found.new_zeros(len(found), 2 * self.dim)  # for each sign: nothing is multiplied
-        for piece in slices_of(rows.stop - rows.start, _INDEX // max(1, fan_in)):
+        for piece in slices_of(rows.stop - rows.start, _INDICES_AT_A_TIME // max(1, fan_in)):
             at = slice(rows.start + piece.start, rows.start + piece.stop)
             places = (own.row_place[at, None] + own.column_place) % self.dim
             places += self.dim * (own.row_sign[at, None] != own.column_sign)
@@ -237,8 +237,7 @@ def check_is_map(random: object) -> None:
     if not isinstance(random, AnyMap):
         raise TypeError(
             f"project was given {random!r}; expected a forms.RandomMap or forms.SparseMap, which is drawn by the "
-            "parameter's name, and a form doesn't know that. Take grads.project(dim, per_parameter=True)[name], for the "
-            "grads that the form is from."
+            "parameter's name, and a form doesn't know that. Take per_sample_grads(model, only=name).project(dim)."
         )
 
 

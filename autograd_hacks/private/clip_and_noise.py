@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.extending import (
-    BUDGET,
+    CLIPPING_BUDGET,
     Spread,
     Where,
     ask_independent,
@@ -121,7 +121,7 @@ def clip_and_noise_(
     noise: Noise = None,
     add: bool = False,
     loss_type: str | None = None,
-    budget: int = BUDGET,
+    budget: int = CLIPPING_BUDGET,
     process_group: Where = None,
     clip: str | QuantileClip | Callable[[Tensor], Tensor] = "flat",
     mask: Tensor | None = None,

@@ -91,7 +91,7 @@ def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Pat
     expected = [[i, j] for i in range(8) for j in range(i + 1, 8) if torch.cosine_similarity(rows[i], rows[j], 0) >= 0.2]
     assert sorted(store.duplicates(0.2)[1].tolist()) == expected
     with pytest.raises(ValueError, match="more than 1 pairs"):
-        store.duplicates(0.2, limit=1)
+        store.duplicates(0.2, max_pairs=1)
 
 
 def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def influences(model: nn.Module, train: Tensor, test: Tensor, kfac: dict[str, An
     """Of training sequences on others, 40 × 6, with one label drawn for each position.  kfac: filled with factors"""
     generator = torch.Generator().manual_seed(1)
     with autograd_hacks.add_hooks(model):
-        autograd_hacks.backprop_hess(model(train), samples=1, generator=generator)
+        autograd_hacks.backprop_hess(model(train), draws=1, generator=generator)
         autograd_hacks.compute_hess(model, "ekfac", parameters=LAYERS)
 
         def rows(words: Tensor) -> autograd_hacks.PerSampleGrads:

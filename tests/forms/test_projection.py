@@ -68,15 +68,15 @@ def test_maps_that_are_kept_are_none_of_a_modes(kind: type[RandomMap | SparseMap
 def test_how_many_signs_are_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form, random = Outer(torch.randn(3, 4, 50), torch.randn(3, 4, 60)), RandomMap("p", torch.Size((50, 60)), 200, 1)
     expected = form.project(random)
-    monkeypatch.setattr(projection, "_FEW", 0)
-    monkeypatch.setattr(projection, "_BYTES", 1)
+    monkeypatch.setattr(projection, "_BYTES_KEPT", 0)
+    monkeypatch.setattr(projection, "_BYTES_AT_A_TIME", 1)
     assert torch.equal(form.project(random), expected)
 
 
 def test_a_form_has_no_name_to_draw_a_map_by() -> None:
     form = Outer(torch.randn(2, 3), torch.randn(2, 4))
     for own in (form, Dense(form.dense()), scale(form, 2.0), Lookup(torch.zeros(2, 1).long(), torch.randn(2, 1, 3), 5)):
-        with pytest.raises(TypeError, match=r"project was given 8; .*grads\.project\(dim, per_parameter=True\)\[name\]"):
+        with pytest.raises(TypeError, match=r"project was given 8; .*per_sample_grads\(model, only=name\)\.project\(dim\)"):
             own.project(8)  # type: ignore[arg-type]
 
 
