@@ -37,8 +37,6 @@ class Rule:
     covers: Callable[[Any], Sequence[str]] | None = None
     #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
     mixes: Callable[[Any, bool], str | None] | None = None
-    #: whether the output may be a loss of the whole batch, so that only the first argument shows where the samples are
-    by_input: bool = False
     #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
@@ -137,22 +135,6 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 """{layer type: rule}"""
 
-if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
-    RULES[nn.LinearCrossEntropyLoss] = Rule(
-        matrices.linear_cross_entropy,
-        count=lambda layer, args, kwargs: len(args[0] if args else kwargs["input"]),
-        covers=lambda layer: ("linear",),
-        by_input=True,
-        recomputes=True,
-    )
-
-FOREIGN: dict[str, Rule] = {
-    "transformers.pytorch_utils.Conv1D": Rule(
-        of_layer(matrices.linear, "(N, ..., in_features)", 2, is_turned=True), features=lambda layer: 1
-    )
-}
-"""{full name of another library's layer type: rule}.  The library is not imported."""
-
 NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),
     "MmBackward0": partial(matrices.matrix_product, names=("self", "mat2")),
@@ -179,7 +161,7 @@ NODES: dict[str, Formula] = {
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": matrices.grouped_product}
 """Formulas that get the sample of each row of the gradient, M, and return rows by sample."""
 
-_OWN = frozenset(map(id, (*RULES.values(), *FOREIGN.values())))
+_OWN = frozenset(map(id, RULES.values()))
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})
 
@@ -195,8 +177,6 @@ def rule_for(layer: nn.Module) -> Rule | None:
     for cls in type(layer).__mro__:
         if cls in RULES:
             return RULES[cls]
-        if (name := f"{cls.__module__}.{cls.__qualname__}") in FOREIGN:
-            return FOREIGN[name]
         if any(name in vars(cls) for name in _COMPUTES):
             return None
     return None
