@@ -234,8 +234,7 @@ class Mapped(Form):
 
     def __init__(self, form: Form, by: LinearMap) -> None:
         self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
-        self.held, self.sums_cheaply = form.held, form.sums_cheaply
-        self.cuts_well = form.cuts_well and by.block(slice(0, 0)) is not None
+        self.held, self.cuts_well = form.held, form.cuts_well and by.block(slice(0, 0)) is not None
 
     def _of(self, form: Form, by: LinearMap | None = None) -> Form:
         """The map of another form's rows.  by: another map of the same kind"""

@@ -251,7 +251,9 @@ def _taken(grads: PerSampleGrads, parts: list[Part], groups: Tensor | None, mask
         raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
-        return [whole] if len(parts) == 1 else [whole._part([n for n in part.names if n in whole]) for part in parts]
+        if len(parts) == 1:
+            return [whole]
+        return [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
         by_part = [x.norms(budget=budget) for x in cut(whole)]
