@@ -93,13 +93,9 @@ def _repeated(met: Met) -> Form | None:
 
 
 def _prelu(met: Met) -> Form | None:
-    """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
-    if met.place != 1:
-        return None
+    """x, g: N C *T.  y = x where x > 0, else weight · x, for a weight with the axes of x."""
     x = met.kept("self")
-    products = torch.where(x > 0, 0, met.grad * x)
-    # A node's weight has the axes of x, a layer's may lack them.
-    return met.summed(products, None if len(met.shape) == x.ndim else (*met.shape, *[1] * (x.ndim - 2)))
+    return met.summed(torch.where(x > 0, 0, met.grad * x)) if met.place == 1 else None
 
 
 _RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
@@ -111,7 +107,6 @@ _CONV = Rule(of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(of_layer(matrices.linear, "(N, ..., in_features)", 2), features=lambda layer: 1, is_node=True),
     nn.Bilinear: Rule(of_layer(matrices.bilinear, "(N, ..., in1_features)", 2, matrices.both), features=lambda layer: 1),
-    nn.PReLU: Rule(of_layer(_prelu, "(N, C, ...)", 1, lambda layer, call, x: {"self": x})),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONV),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONV),
     nn.Embedding: Rule(

@@ -251,9 +251,11 @@ def _taken(grads: PerSampleGrads, parts: list[Part], groups: Tensor | None, mask
         raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
-        if len(parts) == 1:
-            return [whole]
-        return [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
+        return (
+            [whole]
+            if len(parts) == 1
+            else [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
+        )
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
         by_part = [x.norms(budget=budget) for x in cut(whole)]
