@@ -177,8 +177,7 @@ class SparseMap(_Map):
             places += self.dim * (own.row_sign[at, None] != own.column_sign)
             some = written[:, piece].flatten(1)
             both.scatter_add_(1, places.flatten().expand(some.shape), some)
-        plus, minus = both.split(self.dim, 1)
-        found.add_(plus - minus)
+        found.add_(torch.sub(*both.split(self.dim, 1)))
 
     def takes_factors(self, pair: Pair) -> bool:
         """Whether outer products are projected through their factors, instead of written out."""
@@ -204,8 +203,7 @@ class SparseMap(_Map):
                 index = left.index[:, piece, None]
                 some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
                 both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
-            first, second = both.split(self.dim, 1)
-            return first + second
+            return torch.add(*both.split(self.dim, 1))
         total = torch.fft.rfft(right.new_zeros(len(right), self.dim))
         for piece in pieces:
             mine = torch.fft.rfft(_sketched(left[:, piece], own.row_place, own.row_sign, self.dim))
