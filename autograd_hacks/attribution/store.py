@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,7 +16,7 @@ from autograd_hacks.errors import ON_STORES
 from autograd_hacks.extending import accumulation_dtype, check_kind, differing, kind_of, row_norms, slices_of, some
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
-from autograd_hacks.support.ranges import check_word, checked
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.row_files import RowFiles, digest_of
 
 _STEP = 1024
@@ -98,8 +98,8 @@ class Store(Shown):
         self,
         queries: Queries,
         k: int = 10,
-        metric: Literal["dot", "cosine"] = "dot",
         *,
+        cosine: bool = False,
         model: nn.Module | None = None,
         budget: int = BUDGET,
     ) -> tuple[Tensor, Tensor]:
@@ -111,28 +111,26 @@ class Store(Shown):
         queries: ``(Q, *shape)`` in the rows' dtype, as returned by the verb that wrote the rows; for a folder
         ``{name: (Q, *shape)}``
         k: how many rows to find for each query
-        metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
+        cosine: divide inner products by both lengths; they are 0 for rows and queries of zeros
         model: a model to `check` first    budget: bytes to use beside the result
 
-        Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows, and for
-        an unknown metric; TypeError for queries of another dtype, or that are not tensors.
+        Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows;
+        TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
-        check_word("search", ON_STORES, ("dot", "cosine"), metric=metric)
         if k > len(self):
             raise ValueError(f"search was given k={k}; expected at most the {len(self)} rows of {self.path}" + ON_STORES)
         if model is not None:
             self.check(model)
-        is_cosine = metric == "cosine"
         with torch.no_grad():
-            mine = self._units(_wide(given)) if is_cosine else _wide(given)
+            mine = self._units(_wide(given)) if cosine else _wide(given)
             like = next(iter(mine.values()))
             values = like.new_full((len(like), k), -torch.inf)
             numbers, odd = torch.full((len(like), k), -1, device=like.device), list[int]()
             for piece, theirs in self._blocks(budget, len(like), like.device, "search"):
                 is_odd = _is_odd(theirs)
                 odd += (is_odd.nonzero()[:, 0] + piece.start).tolist()
-                found = self._products(mine, self._units(theirs) if is_cosine else theirs)
+                found = self._products(mine, self._units(theirs) if cosine else theirs)
                 found = self._checked(found.masked_fill(is_odd, 0)).masked_fill(is_odd, -torch.inf)
                 own, places = found.topk(min(k, found.shape[1]))
                 places = torch.where(own == -torch.inf, -1, places + piece.start)
