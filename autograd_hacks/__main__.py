@@ -11,7 +11,6 @@ from autograd_hacks.check.doctor import examine, named
 from autograd_hacks.errors import EXPLAINED
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.pages import explained, folder
-from autograd_hacks.support.ranges import check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,21 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model",
         nargs="?",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x}); "
-        "with --engine also (model, batch, loss)",
-    )
-    doctor.add_argument(
-        "--engine",
-        metavar="MODULE:FUNCTION",
-        help="check another engine's numbers: a function of (model, batch, loss) that returns rows by parameter, or norms, "
-        "as check_rows accepts them",
-    )
-    doctor.add_argument(
-        "--coverage",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="with --engine: the smallest share of the parameters to accept, 1 for all; below it the exit status is 1",
+        help="a function without arguments that returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x})",
     )
     docs = commands.add_parser("docs", help="open the pages in a browser; build them first if they aren't built")
     explain = commands.add_parser("explain", help="print more about an error: the section that its last line names")
@@ -55,11 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "docs":
         return _docs(docs)
     try:
-        check("doctor", "", coverage=options.coverage)
-        given, engine = named(options.model, options.engine)
+        given = named(options.model)
     except ValueError as error:
         doctor.error(str(error))
-    return examine(given, engine, options.model or "a small model", options.engine, options.coverage)
+    return examine(given, options.model or "a small model")
 
 
 def _docs(parser: argparse.ArgumentParser) -> int:

@@ -92,11 +92,11 @@ def tracin(of: Given) -> Tensor:
 
 def ekfac(of: Given) -> Tensor:
     def influence(grads: autograd_hacks.PerSampleGrads, model: nn.Module) -> Tensor:
-        rows, solved = grads.dense(), autograd_hacks.curvature.ekfac_solve(model, grads).dense()
+        rows, solved = grads.dense(), grads.preconditioned(autograd_hacks.attribution.Metric.from_ekfac(model)).dense()
         return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
 
     model, draws = hooked(of), torch.Generator().manual_seed(5)
-    autograd_hacks.curvature.compute_hess_over(model, of.loader(), kind="ekfac", samples=1, generator=draws)
+    autograd_hacks.curvature.compute_hess_over(model, of.loader(), kind="ekfac", draws=1, generator=draws)
     found: Tensor = autograd_hacks.over(model, of.loader(), given.losses, lambda grads: influence(grads, model))
     return found
 

@@ -137,7 +137,7 @@ def expected_block(rows: Tensor, kfac: tuple[Tensor, Tensor], is_turned: bool, s
 def assert_solves(model: nn.Module, x: Tensor, rows: dict[str, Tensor], turned: Collection[str]) -> None:
     """EK-FAC's damped inverse, of directions and of rows, is that of each parameter's block.  turned: which lie (I, O)"""
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved = autograd_hacks.curvature.ekfac_solve(model, v, 0.3)
+    solved = Metric.from_ekfac(model, 0.3)(v)
     model(x).square().flatten(1).sum(1).mean().backward()
     grads = autograd_hacks.per_sample_grads(model)
     lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))

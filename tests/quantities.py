@@ -93,7 +93,7 @@ def assert_rows_of_passes(model: nn.Module, output: Tensor, **tolerance: float) 
     output: of the model, N first
     """
     z = output.flatten(1)
-    autograd_hacks.backprop_hess(z, "Jacobian", samples=2, generator=torch.Generator().manual_seed(0))
+    autograd_hacks.backprop_hess(z, "Jacobian", draws=2, generator=torch.Generator().manual_seed(0))
     grads = autograd_hacks.per_sample_grads(model)
     draws = torch.Generator().manual_seed(0)
     vectors = [torch.randn(z.shape, dtype=z.dtype, generator=draws) / 2**0.5 for _ in range(2)]
@@ -115,12 +115,10 @@ def assert_rows_of_passes(model: nn.Module, output: Tensor, **tolerance: float) 
 
 def map_of(random: SparseMap) -> Tensor:
     """R, (P, dim), number by number."""
-    (fan_out, fan_in), m = random.fans, random.dim // random.entries
+    (fan_out, fan_in), own = random.fans, random.hashes(torch.device("cpu"))
     written = torch.zeros(fan_out * fan_in, random.dim, dtype=torch.float64)
-    for number, own in enumerate(random.hashes(torch.device("cpu"))):
-        for o in range(fan_out):
-            for i in range(fan_in):
-                place = (int(own.row_place[o]) + int(own.column_place[i])) % m
-                sign = int(own.row_sign[o]) * int(own.column_sign[i])
-                written[o * fan_in + i, number * m + place] += sign / random.entries**0.5
+    for o in range(fan_out):
+        for i in range(fan_in):
+            place = (int(own.row_place[o]) + int(own.column_place[i])) % random.dim
+            written[o * fan_in + i, place] += int(own.row_sign[o]) * int(own.column_sign[i])
     return written

@@ -62,7 +62,7 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
         for x in batches:
             check(model, x)
             if verify:
-                autograd_hacks.verify(model, samples=verify)
+                autograd_hacks.verify(model, rows=verify)
 
 
 def rows_of(model: nn.Module, x: Tensor, y: Tensor | None = None, losses: Losses = squares) -> dict[str, Tensor]:

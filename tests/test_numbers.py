@@ -131,7 +131,7 @@ def test_tools_refuse_them_too(tool: str) -> None:
 
 
 def test_the_walk_reaches_what_the_library_offers() -> None:
-    assert len(FACE) > 40
+    assert len(FACE) >= 40
     assert {"add_hooks", "compile", "PrivateTraining", "PrivateTraining.loader", "PerSampleGrads.norms", "Steps"} <= set(
         FACE
     )

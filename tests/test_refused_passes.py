@@ -29,8 +29,9 @@ from autograd_hacks import (
     per_sample_grads,
     per_sample_jacobian,
 )
+from autograd_hacks.attribution import Metric
 from autograd_hacks.check import check_rows
-from autograd_hacks.curvature import compute_hess_over, ekfac_solve, linear_operator, natural_gradient
+from autograd_hacks.curvature import compute_hess_over, linear_operator, natural_gradient
 from autograd_hacks.errors import (
     BatchSizeError,
     BlockTooLarge,
@@ -42,7 +43,7 @@ from autograd_hacks.errors import (
 )
 
 CURVATURE, OUTPUTS, DATA, CHECKING = "What can be had", "Rows of outputs", "A whole data set", "Check anyone's rows"
-PASSES, VERBS, RECORD = "Several backward passes", "What verbs are given", "Nothing was recorded"
+PASSES, VERBS, RECORD, METRICS = "Several backward passes", "What verbs are given", "Nothing was recorded", "Metrics"
 NANS = (0, -1.0, float("nan"))
 
 
@@ -112,7 +113,7 @@ CURVES: list[Row] = [
         ("hooks enabled", lambda s: (s.out, s.within(pause_hooks(), lambda: backprop_hess(s.out)))),
         ("", lambda s: compute_hess(s.model)),
         ("", lambda s: (s.passes, clear_backprops(s.model), compute_hess(s.model))),
-        (r"0\.weight has no ekfac", lambda s: ekfac_solve(s.model, s.v)),
+        ("no parameter of the model has ekfac", lambda s: Metric.from_ekfac(s.model)),
     ]),
     (SamplesMixed, ..., "", lambda s: curved(s.other(nn.BatchNorm1d(4)), s.x)),
     (RuntimeError, PASSES, "Leave accumulate",
@@ -125,8 +126,8 @@ CURVES: list[Row] = [
         (r"was given output=dict; .*output\.logits", lambda s: backprop_hess(hooked(named())(s.x))),
         *[("damping", lambda s, d=damping: natural_gradient(s.passes, s.v, d)) for damping in (True, "much")],
         ("damping", lambda s: linear_operator(s.passes, "x")),
-        *[("number of bytes", lambda s, limit=limit: s.hess(limit=limit)) for limit in (None, "1GB")],
-        ("manual_seed", lambda s: backprop_hess(s.out, samples=1, generator=3)),
+        *[("number of bytes", lambda s, size=size: s.hess(max_bytes=size)) for size in (None, "1GB")],
+        ("manual_seed", lambda s: backprop_hess(s.out, draws=1, generator=3)),
     ]),
     *of(ValueError, CURVATURE, [
         ("without samples", lambda s: compute_hess_over(s.model, [])),
@@ -137,15 +138,17 @@ CURVES: list[Row] = [
           for options, words in [
              ({"kind": "half"}, "expected one of"),
              ({"kind": "ek-fac"}, "'ekfac'")]],
-        *[(r"expected a number in \(0, inf\)", lambda s, d=damping: (an_ekfac(s), ekfac_solve(s.model, s.v, d)))
+    ]),
+    *of(ValueError, METRICS, [
+        *[(r"expected a number in \(0, inf\)", lambda s, d=damping: (an_ekfac(s), Metric.from_ekfac(s.model, d)))
           for damping in NANS],
-        (r"'0\.bias'; expected shape \(4,\)",
-         lambda s: (an_ekfac(s), ekfac_solve(s.model, s.v | {"0.bias": torch.zeros(3)}))),
+        (r"at '0\.bias': L and R of shapes",
+         lambda s: (an_ekfac(s), Metric.from_ekfac(s.model)({"0.bias": torch.zeros(3)}))),
     ]),
     *of(BlockTooLarge, ..., [
-        *[("weight.*MiB.*diag.*kfac.*matvec", call)
+        *[("weight.*max_bytes is.*diag.*kfac.*matvec", call)
           for call in [
-             lambda s: s.hess(limit=100), lambda s: s.hess(kind="full", limit=8), lambda s: s.hess(kind="kfac", limit=20)]],
+             lambda s: s.hess(max_bytes=100), lambda s: s.hess("full", max_bytes=8), lambda s: s.hess("kfac", max_bytes=9)]],
     ]),
     (UnseenGradient, ..., "", lambda s: curved(hooked(past_net(), probe=False), s.x)),
     (RuntimeError, None, "use_reentrant",
@@ -165,7 +168,7 @@ CURVES: list[Row] = [
          (lambda out: torch.zeros(5, 2, dtype=torch.long), TypeError, "floating-point")]],
     *[(error, CURVATURE, "expected", lambda s, o=options: backprop_hess(s.out, **o))
       for options, error in [
-         ({"hess_type": "Hinge"}, ValueError), ({"samples": 0}, ValueError), ({"samples": 1.5}, TypeError)]],
+         ({"hess_type": "Hinge"}, ValueError), ({"draws": 0}, ValueError), ({"draws": 1.5}, TypeError)]],
 ]  # fmt: skip
 
 

@@ -9,16 +9,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks import forms
 from autograd_hacks.errors import ON_METRICS, NothingRecorded
-from autograd_hacks.extending import kind_of
-from autograd_hacks.forms import Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.extending import check_kind, kind_of, some
+from autograd_hacks.forms import Dense, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.patterns import unwrapped
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.support.ranges import checked
 
-Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
+MapLike: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
 SHARE = 0.1
 """The default damping of Kronecker factors, as a share of the mean eigenvalue.
@@ -40,8 +41,28 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
     Raises TypeError for any other map.
     """
 
-    def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
+    def __init__(self, maps: Mapping[str | nn.Parameter, MapLike]) -> None:
         super().__init__({key: _map_of(key, given) for key, given in maps.items()})
+
+    def __call__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """M v, for a direction such as a gradient, where maps go by the parameters' names, as those of `from_ekfac` do.
+
+        v: {name: shape}, for some of the parameters
+
+        Raises ValueError for a name without a map, and for a tensor that its map doesn't fit.
+        """
+        check_kind("Metric", ON_METRICS, Mapping, "a direction, {name: tensor}", v=v)
+        found: dict[str, Tensor] = {}
+        for name, x in v.items():
+            if name not in self:
+                raise ValueError(
+                    f"Metric has no map for {name!r}; expected names such as {some([*map(str, self)])}" + ON_METRICS
+                )
+            try:
+                found[name] = forms.mapped(Dense(x[None]), self[name]).dense()[0].to(x.dtype)
+            except ValueError as error:
+                raise ValueError(f"Metric, at {name!r}: {error}" + ON_METRICS) from error
+        return found
 
     def _table(self) -> Table:
         rows = [("parameter", "map", "made of tensors of shape")]
@@ -77,7 +98,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of {known}. Or give the maps, also "
                 "Shampoo's or SOAP's factors: Metric({name: factor, ...})" + ON_METRICS
             )
-        maps: dict[str | nn.Parameter, Given] = {}
+        maps: dict[str | nn.Parameter, MapLike] = {}
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
@@ -101,28 +122,39 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
     @classmethod
     @checked(ON_METRICS)
     def from_ekfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
-        """The inverse (EKFAC + λ)⁻¹ of parameters that have ``ekfac``: `ekfac_solve`, but lazily.
+        """The inverse (EKFAC + λ)⁻¹ of parameters that have ``ekfac``, by their names.
 
-        Rows are written out some at a time, and not at all for ``dot``.
+        ``train.gram(test.preconditioned(metric))`` gives influences, ``metric(gradient)`` a step.  Rows are written out some
+        at a time, and not at all for ``dot``.
 
         model: the model whose parameters have ``ekfac``
         damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but at least that share of the largest mean's
         rounding error: a gradient that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of
         ε² times the largest, and a damping in proportion to them would scale it up to the size of all others
 
-        Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0.
+        Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0, and for curvature
+        of another model's parameters.
+        Source: Grosse et al. 2023, "Studying large language model generalization with influence functions"
+        (arXiv:2308.03296).
         """
-        found = {p: vars(p)["ekfac"] for p in model.parameters() if vars(p).get("ekfac") is not None}
+        parameters = dict(model.named_parameters())
+        found = {name: vars(p)["ekfac"] for name, p in parameters.items() if vars(p).get("ekfac") is not None}
         if not found:
             raise NothingRecorded(
                 "Metric.from_ekfac: no parameter of the model has ekfac. Run compute_hess_over(model, loader, kind='ekfac')."
             )
-        means = {p: block.values.mean() for p, block in found.items()}
-        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, Given]()
-        for p, block in found.items():
+        means = {name: block.values.mean() for name, block in found.items()}
+        largest, maps = max(map(float, means.values())), dict[str | nn.Parameter, MapLike]()
+        for name, block in found.items():
+            p, numbers = parameters[name], block.values.numel()
+            if numbers != p.numel():
+                raise ValueError(
+                    f"Metric.from_ekfac: the ekfac of {block.name} has {numbers:,} numbers, but this model's {name} "
+                    f"{p.numel():,}. Run compute_hess(model, kind='ekfac') again" + ON_METRICS
+                )
             least = largest * torch.finfo(p.dtype).eps ** 1.25
-            own = (SHARE * means[p].clamp(min=least) if largest else 1.0) if damping is None else damping
-            maps[p] = in_eigenbasis(block.sides, 1 / (block.values + own), p.shape)
+            own = (SHARE * means[name].clamp(min=least) if largest else 1.0) if damping is None else damping
+            maps[name] = in_eigenbasis(block.sides, 1 / (block.values + own), p.shape)
         return cls(maps)
 
     @classmethod
@@ -143,19 +175,19 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         return cls({p: _random(name, p.shape, rank, seed, p.device) for name, p in trained})
 
 
-def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> MapLike:
     v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
     return 1 / (unbiased.sqrt() + group["eps"])
 
 
-def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> MapLike:
     v = state["square_avg"]
     v = v - state["grad_avg"].square() if group.get("centered") else v
     return 1 / (v.sqrt() + group["eps"])
 
 
-_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], Given]] = {
+_SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]], MapLike]] = {
     ("Adam", "AdamW", "NAdam"): _of_adam,
     ("RMSprop",): _of_rmsprop,
     ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
@@ -182,7 +214,7 @@ def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> Line
     return Sides(left, right)  # of a matrix whose rows are several axes, one block
 
 
-def _map_of(key: object, given: Given) -> LinearMap:
+def _map_of(key: object, given: MapLike) -> LinearMap:
     if isinstance(given, LinearMap):
         return given
     if given is None:

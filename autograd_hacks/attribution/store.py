@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_STORES
 from autograd_hacks.extending import accumulation_dtype, check_kind, differing, kind_of, row_norms, slices_of, some
+from autograd_hacks.forms import BUDGET
 from autograd_hacks.support.display import Shown, Table, progress, with_unit
-from autograd_hacks.support.ranges import check_word, checked
+from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.row_files import RowFiles, digest_of
 
-BUDGET = 2**26
-"""The default number of bytes that a store may use beside its result."""
 _STEP = 1024
 """How many rows are compared with each other at a time, for duplicates."""
 
@@ -99,8 +98,8 @@ class Store(Shown):
         self,
         queries: Queries,
         k: int = 10,
-        metric: Literal["dot", "cosine"] = "dot",
         *,
+        cosine: bool = False,
         model: nn.Module | None = None,
         budget: int = BUDGET,
     ) -> tuple[Tensor, Tensor]:
@@ -112,28 +111,26 @@ class Store(Shown):
         queries: ``(Q, *shape)`` in the rows' dtype, as returned by the verb that wrote the rows; for a folder
         ``{name: (Q, *shape)}``
         k: how many rows to find for each query
-        metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
+        cosine: divide inner products by both lengths; they are 0 for rows and queries of zeros
         model: a model to `check` first    budget: bytes to use beside the result
 
-        Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows, and for
-        an unknown metric; TypeError for queries of another dtype, or that are not tensors.
+        Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows;
+        TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
-        check_word("search", ON_STORES, ("dot", "cosine"), metric=metric)
         if k > len(self):
             raise ValueError(f"search was given k={k}; expected at most the {len(self)} rows of {self.path}" + ON_STORES)
         if model is not None:
             self.check(model)
-        is_cosine = metric == "cosine"
         with torch.no_grad():
-            mine = self._units(_wide(given)) if is_cosine else _wide(given)
+            mine = self._units(_wide(given)) if cosine else _wide(given)
             like = next(iter(mine.values()))
             values = like.new_full((len(like), k), -torch.inf)
             numbers, odd = torch.full((len(like), k), -1, device=like.device), list[int]()
             for piece, theirs in self._blocks(budget, len(like), like.device, "search"):
                 is_odd = _is_odd(theirs)
                 odd += (is_odd.nonzero()[:, 0] + piece.start).tolist()
-                found = self._products(mine, self._units(theirs) if is_cosine else theirs)
+                found = self._products(mine, self._units(theirs) if cosine else theirs)
                 found = self._checked(found.masked_fill(is_odd, 0)).masked_fill(is_odd, -torch.inf)
                 own, places = found.topk(min(k, found.shape[1]))
                 places = torch.where(own == -torch.inf, -1, places + piece.start)
@@ -143,15 +140,15 @@ class Store(Shown):
         return values, numbers
 
     @checked(ON_STORES)
-    def duplicates(self, threshold: float = 0.99, *, limit: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+    def duplicates(self, threshold: float = 0.99, *, max_pairs: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         """The pairs of rows i < j with a cosine of at least a threshold: (cosines, pairs), (M,) and (M, 2).
 
         Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
-        threshold: above 0, at most 1    limit: the largest number of pairs
+        threshold: above 0, at most 1    max_pairs: the largest number of pairs
         budget: bytes to use beside the result
 
-        Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
+        Raises ValueError for a threshold out of range, and if there are more pairs than ``max_pairs``.
         """
         cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # slack: rounding of products of equal rows
         cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
@@ -165,10 +162,10 @@ class Store(Shown):
                     found = self._products(mine, theirs)
                     near = (found >= float(threshold) - slack).triu(first.start - start + 1)  # NaN isn't
                     places = near.nonzero()
-                    if (total := total + len(places)) > limit:
+                    if (total := total + len(places)) > max_pairs:
                         raise ValueError(
-                            f"{self.path} has more than {limit:,} pairs of rows with a cosine of {threshold} or more; raise "
-                            "threshold, or limit" + ON_STORES
+                            f"{self.path} has more than {max_pairs:,} pairs of rows with a cosine of {threshold} or more; "
+                            "raise threshold, or max_pairs" + ON_STORES
                         )
                     cosines.append(found[near].clamp(max=1))
                     pairs.append(places + torch.tensor([first.start, second.start], device=cpu))

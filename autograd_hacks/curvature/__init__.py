@@ -2,11 +2,10 @@
 
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
-from autograd_hacks.curvature.ekfac import EKFAC, ekfac_solve
+from autograd_hacks.curvature.ekfac import EKFAC
 from autograd_hacks.curvature.kronecker import KFAC
 from autograd_hacks.curvature.products import linear_operator, matvec, natural_gradient
 
 __all__ = [
-    "backprop_hess", "compute_hess", "compute_hess_over", "EKFAC", "ekfac_solve", "KFAC", "linear_operator", "matvec",
-    "natural_gradient",
+    "backprop_hess", "compute_hess", "compute_hess_over", "EKFAC", "KFAC", "linear_operator", "matvec", "natural_gradient",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from autograd_hacks.support.ranges import check_word, checked
 
 @checked(ON_CURVATURE)
 def backprop_hess(
-    output: Tensor, hess_type: str = "CrossEntropy", samples: int | None = None, generator: torch.Generator | None = None
+    output: Tensor, hess_type: str = "CrossEntropy", draws: int | None = None, generator: torch.Generator | None = None
 ) -> None:
     """Runs the backward passes for a square root of the loss's Hessian at a hooked model's output.
 
@@ -38,24 +38,24 @@ def backprop_hess(
     * ``'LeastSquares'``: ½ ‖output - y‖², summed over C and averaged over positions. As many passes
     * ``'Jacobian'``: no loss. The rows are those of the Jacobian, in the order of the output's entries
 
-    samples: number of random vectors to use instead of an exact root: gradients for labels drawn from the model's own
+    draws: number of random vectors to use instead of an exact root: gradients for labels drawn from the model's own
     distribution, normal vectors for 'LeastSquares' and 'Jacobian'. The Hessian is their mean
     generator: draws the random vectors
 
     Raises TypeError if ``output`` is not a floating-point tensor; ValueError for another shape or hess_type, for
-    'CrossEntropy' of a single class, and if ``samples`` is below 1; NothingRecorded if the output comes from no hooked
+    'CrossEntropy' of a single class, and if ``draws`` is below 1; NothingRecorded if the output comes from no hooked
     layer, or if passes of an earlier `backprop_hess` on the same forward have not been read; BatchSizeError if axis 0 is not
     the batch.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
     """
-    passes_for(output, hess_type, samples, generator)
+    passes_for(output, hess_type, draws, generator)
 
 
 def passes_for(
     output: Tensor,
     hess_type: str,
-    samples: int | None,
+    draws: int | None,
     generator: torch.Generator | None,
     chosen: Collection[Tensor] | None = None,
 ) -> None:
@@ -80,7 +80,7 @@ def passes_for(
             "hess_type='BinaryCrossEntropy', for any other number 'LeastSquares'." + ON_CURVATURE
         )
     losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
-    count, vectors = directions(hess_type, output, samples, generator)
+    count, vectors = directions(hess_type, output, draws, generator)
     try:
         with outside_inference(), announced(output, losses) as root:
             leaves = leaves_of(root)
@@ -146,11 +146,11 @@ perspectives on the natural gradient method" (arXiv:1412.1193), for drawn labels
 
 
 def directions(
-    hess_type: str, output: Tensor, samples: int | None, generator: torch.Generator | None
+    hess_type: str, output: Tensor, draws: int | None, generator: torch.Generator | None
 ) -> tuple[int, Iterator[Tensor]]:
     """How many vectors there are, and these, each of the output's shape, a vector for every sample.
 
-    output: (N, C) or (N, T, C)    samples: how many to draw; None for an exact root, which has T · C columns
+    output: (N, C) or (N, T, C)    draws: how many to draw; None for an exact root, which has T · C columns
     """
     root = ROOTS[hess_type]
     z = output.detach().to(torch.promote_types(output.dtype, torch.float32))
@@ -164,7 +164,7 @@ def directions(
         s[:, position] = root.column(p[:, position], e) * share
         return s
 
-    count = p.shape[1] * p.shape[2] if samples is None else samples
+    count = p.shape[1] * p.shape[2] if draws is None else draws
     drawn = (root.drawn(p, generator) * (share / math.sqrt(count)) for _ in range(count))
-    found = map(column, range(count)) if samples is None else drawn
+    found = map(column, range(count)) if draws is None else drawn
     return count, (s.view(output.shape).to(output.dtype) for s in found)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from autograd_hacks.curvature.backprop import passes_for
 from autograd_hacks.curvature.ekfac import Eigenvalues
-from autograd_hacks.curvature.sums import Coverage, Sums
+from autograd_hacks.curvature.sums import MAX_BYTES, Coverage, Sums
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
-from autograd_hacks.extending import LIMIT, check_kind, check_loader, kind_of, recorder_of, spread_of
+from autograd_hacks.extending import check_kind, check_loader, kind_of, recorder_of, spread_of
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import checked
 
@@ -21,7 +21,7 @@ def compute_hess(
     model: nn.Module,
     kind: str = "full",
     parameters: str | Collection[str] | None = None,
-    limit: float = LIMIT,
+    max_bytes: float = MAX_BYTES,
     skip: bool = False,
 ) -> Coverage:
     """Sets the curvature of the batch's mean loss on every trainable parameter, from the passes of `backprop_hess`.
@@ -44,21 +44,21 @@ def compute_hess(
       eigenvalues
 
     parameters: names or patterns, for example '*.attn.*'; all by default
-    limit: bytes that the largest tensor of 'full' or 'kfac' may take
-    skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising
+    max_bytes: bytes that the largest tensor of 'full' or 'kfac' may take
+    skip: whether to leave out parameters that have no Kronecker factors, or larger ones, instead of raising
 
     Returns a `Coverage`: a table of all trainable parameters, with what each has, or why it has nothing.
 
     The attributes are detached, in the parameter's dtype (single precision for half), and None if the loss did not reach the
     parameter.  If processes share a batch, or a loader's batches, they cover all samples and are whole on each process.
 
-    Raises NothingRecorded after an ordinary backward pass, BlockTooLarge above ``limit``, UnsupportedLayer for 'kfac' of a
-    parameter without Kronecker factors, ValueError for unknown kinds, names and patterns, and what reading raises.
+    Raises NothingRecorded after an ordinary backward pass, BlockTooLarge above ``max_bytes``, UnsupportedLayer for 'kfac' of
+    a parameter without Kronecker factors, ValueError for unknown kinds, names and patterns, and what reading raises.
 
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    sums = Sums(model, kind, parameters, limit, skip)
+    sums = Sums(model, kind, parameters, max_bytes, skip)
     sums.end(sums.add)
     if kind == "ekfac":
         values = Eigenvalues(sums)
@@ -72,11 +72,11 @@ def compute_hess_over(
     loader: Iterable[Any],
     kind: str = "full",
     hess_type: str = "CrossEntropy",
-    samples: int | None = None,
+    draws: int | None = None,
     generator: torch.Generator | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
     parameters: str | Collection[str] | None = None,
-    limit: float = LIMIT,
+    max_bytes: float = MAX_BYTES,
     skip: bool = False,
 ) -> Coverage:
     """`compute_hess` for all batches of a loader, as if they were one.  Every sample has the same weight, however large its
@@ -87,7 +87,7 @@ def compute_hess_over(
     loader: batches
     forward: ``forward(model, batch)`` returns the output for `backprop_hess`. By default it is ``model(batch)``, or
     ``model(batch[0])`` for a tuple or list
-    hess_type, samples, generator: as in `backprop_hess`
+    hess_type, draws, generator: as in `backprop_hess`
     the others: as in `compute_hess`
 
     'ekfac' runs the loader twice, the second time with the eigenvectors of the first.  Backward passes go only to the
@@ -102,7 +102,7 @@ def compute_hess_over(
         raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if kind == "ekfac" and isinstance(loader, Iterator):
         raise ValueError("compute_hess_over(kind='ekfac') runs all batches twice; expected no iterator" + ON_CURVATURE)
-    sums = Sums(model, kind, parameters, limit, skip)
+    sums = Sums(model, kind, parameters, max_bytes, skip)
     record.clear()
 
     def sweep(into: Sums | Eigenvalues) -> None:
@@ -112,7 +112,7 @@ def compute_hess_over(
                 output = _output(model, given) if forward is None else forward(model, given)
             seen = record.as_seen(recorder_of(model).tree.parameters())
             is_all = len(sums.names) == sum(p.requires_grad for p in seen.values())
-            passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in sums.names])
+            passes_for(output, hess_type, draws, generator, None if is_all else [seen[name] for name in sums.names])
             into.spread = spread_of(model, recorder_of(model))
             into.add()
 

@@ -9,23 +9,18 @@ Source: George et al. 2018, "Fast approximate natural gradient descent in a Kron
 (arXiv:1806.03884).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import overload
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks import PerSampleGrads
-from autograd_hacks.attribution.metric import Metric, in_eigenbasis
+from autograd_hacks.attribution.metric import in_eigenbasis
 from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
 from autograd_hacks.curvature.sums import Sums
-from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
-from autograd_hacks.extending import OneHot, Positions, grads_of, kind_of, recorder_of, some
+from autograd_hacks.extending import OneHot, Positions, grads_of, recorder_of
 from autograd_hacks.forms import Form, Grouping, Lookup, Outer
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
-from autograd_hacks.support.ranges import checked
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,59 +56,6 @@ class EKFAC(Shown):
         of = self.values.shape
         found: Tensor = in_eigenbasis(self.sides, self.values, of)(v.to(self.values.dtype).reshape(-1, *of), of)
         return found.view(v.shape)
-
-
-@overload
-def ekfac_solve(model: nn.Module, v: PerSampleGrads, damping: float | None = None) -> PerSampleGrads: ...
-@overload
-def ekfac_solve(model: nn.Module, v: Mapping[str, Tensor], damping: float | None = None) -> dict[str, Tensor]: ...
-@checked(ON_CURVATURE)
-def ekfac_solve(
-    model: nn.Module, v: PerSampleGrads | Mapping[str, Tensor], damping: float | None = None
-) -> PerSampleGrads | dict[str, Tensor]:
-    """(EKFAC + λ)⁻¹ v, parameter by parameter, after ``compute_hess(model, kind='ekfac')`` or `compute_hess_over`.
-
-    v: {name: shape}, such as a gradient, or ``{name: (..., *shape)}``; the result has the same shapes. Or the per-sample
-    gradients of a batch, row by row: ``train.gram(ekfac_solve(model, test))`` gives influences. Verbs write these rows out
-    some at a time
-    damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but above the rounding error of the largest
-
-    Raises NothingRecorded for a parameter without EKFAC; ValueError for another damping, for tensors of another shape, and
-    for gradients or curvature of another model's parameters.
-    Source: Grosse et al. 2023, "Studying large language model generalization with influence functions" (arXiv:2308.03296).
-    """
-    parameters = dict(model.named_parameters())
-    blocks = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
-    if unknown := [name for name in v if name not in parameters]:
-        raise ValueError(
-            f"ekfac_solve was given {unknown[0]!r}; expected names such as {some([*parameters])}" + ON_CURVATURE
-        )
-    if missing := [name for name in v if name not in blocks]:
-        raise NothingRecorded(
-            f"{missing[0]} has no ekfac. Run backprop_hess(output) and table = compute_hess(model, kind='ekfac') with a "
-            "loss that reaches it, or leave it out: per_sample_grads(model, only=table.covered)."
-        )
-    for name, x in v.items():
-        shape, of_rows, numbers = parameters[name].shape, isinstance(v, PerSampleGrads), blocks[name].values.numel()
-        if numbers != shape.numel():
-            raise ValueError(
-                f"ekfac_solve: the ekfac of {blocks[name].name} has {numbers:,} numbers, but this model's {name} "
-                f"{shape.numel():,}. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
-            )
-        own = getattr(x, "shape", torch.Size())
-        fits = own == shape if of_rows else isinstance(x, Tensor) and own[len(own) - len(shape) :] == shape
-        if not fits:
-            given = f"rows of shape {tuple(own)}" if of_rows else kind_of(x)
-            expected = f"shape {tuple(shape)}" + ("" if of_rows else ", or (..., that)")
-            raise ValueError(f"ekfac_solve was given {given} for {name!r}; expected {expected}" + ON_CURVATURE)
-    metric = Metric.from_ekfac(model, damping)
-    if isinstance(v, PerSampleGrads):
-        return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
-    solved: dict[str, Tensor] = {}
-    for name, x in v.items():
-        p, block = parameters[name], blocks[name]
-        solved[name] = metric[p](x.to(block.values.dtype).reshape(-1, *p.shape), p.shape).view(x.shape).to(x.dtype)
-    return solved
 
 
 class Eigenvalues:

@@ -61,7 +61,7 @@ class KFAC(tuple[Tensor, Tensor]):
         return made
 
 
-class Lay(NamedTuple):
+class Matricised(NamedTuple):
     """How a parameter is made of matrices."""
 
     fan_in: int
@@ -104,7 +104,7 @@ def is_empty(form: Form) -> bool:
     return bool(found) and all(own.inputs.shape[1] == 0 for own in found)
 
 
-def lay_of(form: Form) -> Lay:
+def lay_of(form: Form) -> Matricised:
     """How a parameter is made of matrices."""
     found = positions_of(form)
     size = found[0].rows.stop - found[0].rows.start if found else 0
@@ -114,10 +114,10 @@ def lay_of(form: Form) -> Lay:
     if len(kinds_of_blocks) != 1 or found[0].rows.start % size or entries % size:  # no products, or cut into unequal slices
         axes = next((k for k, axis in enumerate(form.shape) if axis > 1), 0)
         rows = form.shape[axes]
-        return Lay(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
+        return Matricised(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
     first = found[0]
     is_table = isinstance(first.inputs, OneHot)
-    return Lay(first.inputs.shape[2], first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
+    return Matricised(first.inputs.shape[2], first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
 def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
@@ -125,14 +125,14 @@ def parts_of(form: Form, batches: Sequence[int]) -> Sequence[Form]:
     return form.parts if len(batches) > 1 else [form]
 
 
-def products_of(form: Form, lay: Lay, batches: Sequence[int]) -> Iterator[tuple[Positions, int, int | tuple[()]]]:
+def products_of(form: Form, lay: Matricised, batches: Sequence[int]) -> Iterator[tuple[Positions, int, int | tuple[()]]]:
     """The products of each micro-batch, with its number of samples, and the index of their block."""
     for part, samples in zip(parts_of(form, batches), batches):
         for own in () if is_empty(part) else positions_of(part.wide()):
             yield own, samples, () if lay.blocks == 1 else own.rows.start // (own.rows.stop - own.rows.start)
 
 
-def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
+def rows_by(form: Form, lay: Matricised) -> Iterator[tuple[slice, Tensor]]:
     """The gradients piece by piece: some rows of the parameter, and (samples, rows, D) of these."""
     each = lay.fan_in // form.shape[:1].numel()  # of an entry of the first axis
     for _, part in form.chunks(BUDGET):
@@ -152,7 +152,7 @@ class Factors(NamedTuple):
     positions: Tensor  # how many A has; a number for each block; 0 for parameters treated by their rows
 
 
-def factors_of(form: Form, lay: Lay, batches: Sequence[int], memory: Memory | None = None) -> Factors:
+def factors_of(form: Form, lay: Matricised, batches: Sequence[int], memory: Memory | None = None) -> Factors:
     """The sums for a parameter that is made of matrices as ``lay`` says.
 
     batches: the micro-batches' numbers of samples    memory: for A

@@ -40,7 +40,7 @@ def natural_gradient(grads: PerSampleGrads, v: Mapping[str, Tensor], damping: fl
     damping: λ > 0. Start with 10⁻² and try powers of ten: with a large one the result is close to v / λ. Rounding errors of
     v and of JᵀJ are divided by it, so in single precision choose it well above 10⁻⁶ of the largest eigenvalue
 
-    J Jᵀ takes 8 bytes for each pair of rows.  If that is too much, draw vectors, ``backprop_hess(output, samples=1)``, or
+    J Jᵀ takes 8 bytes for each pair of rows.  If that is too much, draw vectors, ``backprop_hess(output, draws=1)``, or
     use conjugate gradients, ``scipy.sparse.linalg.cg(linear_operator(grads, damping), ...)``.
 
     Raises as ``grads.dot`` does, TypeError for complex parameters, and NotReduced if processes share the batch.

@@ -13,15 +13,17 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.curvature.kronecker import KFAC, Lay, factors_of, is_empty, lay_of, parts_of
-from autograd_hacks.errors import ON_CURVATURE, NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.extending import accumulation_dtype, check_size, grads_of, recorder_of, spread_of
+from autograd_hacks.curvature.kronecker import KFAC, Matricised, factors_of, is_empty, lay_of, parts_of
+from autograd_hacks.errors import ON_CURVATURE, BlockTooLarge, NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.extending import accumulation_dtype, grads_of, recorder_of, spread_of
 from autograd_hacks.support.display import Shown, Table, percent, with_unit
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check_word
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
 """The attribute that parameters get, by kind; 'ekfac' also sets ``ekfac``."""
+MAX_BYTES = 2**30
+"""The default number of bytes that a block may take."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +64,7 @@ class Sums:
     model: nn.Module
     asked: str  # the requested kind
     parameters: str | Collection[str] | None
-    limit: float
+    max_bytes: float
     skip: bool
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class Sums:
         if self.parameters is not None:
             self.names = self._matching(self.parameters)
         # By parameter: its sums, how it is made of matrices, and why it has none.
-        self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
+        self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Matricised](), dict[str, str]()
         self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
         for name, parameter in self.model.named_parameters():  # an earlier curvature must not be mistaken for this one
             old = vars(parameter).pop(ATTRIBUTES[self.asked], None)
@@ -171,7 +173,7 @@ class Sums:
         memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
         return [*factors_of(form, self.lays[name], grads.batches, memory)]
 
-    def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
+    def _lay(self, name: str, grads: PerSampleGrads) -> Matricised | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
         found = [lay_of(part) for part in parts_of(grads[name], grads.batches) if not is_empty(part)]
         found += [self.lays[name]] if name in self.sums else []
@@ -191,7 +193,7 @@ class Sums:
         else:
             found = {name: self._lay(name, grads) for name in reached if name not in self.skipped}
             self._refuse({name: why for name, why in found.items() if isinstance(why, str)})
-            lays = {name: lay for name, lay in found.items() if isinstance(lay, Lay)}
+            lays = {name: lay for name, lay in found.items() if isinstance(lay, Matricised)}
             self.lays |= lays
             sizes = {n: {f"{ab} of {n}": prod(size) for ab, size in zip("AB", lay.factors)} for n, lay in lays.items()}
         return self._small(grads, sizes)
@@ -210,15 +212,16 @@ class Sums:
             )
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: its numbers}}"""
-        if not self.skip:
-            if every := {what: size for own in sizes.values() for what, size in own.items()}:
-                check_size(every, grads[next(iter(sizes))], self.limit)
-            return [*sizes]
+        """The parameters whose tensors are small enough.  sizes: {name: {a tensor, in words: its numbers}}"""
         for name, own in sizes.items():
             what, size = max(own.items(), key=lambda pair: pair[1])
-            if (held := size * grads[name].sum_dtype.itemsize) > self.limit:
-                wide = f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"
+            if (held := size * grads[name].sum_dtype.itemsize) > self.max_bytes:
+                wide = f"the block {what} would take {with_unit(held)}, and max_bytes is {with_unit(int(self.max_bytes))}"
+                if not self.skip:
+                    raise BlockTooLarge(
+                        f"{wide}. Raise it, or leave such parameters out by skip=True; or take compute_hess(model, "
+                        "kind='diag') or 'kfac', or products, curvature.matvec(grads, v)."
+                    )
                 self._refuse({name: wide})
         return [name for name in sizes if name not in self.skipped]
 

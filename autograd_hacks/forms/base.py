@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 
 Index = slice | Tensor
 INTERNAL = frozenset(
-    """pair leaves factors writes_in_place cuts_well sums_cheaply saving held_size wide written merge_key merge terms
+    """pair leaves factors writes_in_place cuts_well saving held_size wide written merge_key merge terms
     new_sums blocks varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
 )
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
@@ -93,8 +93,6 @@ class Form(Hinting, Shown, ABC):
     """Whether ``dense(out)`` writes directly into ``out``, without a copy."""
     cuts_well = False
     """Whether the time and memory of a `block` are proportional to its size."""
-    sums_cheaply = False
-    """Whether a weighted sum takes less time than reading rows that are already written out."""
 
     def saving(self, fresh: bool = False) -> float:
         """The saving per number if rows are written once for norms and weighted sum; see ``cost``.  fresh: into new

@@ -81,7 +81,6 @@ class Composite(Form):
     def __init__(self, parts: Sequence[Form], samples: int, shape: torch.Size) -> None:
         self.parts, self.samples, self.shape = parts, samples, shape
         self.cuts_well = all(part.cuts_well for part in parts)
-        self.sums_cheaply = all(part.sums_cheaply for part in parts)
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         """S values, N ...  values: (M, ...) for each part of M rows, in memory that may be written to
@@ -158,7 +157,7 @@ class Scaled(Composite):
                 f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
-        self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
+        self.cuts_well, self.writes_in_place = form.cuts_well, form.writes_in_place
         self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
 
     @property

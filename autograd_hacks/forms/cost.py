@@ -190,20 +190,19 @@ def saving(pairs: Sequence[Pair], fresh: bool) -> float:
     return (min(by_products(pairs), written) - written) / numbers + own_sum - costs.read - new
 
 
-def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in: int, size: int, entries: int) -> bool:
+def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in: int, size: int) -> bool:
     """Whether a sparse map should project outer products by Fourier transforms of their factors, instead of writing out
     rows.
 
-    For a sample and a position: two factors put in place and transformed, and their transforms multiplied, in each of
-    ``entries`` blocks of ``size`` coordinates; against O · I multiplications, and for a sample O · I numbers that are
-    written once and added in each block.  Measured on one core, for 16 samples of 64 positions, transforms against rows:
-    512 × 128 to 512 coordinates, 1.2 ms and 1.8; to 4096, 8.3 and 1.9; 128 × 128 to 512, 1.1 and .5; for 64 samples of one
-    position, 512 × 512 to 512, .15 and 15.
+    For a sample and a position: two factors put in place and transformed, and their transforms multiplied, for ``size``
+    coordinates; against O · I multiplications, and for a sample O · I numbers that are written once and added.  Measured on
+    one core, for 16 samples of 64 positions, transforms against rows: 512 × 128 to 512 coordinates, 1.2 ms and 1.8; to 4096,
+    8.3 and 1.9; 128 × 128 to 512, 1.1 and .5; for 64 samples of one position, 512 × 512 to 512, .15 and 15.
     """
     costs = costs_of(device)
     transform = costs.fft * size * log2(size + 1)
-    by_factors = entries * (positions * (costs.place * (fan_out + fan_in) + 2 * transform + 8 * size) + transform)
-    return by_factors < fan_out * fan_in * (positions + costs.write + entries * costs.scatter)
+    by_factors = positions * (costs.place * (fan_out + fan_in) + 2 * transform + 8 * size) + transform
+    return by_factors < fan_out * fan_in * (positions + costs.write + costs.scatter)
 
 
 def cache_budget(budget: int, like: Tensor) -> int:

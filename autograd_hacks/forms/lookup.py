@@ -200,7 +200,9 @@ class Bags(Factored):
             return super().gram(other, budget)
         mine, theirs, found = self.wide(), other.wide(), []
         for piece in slices_of(other.samples, budget // (4 * max(1, self.entries) * self.sum_dtype.itemsize)):
-            found.append(mine._of_table(theirs[piece]._counts().mT))
+            part = theirs[piece]
+            counts = part.scale.new_zeros(self.entries, part.samples)
+            found.append(mine._of_table(counts.index_put((part.index, part.bags), part.scale, accumulate=True)))
         return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
@@ -224,8 +226,3 @@ class Bags(Factored):
         # Where each bag begins; `torch.bincount` would make the host wait for the largest.
         starts = torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))
         return F.embedding_bag(self.index, table.contiguous(), starts, mode="sum", per_sample_weights=self.scale.to(table))
-
-    def _counts(self) -> Tensor:
-        """c, (N, entries)."""
-        slots = self.bags * self.entries + self.index
-        return self.scale.new_zeros(self.samples * self.entries).index_add(0, slots, self.scale).view(-1, self.entries)

@@ -41,7 +41,7 @@ class Outer(Paired):
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
         self.gradient, self.present, self.varies = gradient, present, (gradient, 1 - gradient)
         self.held = self.pair if present is None else (*self.pair, present)
-        self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
+        self.smallest = 0 if self.fan_out < self.fan_in else 1
 
     def _of(self, *held: Tensor) -> Outer:
         left, right, *present = held

@@ -1,10 +1,10 @@
 """The random maps of projections: signs drawn piece by piece, and sparse maps made of hashes."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,18 @@ from autograd_hacks.forms.positions import OneHot, Pair, multiplications
 from autograd_hacks.support.internals import dispatch_modes
 from autograd_hacks.support.philox import BITS, by_byte, hashed, key_of, packed_signs, unpacked
 
-_SMALL = 2**19
+_WRITTEN_OUT = 2**19
 """Numbers of a map that is written out, and kept from batch to batch: one product took 4.4 ms where two took 8.6 (64
 samples, 128 × 64), and drawing took a quarter of the time of projecting 32 batches of 200 images."""
-_KEPT = 16
+_MAPS_KEPT = 16
 """How many such maps are kept."""
 
-_BYTES = 2**20
+_BYTES_AT_A_TIME = 2**20
 """Bytes of random bits that are drawn at a time, each of eight signs."""
-_FEW = 2**16
+_BYTES_KEPT = 2**16
 """Bytes of a map's bits up to which they are kept from batch to batch."""
 
-_INDEX = 2**16
+_INDICES_AT_A_TIME = 2**16
 """Numbers of a sparse map's index, of 8 bytes each, at a time."""
 
 
@@ -69,8 +69,8 @@ class RandomMap(_Map):
         values = _values if is_ordinary else _values.__wrapped__  # a mode's tensors are its own
         left, right = values(like.dtype, like.device, self.dim**-0.5), values(like.dtype, like.device, 1.0)
         each = BITS // 8 * -(-last // BITS)
-        draw = _bits if self.dim * each <= _FEW and is_ordinary else _bits.__wrapped__
-        for some in slices_of(self.dim, max(self.COLUMNS, _BYTES // each)):
+        draw = _bits if self.dim * each <= _BYTES_KEPT and is_ordinary else _bits.__wrapped__
+        for some in slices_of(self.dim, max(self.COLUMNS, _BYTES_AT_A_TIME // each)):
             bits = draw(self, some.start, some.stop, like.device)
             for columns in slices_of(some.stop - some.start, self.COLUMNS):
                 drawn = slice(some.start + columns.start, some.start + columns.stop)
@@ -99,7 +99,7 @@ class RandomMap(_Map):
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
-        if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _SMALL:
+        if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _WRITTEN_OUT:
             draw = _written if _is_ordinary() else _written.__wrapped__  # a mode's tensors are its own
             found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return
@@ -119,152 +119,105 @@ def _bits(random: RandomMap, start: int, stop: int, device: torch.device) -> Ten
     return packed_signs(key, slice(start, stop), slice(0, sum(random.fans)), device)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAPS_KEPT)
 def _values(dtype: torch.dtype, device: torch.device, size: float) -> Tensor:
     return by_byte(torch.empty(0, dtype=dtype, device=device), size)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAPS_KEPT)
 def _written(random: RandomMap, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A map itself, (dim, O, I)."""
     like = torch.empty(0, dtype=dtype, device=device)
     return torch.cat([left[:, :, None] * right[:, None] for _, left, right in random.columns(like)])
 
 
-@dataclass(frozen=True)
-class Hashes:
-    """One block of a sparse map: where rows and columns go, and their signs.
-
-    place: O and I integers in [0, m)    sign: O and I numbers ±1, int64
-    """
+class Hashes(NamedTuple):
+    """Where the rows and columns of a sparse map go, integers in [0, dim), and their signs, ±1; all int64."""
 
     row_place: Tensor
-    column_place: Tensor
     row_sign: Tensor
+    column_place: Tensor
     column_sign: Tensor
 
 
 @dataclass(frozen=True)
 class SparseMap(_Map):
-    """R of shape (P, dim) with ``entries`` numbers other than 0 in each row, for a parameter seen as a matrix O I.
+    """R of shape (P, dim) with one number other than 0 in each row, for a parameter seen as a matrix O I.
 
-    The coordinates form ``entries`` blocks of m = dim / entries.  In each, entry (o, i) of a gradient goes to coordinate
-    (h₁(o) + h₂(i)) mod m with the factor s₁(o) s₂(i) / √entries; hashes h and signs s are drawn for each block.  So
-    E ⟨G R, H R⟩ = ⟨G, H⟩, and the squared length of a unit gradient G has a variance of at most (6 + 4 / m) / dim, of
-    (2 + 2 ‖GᵀG‖² + 2 ‖GGᵀ‖²) / dim up to the small term: 6 / dim for rank one, near 2 / dim for many singular values.  More
-    entries leave that bound as it is, and make large errors rarer.
+    Entry (o, i) of a gradient goes to coordinate (h₁(o) + h₂(i)) mod dim with the sign s₁(o) s₂(i), by random hashes h and
+    signs s.  So E ⟨G R, H R⟩ = ⟨G, H⟩, and the squared length of a unit gradient G has a variance of at most
+    (6 + 4 / dim) / dim, of (2 + 2 ‖GᵀG‖² + 2 ‖GGᵀ‖²) / dim up to the small term: 6 / dim for rank one, near 2 / dim for many
+    singular values.
 
     The sketch of an outer product is the circular convolution of its factors' sketches, so it is taken by FFTs where that
-    costs less than writing rows; see ``cost``.  Hashes are words of Philox, which each device draws by their
-    indices.
+    costs less than writing rows; see ``cost``.  Hashes are words of Philox, which each device draws by their indices.
 
-    name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates, a
-    multiple of entries    within: where this is a part of a parameter: its shape, and the first row
+    name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates
 
-    Source: Kane and Nelson 2014 (arXiv:1012.1577) for blocks; Pham and Pagh 2013, "Fast and scalable polynomial kernels via
-    explicit feature maps", for structured hashes; Hu et al. 2025, "GraSS" (arXiv:2505.18976), for gradients.
+    Source: Kane and Nelson 2014 (arXiv:1012.1577) for sparse maps; Pham and Pagh 2013, "Fast and scalable polynomial kernels
+    via explicit feature maps", for structured hashes; Hu et al. 2025, "GraSS" (arXiv:2505.18976), for gradients.
     """
 
-    entries: int = 1
-    within: tuple[torch.Size, int] | None = None
-
-    @property
-    def size(self) -> int:
-        """m, the coordinates of a block."""
-        return self.dim // self.entries
-
-    def part(self, rows: slice) -> "SparseMap":
-        """The map of some entries of the first axis.  rows: with numbers from 0"""
-        whole, row = self.within or (self.shape, 0)
-        shape = torch.Size((rows.stop - rows.start, *self.shape[1:]))
-        return replace(self, shape=shape, within=(whole, row + rows.start))
-
-    def hashes(self, device: torch.device) -> Sequence[Hashes]:
-        """The blocks' hashes."""
+    def hashes(self, device: torch.device) -> Hashes:
         draw = _hashes if _is_ordinary() else _hashes.__wrapped__  # a mode's tensors are its own
         return draw(self, device)
 
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
-        return 2 * self.size
+        return 2 * self.dim
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
-        fan_in = self.fans[1]
+        own, fan_in = self.hashes(found.device), self.fans[1]
         written = written.reshape(len(written), rows.stop - rows.start, fan_in)
-        for number, block in enumerate(slices_of(self.dim, self.size)):
-            both = found.new_zeros(len(found), 2 * self.size)  # for each sign: nothing is multiplied
-            for piece in slices_of(rows.stop - rows.start, _INDEX // max(1, fan_in)):
-                own = slice(rows.start + piece.start, rows.start + piece.stop)
-                places = self._places(number, own, found.device)
-                some = written[:, piece].flatten(1)
-                both.scatter_add_(1, places.flatten().expand(some.shape), some)
-            plus, minus = both.split(self.size, 1)
-            found[:, block].add_((plus - minus) / self.entries**0.5)
+        both = found.new_zeros(len(found), 2 * self.dim)  # for each sign: nothing is multiplied
+        for piece in slices_of(rows.stop - rows.start, _INDICES_AT_A_TIME // max(1, fan_in)):
+            at = slice(rows.start + piece.start, rows.start + piece.stop)
+            places = (own.row_place[at, None] + own.column_place) % self.dim
+            places += self.dim * (own.row_sign[at, None] != own.column_sign)
+            some = written[:, piece].flatten(1)
+            both.scatter_add_(1, places.flatten().expand(some.shape), some)
+        found.add_(torch.sub(*both.split(self.dim, 1)))
 
     def takes_factors(self, pair: Pair) -> bool:
         """Whether outer products are projected through their factors, instead of written out."""
         (left, right), positions = pair, pair[1].shape[1]
         if not positions or any(isinstance(factor, Tensor) and factor.is_complex() for factor in pair):
             return False
-        return isinstance(left, OneHot) or sketches_factors(right.device, positions, *self.fans, self.size, self.entries)
+        return isinstance(left, OneHot) or sketches_factors(right.device, positions, *self.fans, self.dim)
 
     def memory_of_factors(self, pair: Pair) -> int:
         """Numbers that `of_factors` holds for a sample."""
-        each = 4 * self.fans[1] if isinstance(pair[0], OneHot) else 4 * self.size + sum(self.fans)
-        return pair[1].shape[1] * each + 2 * self.size
+        each = 4 * self.fans[1] if isinstance(pair[0], OneHot) else 4 * self.dim + sum(self.fans)
+        return pair[1].shape[1] * each + 2 * self.dim
 
     def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
         """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
-        positions, blocks = right.shape[1], list[Tensor]()
+        positions, own = right.shape[1], self.hashes(right.device)
         if not len(right) * positions:  # which transforms refuse
             return right.new_zeros(len(right), self.dim)
         pieces = slices_of(positions, budget * positions // (self.memory_of_factors((left, right)) * right.itemsize))
-        for own in self.hashes(right.device):
-            if isinstance(left, OneHot):
-                blocks.append(self._looked_up(own, left, right, pieces))
-            else:
-                blocks.append(self._convolved(own, left, right, pieces))
-        return blocks[0] if self.entries == 1 else torch.cat(blocks, 1) / self.entries**0.5
-
-    def _looked_up(self, own: Hashes, left: OneHot, right: Tensor, pieces: Sequence[slice]) -> Tensor:
-        """One block, N m, where each position's left factor is a row's number."""
-        both = right.new_zeros(len(right), 2 * self.size)  # for sums of places, which are folded at the end
+        if isinstance(left, OneHot):  # each position's left factor is a row's number
+            both = right.new_zeros(len(right), 2 * self.dim)  # for sums of places, which are folded at the end
+            for piece in pieces:
+                index = left.index[:, piece, None]
+                some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
+                both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
+            return torch.add(*both.split(self.dim, 1))
+        total = torch.fft.rfft(right.new_zeros(len(right), self.dim))
         for piece in pieces:
-            index = left.index[:, piece, None]
-            some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
-            both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
-        first, second = both.split(self.size, 1)
-        return first + second
-
-    def _convolved(self, own: Hashes, left: Tensor, right: Tensor, pieces: Sequence[slice]) -> Tensor:
-        """One block, N m: the circular convolution of the factors' sketches, added up over positions."""
-        total = torch.fft.rfft(right.new_zeros(len(right), self.size))
-        for piece in pieces:
-            mine = torch.fft.rfft(_sketched(left[:, piece], own.row_place, own.row_sign, self.size))
-            theirs = torch.fft.rfft(_sketched(right[:, piece], own.column_place, own.column_sign, self.size))
+            mine = torch.fft.rfft(_sketched(left[:, piece], own.row_place, own.row_sign, self.dim))
+            theirs = torch.fft.rfft(_sketched(right[:, piece], own.column_place, own.column_sign, self.dim))
             total = total + (mine * theirs).sum(1)
-        return torch.fft.irfft(total, n=self.size)
-
-    def _places(self, number: int, rows: slice, device: torch.device) -> Tensor:
-        """The place of each entry in the two halves of a block, (rows, I): in the second half if it is subtracted."""
-        own = self.hashes(device)[number]
-        places = own.row_place[rows, None] + own.column_place
-        places -= self.size * (places >= self.size)
-        return places.add_(self.size * (own.row_sign[rows, None] != own.column_sign))
+        return torch.fft.irfft(total, n=self.dim)
 
 
 @lru_cache(512)
-def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
-    whole, row = random.within or (random.shape, 0)
-    key = key_of("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)
-    (rows, columns), first = random.fans, whole[:1].numel()  # columns are numbered after all rows
-    numbers = torch.arange(row, row + rows, device=device), torch.arange(first, first + columns, device=device)
-    found = []
-    for block in range(random.entries):
-        (row_place, row_sign), (column_place, column_sign) = (hashed(own, block, key, random.size) for own in numbers)
-        found.append(Hashes(row_place, column_place, row_sign, column_sign))
-    return found
+def _hashes(random: SparseMap, device: torch.device) -> Hashes:
+    key, (rows, columns) = key_of("sjlt", random.seed, random.name, tuple(random.shape), random.dim, 1), random.fans
+    numbers = torch.arange(rows + columns, device=device)  # columns are numbered after all rows
+    place, sign = hashed(numbers, key, random.dim)
+    return Hashes(place[:rows], sign[:rows], place[rows:], sign[rows:])
 
 
 def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
@@ -282,8 +235,7 @@ def check_is_map(random: object) -> None:
     if not isinstance(random, AnyMap):
         raise TypeError(
             f"project was given {random!r}; expected a forms.RandomMap or forms.SparseMap, which is drawn by the "
-            "parameter's name, and a form doesn't know that. Take grads.project(dim, per_parameter=True)[name], for the "
-            "grads that the form is from."
+            "parameter's name, and a form doesn't know that. Take per_sample_grads(model, only=name).project(dim)."
         )
 
 

@@ -13,7 +13,6 @@ from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.positions import Positions
-from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 
 def add(forms: Sequence[Form]) -> Form:
@@ -190,11 +189,7 @@ class Placed(Composite):
     def norms(self, budget: int = BUDGET) -> Tensor:
         return row_norms(torch.stack([part.norms(budget) for part in self.parts], dim=1))
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
-        if not isinstance(random, SparseMap):  # its signs for the whole parameter would be drawn again for each slice
-            return Form.project(self, random, budget)
-        slices = (form.project(random.part(slice(*bounds)), budget) for bounds, form in self.entries.items())
-        return self._join(slices)
+    project = Form.project  # a map is drawn for the whole parameter
 
 
 # Experts in one stack: row n has for each expert the sum over those positions of sample n that were sent to it.

@@ -14,13 +14,11 @@ from autograd_hacks.formulas.met import Met
 from autograd_hacks.support.layout import POSITIONS
 
 
-def linear(met: Met, is_turned: bool = False) -> Form | None:
+def linear(met: Met) -> Form | None:
     """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t], and Σₜ g[n, t] for the bias."""
-    # is_turned: whether the weight is stored as I O, as in GPT-2
     if met.place == 2:
         return met.summed(met.grad)
-    x = met.kept("input").conj()
-    return Outer(x, met.grad, met.shape, gradient=1) if is_turned else Outer(met.grad, x, met.shape)
+    return Outer(met.grad, met.kept("input").conj(), met.shape)
 
 
 def bilinear(met: Met) -> Form | None:

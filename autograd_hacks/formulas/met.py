@@ -43,16 +43,12 @@ class Met:
         """A tensor with the gradient's layout, with samples first: N ..."""
         return self.layout.samples_first(x, self.samples)
 
-    def summed(self, x: Tensor, sizes: tuple[int, ...] | None = None) -> Form | None:
-        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there.
-
-        sizes: of the value as it was broadcast; None for its shape
-        """
+    def summed(self, x: Tensor) -> Form | None:
+        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there."""
         axis, fold, missing = self.layout.axis, self.layout.fold, x.ndim - len(self.shape)
-        if sizes is None and not (axis or fold) and missing > 0 and x.shape[missing:] == self.shape:  # the usual case
+        if not (axis or fold) and missing > 0 and x.shape[missing:] == self.shape:  # the usual case
             return Dense(x if missing == 1 else x.sum(tuple(range(1, missing))))
-        sizes = self.shape if sizes is None else sizes
-        sizes = (1,) * (x.ndim - len(sizes)) + sizes
+        sizes = (1,) * missing + self.shape
         end = axis + (2 if fold == POSITIONS else 1)  # of the samples' axes
         if sizes[axis:end] not in ((1,), (1, 1)):
             return None  # the value has an entry for each sample

@@ -56,7 +56,7 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
             place, suffix = depth * directions + side, f"_l{depth}" + "_reverse" * side
             ends = [None if end is None else end[place] for end in last]
             turned = [y.flip(0) if side else y for y in (inputs[depth], *parts, *([] if running is None else [running]))]
-            found, by_gates = _through_time(layer, call, suffix, states[place], ends, *turned)
+            found, by_gates = _through_time(layer, call, suffix, states[place], ends, turned)
             forms |= found
             if depth:
                 by_input.append((by_gates.flip(0) if side else by_gates) @ call.read("weight_ih" + suffix))
@@ -74,7 +74,7 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     parts = state if isinstance(state, tuple) else () if state is None else (state,)
     states = tuple(parts) or (x.new_zeros(len(x), layer.hidden_size),) * (2 if isinstance(layer, nn.LSTMCell) else 1)
     h = call.outputs[0].to(x.dtype)
-    forms, _ = _through_time(layer, call, "", states, call.grads, x[None], h[None], torch.zeros_like(h)[None])
+    forms, _ = _through_time(layer, call, "", states, call.grads, [x[None], h[None], torch.zeros_like(h)[None]])
     return forms
 
 
@@ -158,15 +158,20 @@ def _slopes(
 
 
 def _through_time(
-    layer: nn.RNNBase | nn.RNNCellBase, call: Call, suffix: str, start: State, last: Sequence[Tensor | None],
-    x: Tensor, h: Tensor, g: Tensor, running: Tensor | None = None,
-) -> tuple[dict[str, Form], Tensor]:  # fmt: skip
+    layer: nn.RNNBase | nn.RNNCellBase,
+    call: Call,
+    suffix: str,
+    start: State,
+    last: Sequence[Tensor | None],
+    seen: Sequence[Tensor],
+) -> tuple[dict[str, Form], Tensor]:
     """One layer in one direction: the forms of its parameters, and the gradients at the input's map, T N gates·H.
 
     start: the state before the first step    last: gradients at the state after the last one
-    x, h, g: T N ·, in this direction's order: the input, h after each step, and its gradient
-    running: T N 1, for packed sequences whether one has a step t; one that has ended, or not yet begun, keeps its state
+    seen: T N ·, in this direction's order: the input, h after each step, and its gradient; and for packed sequences whether
+    one has a step t, T N 1: one that has ended, or not yet begun, keeps its state
     """
+    (x, h, g), running = seen[:3], seen[3] if len(seen) > 3 else None
     start, is_gru = tuple(s.to(h.dtype) for s in start), isinstance(layer, nn.GRU | nn.GRUCell)
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if layer.bias else ()))
     weight_ih, weight_hh, *biases = (call.read(name + suffix) for name in names)

@@ -95,13 +95,9 @@ def _repeated(met: Met) -> Form | None:
 
 
 def _prelu(met: Met) -> Form | None:
-    """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
-    if met.place != 1:
-        return None
+    """x, g: N C *T.  y = x where x > 0, else weight · x, for a weight with the axes of x."""
     x = met.kept("self")
-    products = torch.where(x > 0, 0, met.grad * x)
-    # A node's weight has the axes of x, a layer's may lack them.
-    return met.summed(products, None if len(met.shape) == x.ndim else (*met.shape, *[1] * (x.ndim - 2)))
+    return met.summed(torch.where(x > 0, 0, met.grad * x)) if met.place == 1 else None
 
 
 _RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
@@ -113,7 +109,6 @@ _CONV = Rule(of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(of_layer(matrices.linear, "(N, ..., in_features)", 2), features=lambda layer: 1, is_node=True),
     nn.Bilinear: Rule(of_layer(matrices.bilinear, "(N, ..., in1_features)", 2, matrices.both), features=lambda layer: 1),
-    nn.PReLU: Rule(of_layer(_prelu, "(N, C, ...)", 1, lambda layer, call, x: {"self": x})),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONV),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONV),
     nn.Embedding: Rule(
@@ -146,13 +141,6 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
         recomputes=True,
     )
 
-FOREIGN: dict[str, Rule] = {
-    "transformers.pytorch_utils.Conv1D": Rule(
-        of_layer(matrices.linear, "(N, ..., in_features)", 2, is_turned=True), features=lambda layer: 1
-    )
-}
-"""{full name of another library's layer type: rule}.  The library is not imported."""
-
 NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),
     "MmBackward0": partial(matrices.matrix_product, names=("self", "mat2")),
@@ -179,7 +167,7 @@ NODES: dict[str, Formula] = {
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": matrices.grouped_product}
 """Formulas that get the sample of each row of the gradient, M, and return rows by sample."""
 
-_OWN = frozenset(map(id, (*RULES.values(), *FOREIGN.values())))
+_OWN = frozenset(map(id, RULES.values()))
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})
 
@@ -195,8 +183,6 @@ def rule_for(layer: nn.Module) -> Rule | None:
     for cls in type(layer).__mro__:
         if cls in RULES:
             return RULES[cls]
-        if (name := f"{cls.__module__}.{cls.__qualname__}") in FOREIGN:
-            return FOREIGN[name]
         if any(name in vars(cls) for name in _COMPUTES):
             return None
     return None

@@ -96,8 +96,8 @@ class DPOptimizer(_DPOptimizer):
             )
         mark_set(recorder)
         ours = {id(p) for p in self.params}
-        chosen = [name for name, p in self.model.named_parameters() if id(p) in ours]
-        return grads if len(chosen) == len(grads) else grads._part(chosen)
+        forms = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in ours}
+        return grads if len(forms) == len(grads) else grads.with_forms(forms, grads.samples)
 
     @torch.no_grad()
     def add_noise(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.extending import (
-    BUDGET,
+    CLIPPING_BUDGET,
     Spread,
     Where,
     ask_independent,
@@ -121,7 +121,7 @@ def clip_and_noise_(
     noise: Noise = None,
     add: bool = False,
     loss_type: str | None = None,
-    budget: int = BUDGET,
+    budget: int = CLIPPING_BUDGET,
     process_group: Where = None,
     clip: str | QuantileClip | Callable[[Tensor], Tensor] = "flat",
     mask: Tensor | None = None,
@@ -251,7 +251,11 @@ def _taken(grads: PerSampleGrads, parts: list[Part], groups: Tensor | None, mask
         raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
-        return [whole] if len(parts) == 1 else [whole._part([n for n in part.names if n in whole]) for part in parts]
+        return (
+            [whole]
+            if len(parts) == 1
+            else [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
+        )
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
         by_part = [x.norms(budget=budget) for x in cut(whole)]

@@ -78,14 +78,13 @@ def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dty
     return found.view(shape).to(dtype)
 
 
-def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Tensor]:
+def hashed(numbers: Tensor, key: int, size: int) -> tuple[Tensor, Tensor]:
     """A random place in [0, size) for each number, and a sign ±1; both int64.
 
-    numbers: integers in [0, 2³²)    block: selects other places and signs    size: below 2³¹; no place is likelier than
-    another by more than size / 2³²
+    numbers: integers in [0, 2³²)    size: below 2³¹; no place is likelier than another by more than size / 2³²
     """
     counter = torch.zeros(4, *numbers.shape, dtype=torch.int64, device=numbers.device)
-    counter[0], counter[1] = numbers, block
+    counter[0] = numbers
     place, sign, *_ = philox_(counter, key)
     return (place * size) >> 32, 2 * (sign & 1) - 1
 

@@ -70,12 +70,12 @@ def whole(interval: str, inside: str = "") -> Range:
 _NAMES = {
     whole("(-inf, inf)"): "seed",
     whole("(-inf, inf)", "tree"): "batch_dim compile.batch",
-    whole("[0, inf)"): "first group.groups verify.samples",
-    whole("[1, inf)"): """ahead bands chunk_size dim draws duplicates.limit entries every k micro_batch_size parts
+    whole("[0, inf)"): "first group.groups verify.rows",
+    whole("[1, inf)"): """ahead bands chunk_size dim draws entries every k max_pairs micro_batch_size parts
     per_user project rank samples steps
     """,
     # Where a budget is for what is kept, from batch to batch or from norms to sums, 0 keeps nothing.
-    Range("[0, inf]", kind="number of bytes"): "limit compile.budget over.budget",
+    Range("[0, inf]", kind="number of bytes"): "max_bytes compile.budget over.budget",
     Range("[1, inf)", kind="whole number of bytes"): "budget",
     Range("(0, 1)"): "delta tolerance",
     Range("(0, 1]"): "threshold noise_for.rate",

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import ON_VERBS, BlockTooLarge
+from autograd_hacks.errors import ON_VERBS
 from autograd_hacks.forms import Form
-
-LIMIT = 2**30
-"""The default number of bytes that a block, or other processes' rows, may take."""
 
 
 def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], who: str = "dot") -> None:
@@ -111,18 +108,6 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
         raise IndexError(
             f"select: {error}; expected a mask of {samples} booleans or numbers in [{-samples}, {samples})" + ON_VERBS
         ) from None
-
-
-def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
-    """Raises BlockTooLarge if the largest block takes more bytes than the limit.  sizes: {a block: its numbers}"""
-    largest = max(sizes, key=lambda name: sizes[name])
-    size = sizes[largest] * form.sum_dtype.itemsize
-    if size > limit:
-        raise BlockTooLarge(
-            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Raise it, or "
-            "leave such parameters out by skip=True; or take compute_hess(model, kind='diag') or 'kfac', or products, "
-            "curvature.matvec(grads, v)."
-        )
 
 
 def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from autograd_hacks.verbs.arguments import check_kind
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 
-BUDGET = 256 * 2**20
+CLIPPING_BUDGET = 256 * 2**20
 """The default number of bytes to use beside the result.
 
 A quarter is for the computation.  The rest is for rows that are read twice; their memory is kept for the next step.
@@ -33,7 +33,7 @@ def clip_grad1_norm_(
     max_norm: float,
     loss_type: str | None = None,
     error_if_nonfinite: bool = False,
-    budget: int = BUDGET,
+    budget: int = CLIPPING_BUDGET,
     scaler: torch.amp.GradScaler | None = None,
     add: bool = False,
     batch_size: float | None = None,
@@ -123,7 +123,7 @@ def write_where_it_saves(
 ) -> PerSampleGrads:
     """The same gradients, with rows written out where that makes norms and weighted sums together cheaper.
 
-    budget: see `BUDGET`    written: receives the memory of these rows, for `give_back`
+    budget: see `CLIPPING_BUDGET`    written: receives the memory of these rows, for `give_back`
     """
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
     forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool

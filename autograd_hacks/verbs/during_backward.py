@@ -32,7 +32,7 @@ from autograd_hacks.verbs.arguments import check_direction, kind_of
 from autograd_hacks.verbs.matrix import along_own, joint_norms, random_maps
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
-BUDGET = 16 * 2**20
+PASS_BUDGET = 16 * 2**20
 """The default number of bytes to use beside the results."""
 Verb = Callable[[str, Form], Tensor | None]
 """``verb(name, form)``; None if it has written its result."""
@@ -48,7 +48,7 @@ def during_backward(
     seed: int = 0,
     loss_type: str | None = None,
     scale: float | Tensor = 1.0,
-    budget: int = BUDGET,
+    budget: int = PASS_BUDGET,
     weights: Tensor | None = None,
     kind: str = "signs",
 ) -> Iterator[Quantities]:

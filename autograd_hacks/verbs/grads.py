@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from math import prod
 from typing import Literal, overload
@@ -314,9 +314,6 @@ class PerSampleGrads(Matrix):
         made = PerSampleGrads(forms, samples, of)
         made._versions = [*self._versions, *made._versions]
         return made
-
-    def _part(self, names: Iterable[str]) -> PerSampleGrads:
-        return self.with_forms({name: self[name] for name in names}, self.samples)
 
 
 def _maps_of(

@@ -50,7 +50,7 @@ Over = Callable[[Tensor, Tensor], Any]
 @checked(ON_WRONG)
 def verify(
     model: nn.Module,
-    samples: int = 0,
+    rows: int = 0,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     independent: bool = False,
@@ -67,7 +67,7 @@ def verify(
     The model, what its hooks keep, ``.grad`` and the record don't change.  If processes share a batch, all must call it
     together; each checks its own rows.
 
-    samples: how many single samples to compare as well, by one backward pass each
+    rows: how many single rows to compare as well, by one backward pass each
     args: positional arguments for the model. Needed if the arguments of the last forward no longer exist: the library
     doesn't keep them alive
     kwargs: keyword arguments for the model
@@ -83,7 +83,7 @@ def verify(
 
     def own() -> None:
         given = (args or (), dict(kwargs or {})) if args is not None or kwargs is not None else last_step(recorder.record)
-        if wrong := _with_autograd(model, recorder, given, samples, independent):
+        if wrong := _with_autograd(model, recorder, given, rows, independent):
             raise VerificationFailed("wrong per-sample gradients:\n" + text_table([HEADER, *wrong]))
 
     with ABOVE.alone(model):

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from autograd_hacks import PerSampleGrads, add_hooks, over
-from autograd_hacks.curvature import compute_hess_over, ekfac_solve
+from autograd_hacks.attribution import Metric
+from autograd_hacks.curvature import compute_hess_over
 
 torch.set_num_threads(1)  # a network this small is slower with more threads
 warnings.simplefilter("ignore")  # from captum and kronfluence
@@ -84,7 +85,7 @@ def lengths(grads: PerSampleGrads) -> Tensor:
 
 def by_ekfac(grads: PerSampleGrads) -> Tensor:
     """gᵀ (G + λ)⁻¹ g for each sample."""
-    rows, solved = grads.dense(), ekfac_solve(hooked, grads).dense()
+    rows, solved = grads.dense(), grads.preconditioned(Metric.from_ekfac(hooked)).dense()
     return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
 
 

@@ -72,8 +72,8 @@ def test_what_is_found_is_what_all_rows_say(kind: str, budget: int, tmp_path: Pa
     queries = VERBS[kind](autograd_hacks.per_sample_grads(model, loss_type="sum"))
     store, rows, asked = Store(tmp_path / kind), all_rows(model, data), all_rows(model, others)
     assert len(store) == 11
-    for metric, products in [("dot", asked @ rows.T), ("cosine", F.normalize(asked, dim=1) @ F.normalize(rows, dim=1).T)]:
-        values, numbers = store.search(queries, 4, metric, model=model, budget=budget)  # type: ignore[arg-type]
+    for cosine, products in [(False, asked @ rows.T), (True, F.normalize(asked, dim=1) @ F.normalize(rows, dim=1).T)]:
+        values, numbers = store.search(queries, 4, cosine=cosine, model=model, budget=budget)
         assert_close(values, products.topk(4).values)
         assert_close(products.gather(1, numbers), values)
 
@@ -91,7 +91,7 @@ def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Pat
     expected = [[i, j] for i in range(8) for j in range(i + 1, 8) if torch.cosine_similarity(rows[i], rows[j], 0) >= 0.2]
     assert sorted(store.duplicates(0.2)[1].tolist()) == expected
     with pytest.raises(ValueError, match="more than 1 pairs"):
-        store.duplicates(0.2, limit=1)
+        store.duplicates(0.2, max_pairs=1)
 
 
 def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None
     assert numbers.tolist()[0] == [2, 0, 3, -1, -1]
     assert values[0].tolist() == [2, 1, 0, -torch.inf, -torch.inf]
     with pytest.warns(RuntimeWarning):
-        values, numbers = store.search(queries, 3, "cosine")
+        values, numbers = store.search(queries, 3, cosine=True)
     assert values.tolist() == [[1, 1, 0], [0, 0, 0]]
     with pytest.warns(RuntimeWarning):
         assert store.duplicates()[1].tolist() == [[0, 2]]
@@ -143,7 +143,6 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
              (None, TypeError, "NoneType")]],
         (ValueError, r"k=5; expected at most the 4 rows", lambda: store.search(rows, 5)),
         (ValueError, "k=0", lambda: store.search(rows, 0)),
-        (ValueError, "expected one of 'dot', 'cosine'", lambda: store.search(rows, 1, "l2")),
         (ValueError, r"threshold=1\.5", lambda: store.duplicates(1.5)),
         (ValueError, r"trak_scores was given shapes .*\(4, 3\).*K ≤ D", lambda: trak_scores([rows], [rows], [rows])),
         (ValueError, "trak_scores", lambda: trak_scores([rows.mT], [rows.mT], [rows[:3, 0]])),

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,14 +69,14 @@ def influences(model: nn.Module, train: Tensor, test: Tensor, kfac: dict[str, An
     """Of training sequences on others, 40 × 6, with one label drawn for each position.  kfac: filled with factors"""
     generator = torch.Generator().manual_seed(1)
     with autograd_hacks.add_hooks(model):
-        autograd_hacks.backprop_hess(model(train), samples=1, generator=generator)
+        autograd_hacks.backprop_hess(model(train), draws=1, generator=generator)
         autograd_hacks.compute_hess(model, "ekfac", parameters=LAYERS)
 
         def rows(words: Tensor) -> autograd_hacks.PerSampleGrads:
             losses(model, words).sum().backward()
             return autograd_hacks.per_sample_grads(model, "sum", only=LAYERS)
 
-        others = autograd_hacks.curvature.ekfac_solve(model, rows(test))
+        others = rows(test).preconditioned(Metric.from_ekfac(model))
         found = rows(train).gram(others)
         kfac.update((name, p.kfac) for name, p in model.named_parameters() if getattr(p, "kfac", None) is not None)
     return found

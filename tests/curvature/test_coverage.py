@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -43,10 +44,10 @@ def test_what_is_skipped_is_said(kind: str) -> None:
     with pytest.raises(ValueError, match=r"compute_hess: parameters: 'turnt\.\*' matches no parameter"):
         autograd_hacks.compute_hess(model, kind, parameters=["turnt.*"])
     with pytest.raises(BlockTooLarge, match=r"A of turned\.weight"):
-        autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100)
-    table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100, skip=True)
+        autograd_hacks.compute_hess(model, kind, parameters="turned.*", max_bytes=100)
+    table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", max_bytes=100, skip=True)
     assert table.covered == []
-    assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
+    assert "would take 128 B, and max_bytes is 100 B" in table.skipped["turned.weight"]
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [1, 2]])
@@ -68,8 +69,8 @@ def test_factors_know_how_they_lie_in_a_copy() -> None:
 
 def test_blocks_beyond_the_limit_are_skipped() -> None:
     model, x = hooked("words")
-    table = autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian", limit=20000, skip=True)
-    assert "the block of experts.stack would take 28.8 kB, and limit is 20 kB" in table.skipped["experts.stack"]
+    table = autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian", max_bytes=20000, skip=True)
+    assert "the block of experts.stack would take 28.8 kB, and max_bytes is 20 kB" in table.skipped["experts.stack"]
     assert table.covered == ["table.weight", "turned.weight", "turned.bias", "norm.weight", "norm.bias"]
     assert model.turned.weight.hess.shape == (3, 5, 3, 5)
 
@@ -97,15 +98,13 @@ def test_factors_that_do_not_fit_are_refused() -> None:
         autograd_hacks.add_hooks(m)
         autograd_hacks.curvature.compute_hess_over(m, [x], "ekfac")
     other(torch.randn(2, 4)).sum().backward()
-    rows, solve = autograd_hacks.per_sample_grads(other, "sum"), autograd_hacks.curvature.ekfac_solve
+    rows, metric = autograd_hacks.per_sample_grads(other, "sum"), Metric.from_ekfac(model)
     check_each(
-        (ValueError, r"rows of shape \(3, 4\) for 'weight'", lambda: solve(model, rows)),
-        (ValueError, "'head'; expected names such as", lambda: solve(model, {"head": torch.zeros(3)})),
+        (ValueError, "'weight': the metric has L and R of shapes", lambda: rows.preconditioned(metric)),
+        (ValueError, "'head'; expected names such as 'weight'", lambda: metric({"head": torch.zeros(3)})),
     )
     model.weight.ekfac = other.weight.ekfac
-    check_each(
-        (ValueError, "has 12 numbers, but this model's weight 9", lambda: solve(model, {"weight": torch.zeros(3, 3)})),
-    )
+    check_each((ValueError, "has 12 numbers, but this model's weight 9", lambda: Metric.from_ekfac(model)))
 
 
 def test_a_layer_that_sees_some_positions() -> None:

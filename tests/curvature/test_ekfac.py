@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 from autograd_hacks.forms import Dense
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -96,10 +97,8 @@ def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
     model(x).square().sum(1).mean().backward()
     grads = autograd_hacks.per_sample_grads(model)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    solved, rows = (
-        autograd_hacks.curvature.ekfac_solve(model, v, damping),
-        autograd_hacks.curvature.ekfac_solve(model, grads, damping),
-    )
+    metric = Metric.from_ekfac(model, damping)
+    solved, rows = metric(v), grads.preconditioned(metric)
     products = torch.zeros(len(x), len(x))
     for name, p in model.named_parameters():
         block = written(p)

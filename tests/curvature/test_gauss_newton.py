@@ -180,7 +180,7 @@ def test_random_vectors_in_the_mean(name: str, hess_type: str) -> None:
     with autograd_hacks.pause_hooks():
         expected = gauss_newton(model, model(x), hess_type)
     draws = 300
-    autograd_hacks.backprop_hess(model(x), hess_type, samples=draws, generator=torch.Generator().manual_seed(0))
+    autograd_hacks.backprop_hess(model(x), hess_type, draws=draws, generator=torch.Generator().manual_seed(0))
     grads = autograd_hacks.per_sample_grads(model)
     assert grads.samples == draws * len(x)
     rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1).view(draws, len(x), -1)

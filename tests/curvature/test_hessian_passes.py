@@ -117,10 +117,10 @@ def test_half_precision_solves_in_single() -> None:
     assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("samples", [None, 2])
-def test_batches_of_none(samples: int | None) -> None:
+@pytest.mark.parametrize("draws", [None, 2])
+def test_batches_of_none(draws: int | None) -> None:
     model, _ = network()
-    autograd_hacks.backprop_hess(model(torch.randn(0, 3)), samples=samples)
+    autograd_hacks.backprop_hess(model(torch.randn(0, 3)), draws=draws)
     autograd_hacks.compute_hess(model)
     assert not model[0].weight.hess.any()
 

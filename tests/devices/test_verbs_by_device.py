@@ -107,7 +107,7 @@ def drawn(model: nn.Module, x: Tensor, path: Path) -> Any:
 def ekfac(model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x, "ekfac")
     autograd_hacks.clear_backprops(model)
-    return autograd_hacks.curvature.ekfac_solve(model, along(model, x), 0.1)
+    return autograd_hacks.attribution.Metric.from_ekfac(model, 0.1)(along(model, x))
 
 
 def stored(model: nn.Module, x: Tensor, path: Path) -> Any:
@@ -217,7 +217,7 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "create_graph": differentiated,
     "per_sample_jacobian": lambda m, x, path: autograd_hacks.per_sample_jacobian(m, m(x)).norms(),
     "compute_hess": hess,
-    "ekfac_solve": ekfac,
+    "from_ekfac": ekfac,
     "over": lambda m, x, path: autograd_hacks.over(m, [x[:4], x[4:]], each, PerSampleGrads.norms),
 }
 

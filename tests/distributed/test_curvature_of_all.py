@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.attribution import Metric
 from autograd_hacks.errors import NotReduced, UnsupportedLayer
 
 SIZES = (5, 3)
@@ -77,7 +78,7 @@ def corrected(way: str) -> None:
         autograd_hacks.add_hooks(m)
         autograd_hacks.curvature.compute_hess_over(m, parts, kind="ekfac", hess_type="LeastSquares")
         v = {name: torch.ones(p.shape).double() for name, p in m.named_parameters()}
-        found.append(autograd_hacks.curvature.ekfac_solve(m, v, 0.1))
+        found.append(Metric.from_ekfac(m, 0.1)(v))
     for mine, theirs in zip(found[0].values(), found[1].values()):
         assert_close(mine, theirs)
 

@@ -159,7 +159,7 @@ def verifies(way: str, name: str) -> None:
     x, y = (part[own(SIZES)] for part in batch(0, sum(SIZES)))
     for step in range(2):
         squares(model(x), y).sum().backward()
-        autograd_hacks.verify(model, samples=2 * step)
+        autograd_hacks.verify(model, rows=2 * step)
         model.zero_grad()
 
 

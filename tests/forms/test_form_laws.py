@@ -56,7 +56,7 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form], sketches: boo
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
     many, random = torch.randn(2, form.samples, dtype=torch.float64), RandomMap("p", form.shape, 40, 3)
-    sparse = SparseMap("p", form.shape, 12, 3, 2)
+    sparse = SparseMap("p", form.shape, 12, 3)
     written, others = rows_of(form), rows_of(other)
     with patch.object(projection, "sketches_factors", return_value=sketches):
         sketch = form.project(sparse)
@@ -148,7 +148,7 @@ def test_verbs_can_be_differentiated(form: Form) -> None:
     s = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     scaled = scale(form, s)
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
-    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0, 2)
+    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0)
     for quantity, power in [
         (scaled.project(random).sum(), 1),
         (scaled.project(sparse).sum(), 1),
@@ -176,7 +176,7 @@ def test_scaling_scales_rows(form: Form, factor: float) -> None:
 def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(2, form.samples, dtype=torch.float64)
-    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0, 2)
+    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0)
     assert_close(form.norms(budget), form.norms())
     assert_close(form.gram(other, budget), form.gram(other))
     assert_close(form.dot(v, budget), form.dot(v))

@@ -82,7 +82,7 @@ def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: 
     with autograd_hacks.add_hooks(model, batch_dim=1) if explicit else autograd_hacks.add_hooks(model):
         for _ in range(2):
             check_losses(model, losses)
-        autograd_hacks.verify(model, samples=2)
+        autograd_hacks.verify(model, rows=2)
 
 
 class Pair(nn.Module):

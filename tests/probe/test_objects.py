@@ -135,7 +135,7 @@ def test_an_object_that_the_model_is_given(kind: str, bare: bool, axes: Any) -> 
             check(model, x, run=lambda x: model(RECORDS[kind](x)))
             assert read(given) is x
             model(given)
-            autograd_hacks.verify(model, samples=2)
+            autograd_hacks.verify(model, rows=2)
 
 
 def test_axes_in_an_object() -> None:

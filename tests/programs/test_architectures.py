@@ -176,4 +176,4 @@ def test_architecture(case: tuple[str, str, dict[str, Any], Inputs, str], traini
                 assert_quantities(net, rows, **tolerance)
                 assert_rows_of_passes(net, net(**batch)[output], **tolerance)
         if not training:
-            autograd_hacks.verify(net, samples=1)
+            autograd_hacks.verify(net, rows=1)

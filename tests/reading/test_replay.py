@@ -52,7 +52,7 @@ def test_two_steps_are_right(what: str) -> None:
         for _ in range(2):
             check(model, x)
         if len(x) > 1:
-            autograd_hacks.verify(model, samples=2)
+            autograd_hacks.verify(model, rows=2)
 
 
 def test_the_same_dropout_mask() -> None:

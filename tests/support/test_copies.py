@@ -206,7 +206,7 @@ def test_a_check_changes_nothing(program: Callable[[], Program], check: str) -> 
         squares(model(x)).mean().backward()
         before = repr(state()), known(model)
         if check == "verify":
-            autograd_hacks.verify(model, args=(x,), samples=1)
+            autograd_hacks.verify(model, args=(x,), rows=1)
         else:
             with pytest.raises(VerificationFailed):
                 autograd_hacks.check.check_rows(model, (x,), lambda model, x: squares(model(x)), rows)

@@ -126,7 +126,7 @@ def test_verify_finds_values_that_leak_without_a_gradient() -> None:
         autograd_hacks.verify(model)
     right = hooked("position_ids")
     losses(right, *given).sum().backward()
-    autograd_hacks.verify(right, samples=4)
+    autograd_hacks.verify(right, rows=4)
 
 
 def test_over_a_loader_of_packed_batches() -> None:

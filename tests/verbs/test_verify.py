@@ -48,7 +48,7 @@ def test_verify_fails_what_is_wrong(
         grads = [p.grad.clone() for p in model.parameters()]
         autograd_hacks.compute_grad1(model)
         rows = [p.grad1.clone() for p in model.parameters()]
-        autograd_hacks.verify(model, samples=4)
+        autograd_hacks.verify(model, rows=4)
         monkeypatch.setitem(vars(RULES[nn.Linear]), "formula", wrong)  # another rule would be refused
         monkeypatch.setattr(gate.Certificate, "check", lambda _: None)  # which comes first
         with pytest.raises(autograd_hacks.errors.VerificationFailed, match=r"(?s)wrong per-sample gradients.*0\.weight"):
@@ -63,7 +63,7 @@ def test_verify_of_dropout_and_of_what_was_never_run() -> None:
         with pytest.raises(autograd_hacks.errors.NothingRecorded, match="needs the arguments"):
             autograd_hacks.verify(model)
         squares(model(x)).mean().backward()
-        autograd_hacks.verify(model, samples=4)
+        autograd_hacks.verify(model, rows=4)
 
 
 def test_verify_knows_how_coarse_autocast_is() -> None:
@@ -105,8 +105,8 @@ def test_verify_keeps_no_batch_and_takes_another(model: nn.Sequential) -> None:
     with pytest.raises(autograd_hacks.errors.NothingRecorded, match=r"no longer exist.*verify\(model, args=\(x,\)\)"):
         autograd_hacks.verify(model)
     x, _ = batch(seed=1)
-    autograd_hacks.verify(model, samples=2, args=(x,))
-    autograd_hacks.verify(model, samples=2, kwargs={"input": x})
+    autograd_hacks.verify(model, rows=2, args=(x,))
+    autograd_hacks.verify(model, rows=2, kwargs={"input": x})
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -125,7 +125,7 @@ def test_verify_passes_what_is_right_in_every_precision(dtype: torch.dtype, unde
         )
         with autograd_hacks.add_hooks(model), torch.autocast("cpu", dtype if auto else None, enabled=auto):
             model(x).float().square().mean().backward()
-            autograd_hacks.verify(model, samples=2)
+            autograd_hacks.verify(model, rows=2)
             autograd_hacks.verify(model)
 
 
