@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ OWN_HOOKS = [0]
 
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
+
+
+BEGAN = SimpleNamespace(reduced=frozenset())
+"""How the loss of the pass that runs becomes a number (see `capture/lean.py`); empty if its beginning wasn't seen."""
 
 
 def reach_of(node: Node) -> str:
