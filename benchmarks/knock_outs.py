@@ -1,4 +1,4 @@
-"""What other tools do without a word: small models, their numbers, and the findings of `autograd_hacks.check.check_rows`.
+"""Silent errors in other tools: small models, their numbers, and the findings of `autograd_hacks.check.check_rows`.
 
     python benchmarks/knock_outs.py          writes docs/benchmark/knock_outs/*.txt, which docs/knock_outs.rst shows
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import json
+import os
 import pathlib
 import re
 import sys
@@ -77,6 +78,7 @@ exclude_patterns = ["_build", "_templates", "_generated", "examples", "gallery/*
 # The notebook is run by every build, and fails it where a cell fails.
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_show_tb = "force", True, True
 nb_execution_timeout = 120
+os.environ.setdefault("TQDM_DISABLE", "1")  # pages have no use for progress
 # What cells have printed or drawn, in the Markdown twins.
 nb_mime_priority_overrides = [("markdown", "image/png", 10), ("markdown", "text/plain", 20)]
 # Formulas between dollar signs, in notebooks.

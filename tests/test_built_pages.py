@@ -170,8 +170,8 @@ def test_a_script_of_the_gallery_has_prose_in_comments_too(
     [
         ("NOT_YET", {"docs/want.rst": "", "docs/gone.rst": ""},
          ["docs/want.rst: has no house words any more", "docs/gone.rst: is in NOT_YET and is no page"]),
-        ("WORDS", {"notebook": "page"},
-         ['docs/want.rst: "notebook": write "page"', 'README.rst: "notebook": write "page"']),
+        ("WORDS", {"gradients": "page"},
+         ['docs/want.rst: "gradients": write "page"', 'README.rst: "gradients": write "page"']),
     ],
 )  # fmt: skip
 def test_the_list_of_other_pages_only_gets_shorter_and_has_all_that_have_some(

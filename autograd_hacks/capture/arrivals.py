@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,10 @@ def hook_counts() -> tuple[int, int]:
 def are_new(before: tuple[int, int]) -> bool:
     """Whether a user has registered hooks since these counts."""
     return RemovableHandle.next_id - before[0] != OWN_HOOKS[0] - before[1]
+
+
+BEGAN = SimpleNamespace(reduced=frozenset())
+"""How the loss of the pass that runs becomes a number (see `capture/lean.py`); empty if its beginning wasn't seen."""
 
 
 def reach_of(node: Node) -> str:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.arrivals import (
     ANNOUNCED,
     ASKED,
+    BEGAN,
     CAPTURED,
     OWN_HOOKS,
     AtNode,
@@ -131,7 +132,7 @@ class Backward:
                 self.watch_more(self._looked[0])
                 self.has_looked()
             losses = ANNOUNCED.get(task)
-            self.running = Pass(task, losses, said=self.record.said)
+            self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said)
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between

@@ -54,7 +54,7 @@ def add_hooks(
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, until rows of a kind of step have
     been compared with them, after a loss with derivatives, and for parameters that have hooks of yours. While a model
-    is hooked so, ``torch.autograd.backward`` is a function of this library, which gives it ``inputs=``
+    is hooked, ``torch.autograd.backward`` is a function of this library, which then gives torch's own ``inputs=``
     only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
     train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
     cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)

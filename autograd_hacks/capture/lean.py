@@ -1,8 +1,8 @@
-"""Backward passes without ordinary gradients: ``add_hooks(param_grad=False)``.
+"""Backward passes as they begin: how the loss becomes a number, and passes without ordinary gradients.
 
-While a model is hooked so, ``torch.autograd.backward`` asks the engine for the nodes of the uses and for all leaves but the
-model's parameters, as its own ``inputs=`` does.  So the engine takes its usual way, and computes no gradient of these
-parameters.
+While a model is hooked, ``torch.autograd.backward`` is a function of this library.  With ``add_hooks(param_grad=False)`` it
+asks the engine for the nodes of the uses and for all leaves but the model's parameters, as its own ``inputs=`` does.  So the
+engine takes its usual way, and computes no gradient of these parameters.
 
 It is asked for all that isn't known to be a use: a parameter that a node outside of the model's forwards takes, as a penalty
 does; and by passes that enter a forward at another value than its outputs, that make a graph, that pass reentrant
@@ -13,24 +13,30 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import wraps
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, AtNode, may_skip, noted, on_node
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, on_node
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.ran import Ran
+from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
-from autograd_hacks.support.internals import is_transformed, next_node, sequence_number
+from autograd_hacks.support.internals import is_transformed, made, next_node, sequence_number
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
 _plain = torch.autograd.backward
-_LEAN: weakref.WeakSet[Backward] = weakref.WeakSet()
-"""Those whose passes fill no ``.grad``."""
+_HOOKED: weakref.WeakSet[Backward] = weakref.WeakSet()
+"""Those of hooked models."""
+_HANDLES: list[RemovableHandle] = []
+"""The global hook of torch by which optimizers' steps are checked, if a model needs it."""
 
 
 class Met(NamedTuple):
@@ -78,15 +84,41 @@ def meet(backward: Backward, ran: Ran) -> None:
 
 
 def attach(backward: Backward) -> None:
-    """From now on, passes do without the gradients of a model's parameters."""
-    _LEAN.add(backward)
+    """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
+    _HOOKED.add(backward)
     torch.autograd.backward = _backward
+    if not (backward.wants_grad or _HANDLES):
+        _HANDLES.append(register_optimizer_step_post_hook(_stepped))
 
 
 def detach(backward: Backward) -> None:
-    _LEAN.discard(backward)
-    if not _LEAN and torch.autograd.backward is _backward:
+    """Restores torch's own function after the last model.
+
+    Must not run while a model is garbage-collected, because torch may be iterating over its hooks then."""
+    _HOOKED.discard(backward)
+    while _HANDLES and not _HOOKED:
+        _HANDLES.pop().remove()
+    if not _HOOKED and torch.autograd.backward is _backward:
         torch.autograd.backward = _plain
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    """Called after an optimizer's step.  Raises if all parameters that it should have moved have no ``.grad``."""
+    # Only torch's own optimizers are known to skip parameters without .grad; others may read something else.
+    hooked = [*_HOOKED] if Switch.on() and type(optimizer).__module__.startswith("torch.optim.") else []
+    for record in [own.record for own in hooked if not own.wants_grad]:
+        ours = [p for group in optimizer.param_groups for p in group["params"] if p in record.names]
+        if any(p.grad is not None for p in ours):
+            continue
+        passes = (recorded for s in record.segments if not s.replaced for recorded in s.passes)
+        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.names()}
+        if missing := [name for p in ours if (name := record.names.get(p)) in reached]:
+            raise ParamGradSkipped(
+                f"{type(optimizer).__name__}.step() moved nothing: .grad is None for all parameters that had a backward "
+                f"pass, for example {missing[0]}. add_hooks(param_grad=False) means that backward() sets no .grad. Call "
+                "clip_grad1_norm_(model, max_norm) or compute_grad1(model, set_grad=True) between backward() and step(), "
+                "or use param_grad=True."
+            )
 
 
 @wraps(_plain)
@@ -103,14 +135,27 @@ def _backward(
     roots, asked = [node for node in nodes if node is not None], None
     if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
         asked = _asked(roots)
-    with nullcontext() if asked is None else noted(roots, ASKED, asked):
+    with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
+        BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
         _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, given)
 
 
+def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
+    """How a loss becomes a number: the kinds of the last nodes, whose values are numbers, and the reductions they save."""
+    nodes = [*roots]
+    seen = set(nodes)
+    for node in nodes:  # the list grows
+        ahead = {own for own, _ in node.next_functions if own is not None} - seen
+        ahead = {own for own in ahead if any(not (value.is_nested_tensor or value.shape) for value in made(own))}
+        seen |= ahead
+        nodes += ahead
+    return frozenset((node.name(), getattr(node, "_saved_reduction", None)) for node in nodes)
+
+
 def _asked(roots: Iterable[Node]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
-    known = [own for own in _LEAN if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
+    known = [own for own in _HOOKED if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
     met = [one for own in known if not own.has_new_hooks() for one in [*own.met.values()]]
     if not met:
         return None
@@ -137,7 +182,7 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
         within = _of(met, number := sequence_number(node))
         if within not in (-1, before) and number not in met[within].outputs:
             return None
-    if any(map(_is_checkpoint, set(map(type, nodes)))):
+    if CHECKPOINT in {kind.__name__ for kind in set(map(type, nodes))}:
         return None
     skipped = {leaf for leaf in taken if leaf in skippable and leaf not in others and may_skip(leaf.variable)}
     inputs += [GradientEdge(leaf, 0) for leaf in {**taken, **others} if leaf not in skipped]
@@ -150,8 +195,3 @@ def _of(met: Sequence[Met], number: int) -> int:
         if number in own.made:
             return n
     return -1
-
-
-@cache
-def _is_checkpoint(kind: type) -> bool:
-    return kind.__name__ == CHECKPOINT

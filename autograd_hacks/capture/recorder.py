@@ -9,8 +9,6 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
@@ -22,7 +20,6 @@ from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
-from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
@@ -91,31 +88,11 @@ class Recorder:
         self.record.last = Within(self.record.forwards, self.kinds.static)
 
     def attach(self) -> None:
-        """Starts to record.  If backward passes fill no ``.grad``, also checks each optimizer step."""
+        """Starts to record."""
         self.backward.attached = True
+        lean.attach(self.backward)
         if not self.backward.wants_grad:
             self.backward.watch_behind()
-            lean.attach(self.backward)
-            _HEARING.add(self)
-            hear()
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Called after an optimizer's step.  Raises if all parameters that it should have moved have no ``.grad``."""
-        # Only torch's own optimizers are known to skip parameters without .grad; others may read something else.
-        if self.backward.wants_grad or not Switch.on() or not type(optimizer).__module__.startswith("torch.optim."):
-            return
-        ours = [p for group in optimizer.param_groups for p in group["params"] if p in self.record.names]
-        if any(p.grad is not None for p in ours):
-            return
-        passes = (recorded for s in self.record.segments if not s.replaced for recorded in s.passes)
-        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.names()}
-        if missing := [name for p in ours if (name := self.record.names.get(p)) in reached]:
-            raise ParamGradSkipped(
-                f"{type(optimizer).__name__}.step() moved nothing: .grad is None for all parameters that had a backward "
-                f"pass, for example {missing[0]}. add_hooks(param_grad=False) means that backward() sets no .grad. Call "
-                "clip_grad1_norm_(model, max_norm) or compute_grad1(model, set_grad=True) between backward() and step(), "
-                "or use param_grad=True."
-            )
 
     def detach(self) -> None:
         """Stops recording, including passes through graphs that outlive the hooks."""
@@ -123,8 +100,6 @@ class Recorder:
         self.record.clear()
         self.pool.clear()
         lean.detach(self.backward)
-        _HEARING.discard(self)
-        hear()
 
     def unhooked(self) -> list[nn.Module]:
         """The layers with parameters that got no hooks."""
@@ -315,25 +290,3 @@ def _layouts(model: nn.Module, ran: Ran) -> Layouts:
     return tuple(
         [Layout(at) if x.ndim > at and n not in ran.packed else None for n, (x, at) in enumerate(zip(ran.outputs, axes))]
     )
-
-
-_HEARING: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""The recorders that check each optimizer step."""
-_HANDLES: list[RemovableHandle] = []
-"""The one global hook of torch through which they do."""
-
-
-def hear() -> None:
-    """Registers the global hook if a recorder needs it, and removes it if none does.
-
-    Must not run while a model is garbage-collected, because torch may be iterating over its hooks then.
-    """
-    if _HEARING and not _HANDLES:
-        _HANDLES.append(register_optimizer_step_post_hook(_stepped))
-    elif not _HEARING and _HANDLES:
-        _HANDLES.pop().remove()
-
-
-def _stepped(optimizer: Optimizer, *_: object) -> None:
-    for recorder in list(_HEARING):
-        recorder.stepped(optimizer)

@@ -52,6 +52,7 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
+    reduced: frozenset[Any]  # how its loss becomes a number, if that was seen: kinds of nodes
     received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
     calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the uses that lead to it
     # The only forward that it goes through, if it reaches all of its parameters, frees its graph and does nothing else: of
@@ -76,7 +77,7 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
-    said: set[str] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
+    said: set[Any] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
 
     def names(self) -> Set[str]:
         """The parameters to which uses lead."""
@@ -122,7 +123,7 @@ class Pass:
     def reduction(self, loss_type: str | None) -> str:
         """How the loss combines the samples' losses: 'mean' or 'sum'.  loss_type: what the reader said, or None"""
         if self.losses is None:
-            return loss_type or assumed("mean", self.said)
+            return loss_type or assumed("mean", self.said, self.reduced)
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
                 f"loss_type={loss_type!r} was given, but {self.losses.what} used {self.losses.loss_type!r}. Leave "
@@ -131,10 +132,12 @@ class Pass:
         return self.losses.loss_type
 
 
-def assumed(what: str, said: set[str]) -> str:
-    """'mean' or 'sum', which is assumed of a loss of which nobody said it.  Says so on stderr, unless it was ``said``."""
-    if what not in said:
-        said.add(what)
+def assumed(what: str, said: set[Any], reduced: frozenset[Any] = frozenset()) -> str:
+    """'mean' or 'sum', which is assumed of a loss of which nobody said it.
+
+    Says so on stderr, unless it was ``said`` of a loss that became a number in the same way."""
+    if (what, reduced) not in said:
+        said.add((what, reduced))
         print(
             f"autograd_hacks: no loss_type was given, so the loss is assumed to be the {what} of the samples' losses. Rows "
             "of others are wrong: give loss_type='sum' or 'mean', scale=1/K for loss / K, and N losses to "
@@ -245,7 +248,7 @@ class Record:
     arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
     forwards: int = 0
-    said: set[str] = field(default_factory=set)  # see `Pass`
+    said: set[Any] = field(default_factory=set)  # see `Pass`
     last: Within = field(default_factory=Within)  # the running forward, or the last one that was recorded
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
     # The outputs that are alive: where their samples are, N, and how often they had been overwritten.

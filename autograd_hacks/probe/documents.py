@@ -128,12 +128,6 @@ class Documents:
         parts = [gathered(form[at.to(device)], own.to(device), len(documents)) for documents, at, own in classes]
         return Grouping(Concatenation(parts), torch.cat([documents for documents, *_ in classes]).to(device), self.count)
 
-    def told_by_sizes(self, shape: Sequence[int]) -> Tensor | None:
-        """The document of each entry, where sizes alone say where positions are."""
-        return next(
-            (x for at in (Layout(), Layout(0, "N·T")) if (x := self.owners(shape, at, self.ids.device)) is not None), None
-        )
-
     @cached_property
     def most(self) -> int:
         """The largest number of documents in a sample; 0 for rows of tokens, which aren't checked."""

@@ -238,8 +238,8 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> 
     if documents.is_of_tokens or not documents.count:
         return []
     reader, labels, untold = chosen.reader, dict[int, Label](), list[int]()
-    for n, at in enumerate(chosen.hypothesis.places):
-        shape = reader.shape_of_root(n)
+    for n, (at, (k, output)) in enumerate(zip(chosen.hypothesis.places, reader.trace.roots)):
+        shape = reader.trace.shapes[k][output] or ()
         numbers = torch.arange(1, documents.count + 1, device=documents.ids.device)
         own = documents.over(numbers[0].expand(*shape), numbers)  # 0 at padding
         if own is not None:
@@ -259,7 +259,8 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> 
     walk = reader.walked_again(labels, documents.count)
     for k, names in _takers(ran, reader, found).items():
         for label, shape in zip(walk.labels[k], reader.trace.shapes[k]):
-            told = documents.told_by_sizes(shape)
+            by_sizes = (documents.owners(shape, where, documents.ids.device) for where in (Layout(), Layout(0, "N·T")))
+            told = next((x for x in by_sizes if x is not None), None)
             # Another axis may have as many places as there are positions.  What padding gets is seen in the pass.
             own = (
                 entries(label, shape, documents.count, told.device)

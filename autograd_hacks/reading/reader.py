@@ -122,10 +122,6 @@ class Reader:
             walk = walked(self.trace, labels, samples, self.memory, settled)
         return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
 
-    def shape_of_root(self, number: int) -> Sequence[int]:
-        k, at = self.trace.roots[number]
-        return self.trace.shapes[k][at] or ()
-
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
         key, number = list[Hashable](), self.number

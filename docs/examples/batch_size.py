@@ -45,7 +45,7 @@ convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, 
 model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 loss = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-steps = Steps(per_parameter=True, smoothing=0.95)
+steps = Steps(per_parameter=True, smoothing=0.95, loss_type="mean")
 whole = len(images) // BATCH * BATCH  # a small last batch would blur the running means
 batches = [batch for _ in range(options.epochs) for batch in torch.randperm(len(images))[:whole].split(BATCH)]
 copies: dict[int, nn.Module] = {}  # by the number of steps
@@ -97,7 +97,7 @@ columns = f"{'tr Σ, ours':>13}{'BackPACK':>13}{'apart':>10}{'noise scale':>13}{
 print(f"{'after steps':>12}{columns}{'batches / prediction':>23}")
 for number, then in copies.items():
     with autograd_hacks.add_hooks(then, param_grad=False):
-        loss(then(images), labels).backward()
+        autograd_hacks.backward(nn.functional.cross_entropy(then(images), labels, reduction="none"))
         noise, signal = map(float, autograd_hacks.per_sample_grads(then).noise_scale())
     theirs, said = noise_by_backpack(then), steps.history[number - 1]["grads/noise_scale"]
     apart, ratio = abs(noise / theirs - 1), square(then) / (signal + noise / 16)

@@ -63,7 +63,7 @@ for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
 parts = []
 with autograd_hacks.add_hooks(model, param_grad=False):
     for x, y in zip(images.split(options.batch_size), given.split(options.batch_size)):
-        F.cross_entropy(model(x), y).backward()
+        autograd_hacks.backward(F.cross_entropy(model(x), y, reduction="none"))
         parts.append(autograd_hacks.per_sample_grads(model).norms())
 norms = torch.cat(parts)
 ranking = norms.argsort(descending=True)

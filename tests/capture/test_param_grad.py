@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from twin import Bare, of_squares
 
 import autograd_hacks
-from autograd_hacks.capture.recorder import _HEARING
+from autograd_hacks.capture.lean import _HOOKED
 from autograd_hacks.errors import ParamGradSkipped, UnseenGradient
 
 
@@ -183,18 +183,18 @@ def test_steps_that_are_no_mistake() -> None:
 def test_no_optimizer_is_watched_for_a_model_that_is_gone() -> None:
     while gc.collect():  # other tests' models
         pass
-    before = len(_HEARING)
+    before = len(_HOOKED)
     model, _ = small(param_grad=False)
     autograd_hacks.add_hooks(model, param_grad=False)
-    assert len(_HEARING) == before + 1
+    assert len(_HOOKED) == before + 1
     assert len(optimizer._global_optimizer_post_hooks) == 1
     autograd_hacks.remove_hooks(model)
-    assert len(_HEARING) == before
+    assert len(_HOOKED) == before
     assert before or not optimizer._global_optimizer_post_hooks
     model, _ = small(param_grad=False)
     del model, _
     gc.collect()
-    assert len(_HEARING) == before
+    assert len(_HOOKED) == before
 
 
 def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:

@@ -58,21 +58,23 @@ def test_a_private_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     needed(*TOOLS["transformers"], "opacus")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    block, _ = code_of("want", FOLDER.parent)
+    (block,) = code_of("want", FOLDER.parent)
     found: dict[str, Any] = {}
     exec(compile(block, "want.rst", "exec"), found)
     assert found["private"].steps == 4
 
 
 def test_balanced_classes() -> None:
-    """The same of TorchJD."""
+    """What it says of TorchJD."""
     needed(*TOOLS["torchjd"])
-    _, block = code_of("want", FOLDER.parent)
+    from torchjd.aggregation import UPGrad
+
+    from autograd_hacks.integrations.torchjd import jacobian_descent
+
     model, x, y = nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
     autograd_hacks.add_hooks(model)
-    found: dict[str, Any] = {"F": F, "autograd_hacks": autograd_hacks, "model": model, "x": x, "y": y}
-    exec(compile(block, "want.rst", "exec"), found)
-    assert found["weights"].shape == (3,)
+    autograd_hacks.backward(F.cross_entropy(model(x), y, reduction="none"))
+    assert jacobian_descent(model, UPGrad(), autograd_hacks.per_sample_grads(model).group(y)).shape == (3,)
     step = torch.cat([p.grad.flatten() for p in model.parameters()])
     for own in range(3):  # a step down hurts no class
         of_class = torch.autograd.grad(F.cross_entropy(model(x[y == own]), y[y == own]), [*model.parameters()])

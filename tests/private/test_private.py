@@ -212,7 +212,7 @@ def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param
             backward(model, x)
             before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
             state = torch.get_rng_state()
-            with pytest.raises(SamplesMixed, match="by the laws of operations .* at sub .*test_private.py"):
+            with pytest.raises(SamplesMixed, match=r"by the laws of operations .* at sub .*test_private.py"):
                 step(model, 1.0)
             assert torch.equal(torch.get_rng_state(), state)
             assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0)

@@ -149,5 +149,5 @@ def test_mixing_in_a_part_that_is_called_by_itself(batch_dim: int) -> None:
     model = nn.Sequential(centred, nn.Linear(3, 2))
     with autograd_hacks.add_hooks(model, batch_dim=batch_dim, independent=True):
         squares(model[0](torch.randn(4, 5, 3))).mean().backward()
-        with pytest.raises(SamplesMixed, match="by the laws of operations .* at add "):
+        with pytest.raises(SamplesMixed, match=r"by the laws of operations .* at add "):
             autograd_hacks.compute_grad1(model)

@@ -60,7 +60,7 @@ UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Ten
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_what_is_assumed_of_a_loss_is_said_once_a_model_and_losses_need_no_assumption(
+def test_what_is_assumed_of_a_loss_is_said_once_a_kind_of_loss_and_losses_need_no_assumption(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (scalar, losses), x, y = UNITS[name], next(_batches()), torch.tensor([0, 1, 1, 3, 2])
@@ -69,14 +69,14 @@ def test_what_is_assumed_of_a_loss_is_said_once_a_model_and_losses_need_no_assum
     if losses is not None:
         with autograd_hacks.add_hooks(model):
             check_losses(model, lambda: losses(model(x), y))
-    for _ in range(2):
-        model, told = _net(), list[str]()
-        with autograd_hacks.add_hooks(model):
-            for loss_type in ("mean", None, None):
-                scalar(model(x), y).backward()
+    for param_grad in (True, False):
+        model, told, (other, _) = _net(), list[str](), UNITS["a sum" if name == "loss / K" else "loss / K"]
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            for loss, loss_type in ((scalar, "mean"), *((own, None) for own in (scalar, scalar, other, scalar, other))):
+                loss(model(x), y).backward()
                 autograd_hacks.compute_grad1(model, loss_type)
                 told.append(capsys.readouterr().err.partition(" losses.")[0])
-        assert told == ["", said, ""]
+        assert told == ["", said, "", said, "", ""]
 
 
 def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
