@@ -14,8 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from autograd_hacks.compiled.face import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
-from autograd_hacks.extending import kind_of
+from autograd_hacks.extending import assumed, kind_of
 from autograd_hacks.integrations.steps import Steps, mean_of
 from autograd_hacks.private.clip_and_noise import PrivateStep
 from autograd_hacks.private.poisson import N_LOSSES, WOULD_CLIP
@@ -59,13 +60,55 @@ class GradsCallback(Steps, TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         new, self._logged = self.history[self._logged :], len(self.history)
-        found = mean_of(new)
-        for target in (logs, state.log_history[-1] if state.log_history else None):
-            if target is not None:
-                target.update(found)
+        _log(mean_of(new), state, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.detach()
+
+
+class CompiledCallback(TrainerCallback):
+    """A callback that makes a ``Trainer`` use a compiled step: see `autograd_hacks.compile`::
+
+        def losses(outputs, labels, num_items_in_batch=None):
+            return F.cross_entropy(outputs.logits, labels)
+
+        Trainer(model, args, train_dataset=..., compute_loss_func=losses, callbacks=[CompiledCallback("clip", max_norm=1.0)])
+
+    ``compute_loss_func`` must compute the loss outside of the model.  ``callback.step`` is the compiled step, also after
+    training.  The mean of its norms goes into the trainer's logs.
+
+    verb: as in `autograd_hacks.compile`
+    loss_type, settings: as in `autograd_hacks.compile`. By default the loss is assumed to be a mean, as a trainer's is, and
+    a line on stderr says so
+
+    Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
+    """
+
+    def __init__(self, verb: str, loss_type: str | None = None, **settings: Any) -> None:
+        self.verb, self.settings = verb, {"loss_type": loss_type or assumed("mean", set()), **settings}
+        self.step: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if args.gradient_accumulation_steps > 1 or args.max_grad_norm:
+            raise ValueError(
+                f"CompiledCallback was given gradient_accumulation_steps={args.gradient_accumulation_steps} and "
+                f"max_grad_norm={args.max_grad_norm}; expected 1 and 0, because a compiled step clips itself." + ON_STEPS
+            )
+        self.step = compile(model, self.verb, **self.settings)
+        self.step.install()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if "norms" in self.step.results:
+            _log({"grads/norm_mean": float(self.step.norms.mean())}, state, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step.uninstall()
+
+
+def _log(found: Mapping[str, float], state: Any, logs: dict[str, float] | None) -> None:
+    for target in (logs, state.log_history[-1] if state.log_history else None):
+        if target is not None:
+            target.update(found)
 
 
 # mypy needs the base class of the mixin; it rejects a class that is chosen by an expression.

@@ -13,13 +13,13 @@ from nets import Around
 from oracle import one_loss_at_a_time
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, STEPS, N, check, data, net, same_in_parts
+from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same_in_parts
 
 import autograd_hacks
 
 transformers = needed("transformers", "transformers.trainer", "accelerate")
 
-from autograd_hacks.integrations.transformers import GradsCallback  # noqa: E402
+from autograd_hacks.integrations.transformers import CompiledCallback, GradsCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -123,6 +123,32 @@ def test_gpt2_with_checkpoints(tmp_path: Path) -> None:
         assert callback.history[0]["grads/clipped"] > 0
 
     same_in_parts(run, 1e-4, transformers.GPT2LMHeadModel(config))
+
+
+def mean_loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels)
+
+
+class Scores(Around):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x)
+
+
+def test_compiled_steps_are_those_of_single_samples(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model, callback = net(), CompiledCallback("clip", max_norm=MAX_NORM, backend=None)
+    kept: dict[str, Any] = {"remove_unused_columns": False, "label_names": ["labels"]}
+    after = Scores(copy.deepcopy(model))
+    trainer = trained(after, tmp_path, callback, loss=mean_loss, **kept)
+    weights, norms, _ = expected(model)
+    assert_close([p.detach() for p in after.parameters()], weights, rtol=1e-4, atol=1e-4)
+    assert_close(callback.step.norms, norms[-1], rtol=1e-4, atol=1e-4, check_dtype=False)
+    logged = [entry["grads/norm_mean"] for entry in trainer.state.log_history if "grads/norm_mean" in entry]
+    assert logged[-1] == pytest.approx(float(callback.step.norms.mean()))
+    assert "_compiled_call_impl" not in vars(after)
+    assert_close(after(torch.ones(2, 4)), after.own(torch.ones(2, 4)))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        trained(after, tmp_path, callback, 4, loss=mean_loss, **kept)
 
 
 def test_the_trainers_own_clipping_is_not_lost(tmp_path: Path) -> None:
