@@ -70,14 +70,15 @@ def meet(backward: Backward, ran: Ran) -> None:
     What an older node took, as for a weight that a module keeps, is also an earlier forward's.
     """
     within = ran.within
-    is_compared = within.kind.derives is False and (within.walk is None or within.walk.was_read)
-    if not is_compared or within.calls is None or within.refused or within.mixing or within.mixed_outputs:
+    compared = [p for name, p in ran.parameters.items() if within.walk is None or name in within.walk.compared]
+    is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
+    if within.calls is None or not (compared and is_usual):
         return
     trace = ran.trace
     uses = [node for node, _ in ran.hooks]
     uses += [node for one in compress(ran.noted, within.calls) for node, _ in one.hooks]  # whose rules give rows
     outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
-    own = map(id, backward.record.own_among(ran.parameters.values()))
+    own = map(id, backward.record.own_among(compared))
     ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
     made, leaves = range(ran.began, next_node()), frozenset([within.leaves[n] for n in own if n in within.leaves])
     backward.met[within] = Met(made, ends, numbers, of_takers.intersection(made), leaves)

@@ -70,6 +70,7 @@ class Pass:
     made: dict[str | int, Tensor | None] = field(default_factory=dict)
     # Of other gradients that arrived at parameters, what they are along directions, until rows are compared with it.
     along: dict[str, list[Tensor]] = field(default_factory=dict)
+    untold: set[str] = field(default_factory=set)  # the parameters whose gradients can't be read
     skipped: set[str] = field(default_factory=set)  # parameters whose gradients the engine doesn't compute
     left: dict[str, int] = field(default_factory=dict)  # of those, how many gradients are still to come to their uses
     beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone
@@ -107,9 +108,11 @@ class Pass:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
         if type(grad) is not Tensor or grad.requires_grad:
             if is_part(grad):
+                self.untold.add(name)
                 return
             grad = part_of(plain(grad))
         if grad.is_nested or not (grad.is_cpu or _may_be_read(grad)):
+            self.untold.add(name)
             return
         at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
         with without_autocast([grad]) if autocast_dtype(grad.device) is not None else nullcontext():

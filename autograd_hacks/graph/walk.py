@@ -80,7 +80,7 @@ class Walk:
     own: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
-    was_read: whether rows were read by it, and agreed with the gradients
+    compared: the parameters whose rows by it agreed with gradients that were not zero, or can't be compared
     """
 
     labels: list[list[Label]]
@@ -95,7 +95,7 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
-    was_read: bool = False
+    compared: set[str] = field(default_factory=set)
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:

@@ -46,13 +46,16 @@ Told = tuple[Use, OutputGrads, Form]
 class _Compared(NamedTuple):
     """A parameter that is compared.
 
-    unit: the tolerance    told: what gives its rows    received: see `received_by`; None where the host may ask at once
+    known: its name in the record    unit: the tolerance    told: what gives its rows    received: see `received_by`; None
+    where the host may ask at once    parts: where the rows of some uses are compared for the first time, the terms of each
     """
 
     name: str
+    known: str
     unit: float
     told: Sequence[Told]
     received: Tensor | float | None
+    parts: Sequence[Tensor]
 
 
 class Certificate:
@@ -75,14 +78,18 @@ class Certificate:
         if known in recorded.beside or known in recorded.skipped:
             return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
         form, sums = told[0][2], recorded.along[known]
-        if not form.samples or not form.shape.numel() or (unit := self._unit_of(told, sums[0])) is None:
+        if not form.samples or not form.shape.numel():
+            return
+        if (unit := self._unit_of(told, sums[0])) is None:
+            note_compared(known, told)
             return
         at = directions(known, recorded.task % 4, form.shape, form.like.dtype, sums[0].device)
         terms = [_as_used(use, own).terms(*at) for use, _, own in told]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        one = _Compared(name, unit, told, None if looks_free(form.like) else _received(told))
+        is_new = any(use.within.walk is not None and known not in use.within.walk.compared for use, _, _ in told)
+        one = _Compared(name, known, unit, told, None if looks_free(form.like) else _received(told), terms if is_new else ())
         self._found.setdefault(key, []).append((one, own, total, at[1]))
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
@@ -127,12 +134,12 @@ class Certificate:
                 at = compared[n]
                 if relative > at.unit and not self._is_rounding(at, float(most[n]), float(length[n])):
                     raise unexplained(at.name, self._record)
+            for own in compared:
+                if own.parts and all(bool(terms.any()) for terms in own.parts):  # two zeros agree whatever the rule
+                    note_compared(own.known, own.told)
         for recorded in self._record.passes:
             if recorded.finished:  # what was compared is needed no more
                 recorded.along = {}
-            for use, _ in recorded.witnesses():
-                if (walk := use.within.walk) is not None:
-                    walk.was_read = True
 
     def _is_rounding(self, own: _Compared, apart: float, length: float) -> bool:
         """Whether a difference is no more than what torch loses in sums over positions.
@@ -143,6 +150,13 @@ class Certificate:
         # The first one, the length of one use's gradient, is less and takes far less time.
         received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
         return any(not apart > own.unit * (length + 2 * more) for more in received)
+
+
+def note_compared(known: str, told: Sequence[Told]) -> None:
+    """Notes that from now on it is enough if a parameter's gradient arrives as the uses have made it."""
+    for use, _, _ in told:
+        if use.within.walk is not None:
+            use.within.walk.compared.add(known)
 
 
 def _received(told: Sequence[Told]) -> Tensor | float:

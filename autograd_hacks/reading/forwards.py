@@ -143,8 +143,9 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
     within.walk = walk
-    if walk.was_read and recorder.backward.wants_grad:
-        found.links = best.reader.links(found) if found.links is None else found.links
+    if walk.compared and recorder.backward.wants_grad:
+        if found.linked != len(walk.compared):
+            found.linked, found.links = len(walk.compared), best.reader.links(found)
         for link in found.links:
             nodes[link.node].register_hook(Passed(recorder.backward, link))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]

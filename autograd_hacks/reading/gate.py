@@ -16,7 +16,7 @@ from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import ON_REDUCTION, NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Zero, add, scale
-from autograd_hacks.reading.certificate import Certificate, Told
+from autograd_hacks.reading.certificate import Certificate, Told, note_compared
 from autograd_hacks.reading.guards import (
     check_documents,
     check_hooked,
@@ -136,6 +136,8 @@ class Gate:
             told = read.pop(known, ())
             if told and known in recorded.along:
                 certificate.add(name, known, recorded, told)
+            elif told and known in recorded.untold:
+                note_compared(known, told)
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None if no call leads to it.

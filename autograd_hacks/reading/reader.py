@@ -51,7 +51,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
-    links: see `Reader.links`; None as long as nobody has looked for them
+    links, linked: see `Reader.links`, and of how many parameters they are
     planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
     nobody has looked
     """
@@ -65,7 +65,8 @@ class Read:
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
-    links: Sequence[Link] | None = None
+    links: Sequence[Link] = ()
+    linked: int = 0
     planned: dict[int, Planned] | None = None
     takers: Sequence[int] = ()
 
@@ -238,7 +239,8 @@ class Reader:
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
         made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
         for leaf, name in self.ran.leaves.items():
-            for link in self._path_to(self.number[leaf], name, read, found.inside) if leaf in self.number else ():
+            is_compared = leaf in self.number and name in self.walk.compared
+            for link in self._path_to(self.number[leaf], name, read, found.inside) if is_compared else ():
                 made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
         return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
 
