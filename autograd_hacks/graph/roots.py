@@ -8,7 +8,7 @@ means alone, to the values that it adds up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -39,6 +39,10 @@ _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _RESHAPE, _SPLIT = (
         _SPLITS,
     )
 )  # fmt: skip
+
+
+Given = Mapping[int, Sequence[tuple[Tensor, int]]]
+"""The arguments by their memory, each with the axis on which it has the samples."""
 
 
 def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Value], bool]:
@@ -150,9 +154,7 @@ def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tenso
     return None, False
 
 
-def fits(
-    trace: Trace, walk: Walk, given: Mapping[int, tuple[Tensor, int]], samples: int, nodes: Iterable[int] | None = None
-) -> bool | None:
+def fits(trace: Trace, walk: Walk, given: Given, samples: int, nodes: Iterable[int] | None = None) -> bool | None:
     """Whether labels agree with the arguments' samples where these meet parameters; None if none of them is seen there.
 
     nodes: the nodes to look at; those of all uses by default"""
@@ -161,27 +163,47 @@ def fits(
         label, kind = walk.labels[k][0], trace.kinds[k]
         if not isinstance(label, Owned) or samples == 1 or (kind.keeps_sizes and None not in trace.edges[k]):
             continue  # it has no masks or indices, so all of its operands have a graph then
-        for own in _orders(trace.nodes[k], given, samples):
+        for orders in _orders(trace.nodes[k], given, samples):
             out = made(trace.nodes[k])[0].shape
-            if not _agree(kind.name, entries(label, out, samples, own.device), own, out):
+            if not any(_agree(kind.name, entries(label, out, samples, own.device), own, out) for own in orders):
                 return False
             seen = True
     return seen
 
 
-def _orders(node: Any, given: Mapping[int, tuple[Tensor, int]], samples: int) -> Iterator[Tensor]:
-    """Of the operands that are an argument's memory, the sample of each entry."""
+def _orders(node: Any, given: Given, samples: int) -> Iterator[Sequence[Tensor]]:
+    """Of each operand that is memory of arguments, the sample of each entry: in each argument that may be meant."""
     for x in operands_of(node):
-        if x.layout == torch.strided and (known := given.get(x.untyped_storage().data_ptr())) is not None:
-            whole, axis = known
-            start = x.storage_offset() - whole.storage_offset() * whole.element_size() // x.element_size()
-            place = torch.tensor(start, device="cpu")
-            for d, (size, stride) in enumerate(zip(x.shape, x.stride())):
-                place = place + (torch.arange(size, device="cpu") * stride).view(
-                    [-1 if k == d else 1 for k in range(x.ndim)]
-                )
-            # A part of complex numbers has a stride of its own.
-            yield place * x.element_size() // (max(1, whole.stride(axis)) * whole.element_size()) % samples
+        if x.layout == torch.strided and (wholes := given.get(x.untyped_storage().data_ptr())) is not None:
+            places = [(whole.storage_offset(), whole.shape, whole.stride(), whole.dtype) for whole, _ in wholes]
+            itself = [own for own, at in zip(wholes, places) if at == (x.storage_offset(), x.shape, x.stride(), x.dtype)]
+            orders = [_order(x, whole, axis, samples) for whole, axis in itself[:1] or wholes]
+            if found := [own for own in orders if own is not None]:
+                yield found
+
+
+def _order(x: Tensor, whole: Tensor, axis: int, samples: int) -> Tensor | None:
+    """The sample of each entry of x in an argument; None if x is no part of it, or addresses don't show the sample.
+
+    axis: the samples' in the argument"""
+    if (x.storage_offset(), x.shape, x.stride()) == (whole.storage_offset(), whole.shape, whole.stride()):
+        return torch.arange(samples, device="cpu").view([-1 if d == axis else 1 for d in range(x.ndim)]).expand(x.shape)
+    step, others = whole.stride(axis), [(n, s) for d, (n, s) in enumerate(zip(whole.shape, whole.stride())) if d != axis]
+    within = sum((n - 1) * stride for n, stride in others if stride < step)
+    if within >= step or any(stride % (step * samples) for n, stride in others if n > 1 and stride >= step):
+        return None
+    # A part of complex numbers has a stride of its own.
+    unit, of_whole = x.element_size(), whole.element_size()
+    start = x.storage_offset() * unit - whole.storage_offset() * of_whole
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) * unit
+    if start < 0 or start + last >= of_whole * (1 + sum((n - 1) * s for n, s in zip(whole.shape, whole.stride()))):
+        return None
+    place = torch.tensor(start, device="cpu")
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride())):
+        place = place + (torch.arange(size, device="cpu") * (stride * unit)).view(
+            [-1 if k == d else 1 for k in range(x.ndim)]
+        )
+    return place // (step * of_whole) % samples
 
 
 def _agree(name: str, at: Tensor, own: Tensor, out: Shape) -> bool:

@@ -104,7 +104,10 @@ class Reader:
         if self.walk.deferred:
             self.walk = self.walked_again(labels, samples, self.walk.deferred)
         self.number, ran.trace = self.trace.number, self.trace
-        self.given = {memory_of(x): (x, at % x.ndim) for x, at in batch if _has_order(x, at) and x.shape[at] == samples}
+        self.given: dict[int, list[tuple[Tensor, int]]] = {}
+        for x, at in batch:
+            if _has_order(x, at) and x.shape[at] == samples:
+                self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.key = self._key()
 
     def compares_with(self, usual: Layout) -> bool:
@@ -135,8 +138,9 @@ class Reader:
             at = None
             if not inputs:
                 given = call.args[0] if call.args else None
-                if isinstance(given, Tensor) and (whole := self.given.get(memory_of(given))) is not None:
-                    at = whole[0].shape, whole[0].stride(), given.shape, given.stride(), given.storage_offset()
+                if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
+                    apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
+                    at = *apart, given.shape, given.stride()
             key.append((known.ref, number.get(node), hook.number, hook.shape, at))
         return tuple(key)
 

@@ -171,6 +171,25 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
         lambda: clean(lambda m, x, y: m.b(m.a(x) + m.emb(y)), emb=nn.Embedding(64, 4)),
         lambda n: (data(n), torch.arange(n)),
     ),
+    # Arguments that are views of one tensor, overlap, or lie otherwise in memory.
+    "inputs and targets of one buffer": (
+        lambda: clean(
+            lambda m, i, t: m.b(m.a(m.emb(i)).tanh().sum(1) * m.emb(t).sum((1, 2))[:, None]), emb=nn.Embedding(9, 3)
+        ),
+        lambda n: (lambda buffer: (buffer[:-1].view(n, 6), buffer[1:].view(n, 6)))(torch.randint(9, (6 * n + 1,))),
+    ),
+    "columns": (
+        lambda: clean(
+            lambda m, u, i: m.b(m.users(u).tanh() * m.items(i)), users=nn.Embedding(9, 4), items=nn.Embedding(9, 4)
+        ),
+        lambda n: torch.randint(9, (n, 2)).unbind(1),
+    ),
+    "a state and the next one": (
+        lambda: clean(lambda m, x, y: m.b(m.a(x).tanh() - m.a(y))),
+        lambda n: (lambda states: (states[:-1], states[1:]))(data(n + 1)),
+    ),
+    "windows": (lambda: clean(lambda m, x: m.b(m.a(x).tanh())), lambda n: (data(n + 2, 1)[:, 0].unfold(0, 3, 1),)),
+    "features first": (lambda: clean(lambda m, x: m.b(m.a(x).tanh())), lambda n: (data(3, 2 * n + 1)[:, :n].t(),)),
     "square rows": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2)), lambda n: (data(n, 17),)),
     "a zero head": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), zeroed(nn.Linear(4, 2))), lambda n: (data(n),)),
     "dead units": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Threshold(99.0, 0.0), nn.Linear(4, 2)), lambda n: (data(n),)),
