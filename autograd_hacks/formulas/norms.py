@@ -55,7 +55,7 @@ def _sums(call: Call, x: Tensor, mean: Tensor | None, scale: Tensor | None) -> M
     x: N C *T    mean, scale: N G, or 1 G, of G groups of channels
     """
     g, dtype, count = call.grad, x.dtype, x.shape[:2].numel()
-    has_kernel = (x.is_cpu or x.is_cuda) and dtype in (torch.float32, torch.float64) and x.numel() > 0 and x.shape == g.shape
+    has_kernel = x.is_cpu and dtype in (torch.float32, torch.float64) and x.numel() > 0 and x.shape == g.shape
     if not has_kernel or x.requires_grad or g.requires_grad or any(y is None or y.dtype != dtype for y in (g, mean, scale)):
         return None
     # The kernel reads memory without its strides, and a gradient may be one number for all.
