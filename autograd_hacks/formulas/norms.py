@@ -59,10 +59,12 @@ def _sums(call: Call, x: Tensor, mean: Tensor | None, scale: Tensor | None) -> M
     if not has_kernel or x.requires_grad or g.requires_grad or any(y is None or y.dtype != dtype for y in (g, mean, scale)):
         return None
     # The kernel reads memory without its strides, and a gradient may be one number for all.
-    inputs = [y.contiguous().view(1, count, -1) for y in (g, x)]
-    inputs += [y.expand(len(x), -1).contiguous().view(1, -1) for y in (mean, scale) if y is not None]
-    sizes = 1, count, x.numel() // count, inputs[2].numel()
-    _, *sums = torch.ops.aten.native_group_norm_backward(*inputs, x.new_empty(count), *sizes, [False, True, True])
+    inputs = [y.contiguous().view(1, count, -1) for y in (g, x)] + [
+        y.expand(len(x), -1).contiguous().view(1, -1) for y in (mean, scale) if y is not None
+    ]
+    _, *sums = torch.ops.aten.native_group_norm_backward(
+        *inputs, x.new_empty(count), 1, count, x.numel() // count, inputs[2].numel(), [False, True, True]
+    )
     return {name: Dense(y.view(x.shape[:2])) for name, y in zip(("weight", "bias"), sums)}
 
 
@@ -138,7 +140,5 @@ def statistics(layer: nn.modules.batchnorm._NormBase, call: Call, x: Tensor) -> 
         raise SamplesMixed(why)
     is_running, names = layer.track_running_stats and not call.training, ("running_mean", "running_var")
     mean, var = (call.read(name) if is_running else None for name in names)
-    scale = None if var is None else (var + layer.eps).rsqrt()
-    return {
-        "input": x, "training": False, "running_mean": mean, "running_var": var, "forms": _sums(call, x, mean, scale),
-    }  # fmt: skip
+    forms = _sums(call, x, mean, None if var is None else (var + layer.eps).rsqrt())
+    return {"input": x, "training": False, "running_mean": mean, "running_var": var, "forms": forms}
