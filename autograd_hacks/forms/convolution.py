@@ -8,7 +8,6 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
@@ -27,9 +26,6 @@ _WINDOWS = 2**20
 # How many numbers of rows a grouped convolution writes at a time, to be copied.  In milliseconds, 16 samples, 3×3, one core,
 # all at once and some: 128 -> 128 channels, 8×8, 13.0 and 3.9; 256 -> 256, 14×14, 71 and 26.
 _ROWS = 2**19
-# With at most so many channels, one convolution along a direction takes less time than one for each of its factors
-# (4 samples, 16 channels, 14×14, 3×3: 180 and 258 µs; with 64: 1000 and 407).
-_FEW = 16
 
 
 class Convolution(Factored):
@@ -78,8 +74,11 @@ class Convolution(Factored):
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         by_windows = self.by_windows and (out is None or self.groups == 1 or out.is_contiguous())
-        size, most = (self.windows.shape[1:], _WINDOWS) if by_windows else (self.shape, _ROWS)
-        if len(pieces := slices_of(self.samples, most // max(1, size.numel()))) > 1 and not self.is_depthwise:
+        each, most = (
+            (self.positions * self.shape[1:].numel() * self.groups, _WINDOWS) if by_windows else (self.shape.numel(), _ROWS)
+        )
+        if self.samples > 1 and self.samples * each > most and not self.is_depthwise:
+            pieces = slices_of(self.samples, most // max(1, each))
             if out is None and not (
                 torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in (self.x, self.g, factor))
             ):
@@ -95,8 +94,8 @@ class Convolution(Factored):
             (x, g), factor = self._times(factor), 1.0
         # One operation in which every sample is a separate group.
         if self.is_depthwise:  # x is convolved with g: the numbers of a window are `dilation` apart
-            x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
-            g = rearrange(g, "n o ... -> (n o) 1 ...")
+            x = x if self.shape[0] == self.groups else x.repeat_interleave(self.shape[0] // self.groups, 1)
+            x, g = x.reshape(1, -1, *x.shape[2:]), g.reshape(-1, 1, *g.shape[2:])
             rows = FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, g.shape[0])
             rows = rows[(slice(None), slice(None), *map(slice, self.kernel))]  # the rest is what the stride leaves over
         else:
@@ -114,12 +113,10 @@ class Convolution(Factored):
         if self.like.dtype != self.sum_dtype:  # windows would be rounded three times
             return self.wide().terms(u.to(self.sum_dtype), v.to(self.sum_dtype))
         groups, kernels = self.groups, v.view(len(v), self.shape[1], -1)
-        if groups == 1 and self.shape[1] <= _FEW:
-            own = self.tangent(1, v.view(len(v), *self.shape[1:]))
-        else:  # the second axis, and then the rest
-            x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(self.samples, -1, *self.x.shape[2:])
-            weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))
-            own = FORWARD[len(self.kernel)](x, weight, None, self.stride, self.padding, self.dilation, len(weight))
+        # The second axis, and then the rest.
+        x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(self.samples, -1, *self.x.shape[2:])
+        weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))
+        own = FORWARD[len(self.kernel)](x, weight, None, self.stride, self.padding, self.dilation, len(weight))
         theirs = u.view(len(u), groups, -1).transpose(0, 1) @ self.g.flatten(2).unflatten(1, (groups, -1))
         return (own.view(theirs.shape).to(self.sum_dtype) * theirs).permute(2, 0, 1, 3).flatten(1)
 
@@ -165,9 +162,8 @@ class Convolution(Factored):
         )
 
     def _weight_gradient(self, copies: int, x: Tensor, g: Tensor) -> Tensor:
-        shape = (copies * self.shape[0], *self.shape[1:])
         # Strides of axes of length 1 are arbitrary, and some kernels read another memory format from them.
         x, g = (t.resolve_conj().contiguous().flatten().view(t.shape) for t in (x, g))
         settings = self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel), copies * self.groups
-        weight = x.new_empty(1).expand(shape)  # only its shape is read
+        weight = x.new_empty(1).expand(copies * self.shape[0], *self.shape[1:])  # only its shape is read
         return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, (False, True, False))[1]

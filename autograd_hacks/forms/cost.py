@@ -60,21 +60,21 @@ def _costs_of(kind: str, index: int | None) -> Costs:
 
 
 def _kept(cost: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what a function of pairs has returned, by their shapes, because verbs ask for each parameter in each step."""
+    """Keeps what a function of pairs or windows has returned, by their shapes, because verbs ask for each in each step."""
     boxes = lru_cache(4096)(lambda key: list[T]())
 
     @wraps(cost)
-    def of_pairs(pairs: Sequence[Pair], *more: bool) -> T:
+    def asked(of: Sequence[Pair] | Windows, *more: int) -> T:
         try:
-            of = [(x.shape, type(x), y.settings if type(y) is Windows else y.shape, y.device) for x, y in pairs]
-            box = boxes((*more, *of))
+            key = [of] if isinstance(of, Windows) else [y for pair in of for y in pair]
+            box = boxes((*more, *[(type(y), *(y.settings if type(y) is Windows else (y.shape, y.device))) for y in key]))
         except TypeError:  # of a graph for all sizes, which are symbols
-            return cost(pairs, *more)
+            return cost(of, *more)
         if not box:
-            box.append(cost(pairs, *more))
+            box.append(cost(of, *more))
         return box[0]
 
-    return of_pairs
+    return asked
 
 
 @_kept
@@ -110,6 +110,7 @@ def by_writing(pairs: Sequence[Pair]) -> float:
     return left.shape[2] * right.shape[2] * (_positions(pairs) + costs.write)
 
 
+@_kept
 def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple[bool, float]:
     """Whether a convolution's rows are written through windows and a matrix product, or else by a grouped convolution; and
     what that costs for a sample.

@@ -145,13 +145,3 @@ class Zero(Outer):
     def __init__(self, samples: int, shape: torch.Size, like: Tensor) -> None:
         left, right = (like.new_zeros(samples, 0, size) for size in (shape[:1].numel(), shape[1:].numel()))
         super().__init__(left, right, shape)
-
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        zeros = self.new_sums(*self.shape).abs()
-        return zeros if about is None else zeros + w.to(zeros.dtype).sum() * about.abs().square()
-
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        return self.new_sums(self.samples, other.samples)
-
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return self.new_sums(self.samples).abs()

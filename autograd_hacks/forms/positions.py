@@ -4,7 +4,7 @@ Nothing of the parameter's size is written.  These functions work on tensors; fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -41,7 +41,7 @@ class OneHot:
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Windows:
     """A convolution's windows, which are cut only if that saves something: their products are sums of products of pixels.
 
@@ -66,9 +66,9 @@ class Windows:
         return self.x.device
 
     @property
-    def settings(self) -> tuple[Sequence[int], ...]:
+    def settings(self) -> tuple[Hashable, ...]:
         """What costs depend on besides its shape."""
-        return self.x.shape, self.kernel, self.stride, self.padding, self.dilation, self.counts
+        return self.x.shape, self.kernel, self.stride, self.padding, self.dilation, self.counts, self.x.device
 
     @property
     def shifts(self) -> int:
@@ -93,9 +93,11 @@ class Windows:
 
     def cut(self) -> Tensor:
         """The windows, N C *K *L, in the order that is cheapest to copy; a view if there is no padding."""
-        n, x = len(self.kernel), F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
+        n, pads = len(self.kernel), [pad for pad in reversed(self.padding) for _ in range(2)]
+        x = torch.constant_pad_nd(self.x, pads) if any(pads) else self.x
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
-            x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+            whole = x.unfold(axis, (size - 1) * dilation + 1, stride)
+            x = whole if dilation == 1 else whole[..., ::dilation]
         return x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
 
     def written(self) -> Tensor:

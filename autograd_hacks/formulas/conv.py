@@ -20,7 +20,7 @@ def conv(met: Met) -> Form | None:
         return met.by_channel(met.grad)
     if met.layout.axis or met.layout.fold == POSITIONS:
         return None
-    settings = [met.kept(name) for name in ("stride", "padding", "dilation", "groups", "transposed")]
+    settings = map(met.kept, ("stride", "padding", "dilation", "groups", "transposed"))
     return met.added_up(weight_gradient(met.kept("input").conj(), met.grad, met.shape, *settings))
 
 
@@ -45,10 +45,11 @@ def weight_gradient(
     if is_transposed:
         # The operation is a convolution's input gradient, so x and g swap roles.  That convolution maps L to S.  Its padding
         # after L is smaller than the padding before L, by output_padding.
-        spread = zip(x.shape[2:], g.shape[2:], shape[2:], stride, sides, dilation)
         sides = [
             (pad, (size - 1) * step + rate * (kernel - 1) + 1 - pad - length)
-            for size, length, kernel, step, (pad, _), rate in spread
+            for size, length, kernel, step, (pad, _), rate in zip(
+                x.shape[2:], g.shape[2:], shape[2:], stride, sides, dilation
+            )
         ]
         x, g = g, x
     if any(first != last for first, last in sides):

@@ -63,10 +63,6 @@ def entry_of(indices: Sequence[Tensor | None], shape: torch.Size) -> tuple[Tenso
     return index, torch.Size((shape[: len(given)].numel(), *shape[len(given) :]))
 
 
-def index_select(met: Met) -> Form | None:
-    return table(met, met.kept("index")) if met.kept("dim") == 0 else None
-
-
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     """N bags    g: N D.  Each entry of a bag gets the bag's g.
 

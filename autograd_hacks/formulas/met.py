@@ -96,7 +96,7 @@ def of_layer(
 
     layout: the expected shape of the input, for messages
     axes: how many axes it must have
-    kept: what isn't the layer's attribute of the same name; by default its argument, as "input"
+    kept: what isn't the layer's attribute of the same name; by default its argument, as "input". Or all as "forms"
     places: the numbers of the node's inputs, by the parameters' names
     more: passed to the formula
     """
@@ -105,10 +105,11 @@ def of_layer(
     def of_call(layer: Any, call: Call) -> Mapping[str, Form]:
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
-        known, found, state = {"input": x} if kept is None else kept(layer, call, x), dict[str, Any](), call.state
+        known: Mapping[str, Any] = {"input": x} if kept is None else kept(layer, call, x)
+        found, state = dict[str, Any](known.get("forms") or {}), call.state
         met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
         for name, value in layer._parameters.items():
-            if value is not None and name in places:
+            if value is not None and name in places and name not in found:
                 met.place, met.shape = places[name], (state[name][0] if name in state else value).shape  # as at the call
                 if (form := formula(met, **more)) is None:
                     needs_batch(x, x.ndim + 1, layout)

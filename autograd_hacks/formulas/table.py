@@ -14,7 +14,7 @@ from autograd_hacks.forms import Dense, Form
 from autograd_hacks.formulas import matrices, norms
 from autograd_hacks.formulas.call import LayerFormula
 from autograd_hacks.formulas.conv import conv, padded
-from autograd_hacks.formulas.embedding import embedding, embedding_bag, index_select, indexed
+from autograd_hacks.formulas.embedding import embedding, embedding_bag, indexed, table
 from autograd_hacks.formulas.met import Formula, Met, of_layer
 from autograd_hacks.formulas.recurrent import cell, count_sequences, recurrent
 from autograd_hacks.support.layout import POSITIONS
@@ -120,7 +120,7 @@ RULES: dict[type[nn.Module], Rule] = {
         (nn.LayerNorm, nn.RMSNorm),
         Rule(norms.norm_of_last_axes, features=lambda layer: len(layer.normalized_shape), is_node=True),
     ),
-    nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", normal=norms.by_groups), is_node=True),
+    nn.GroupNorm: Rule(of_layer(norms.group_norm, "(N, C, ...)", 1, norms.groups, normal=norms.by_groups), is_node=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, is_node=True)),
     nn.SyncBatchNorm: _RUNNING_NORM,
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),
@@ -156,10 +156,10 @@ NODES: dict[str, Formula] = {
     "ConvolutionBackward0": conv,
     "EmbeddingBackward0": embedding,
     "IndexBackward0": indexed,
-    "IndexSelectBackward0": index_select,
+    "IndexSelectBackward0": lambda met: None if met.kept("dim") else table(met, met.kept("index")),
     "NativeLayerNormBackward0": partial(norms.layer_norm, normal=norms.by_saved),
     "FusedRmsNormBackward0": partial(norms.layer_norm, normal=lambda kept: kept("input") * kept("result1")),
-    "NativeGroupNormBackward0": partial(norms.group_norm, normal=norms.by_saved_groups),
+    "NativeGroupNormBackward0": partial(norms.group_norm, normal=partial(norms.by_groups, number="group")),
     "NativeBatchNormBackward0": norms.batch_norm,
 }
 """{node name: formula}"""

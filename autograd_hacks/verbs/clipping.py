@@ -72,8 +72,7 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        given = {"max_norm": max_norm, "budget": budget, "batch_size": batch_size}
-        check("clip_grad1_norm_", ON_CLIPPING, "batch_size", **given)
+        check("clip_grad1_norm_", ON_CLIPPING, "batch_size", max_norm=max_norm, budget=budget, batch_size=batch_size)
         _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
         grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)

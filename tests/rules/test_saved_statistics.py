@@ -24,6 +24,9 @@ LAYERS = {
     "layer, no bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4)),
     "group": (lambda: nn.GroupNorm(2, 6), (5, 6, 2, 3)),
     "group, no positions": (lambda: nn.GroupNorm(3, 6), (5, 6)),
+    "group, of one channel": (lambda: nn.GroupNorm(6, 6), (5, 6, 7)),
+    "batch, running": (lambda: nn.BatchNorm2d(3).eval(), (5, 3, 2, 4)),
+    "instance, running": (lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), (5, 3, 4)),
 }
 
 
