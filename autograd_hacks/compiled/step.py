@@ -75,7 +75,8 @@ class CompiledStep(nn.Module):
         _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
-        self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
+        self._task = NO_TASK  # the current pass
+        self._arriving: dict[str, tuple[int, int]] = {}  # its gradients' addresses and versions
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
         )
@@ -265,7 +266,8 @@ class CompiledStep(nn.Module):
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
         arriving = {**gradients, **noised}
-        self._task, self._arriving = current_task(), {name: g.data_ptr() for name, g in arriving.items()}
+        self._task = current_task()
+        self._arriving = {name: (g.data_ptr(), g._version) for name, g in arriving.items()}
         return noised
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -294,7 +296,8 @@ def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> N
     step = of()
     if grad is None or step is None or step._task == NO_TASK or step._task != current_task():
         return
-    if step._arriving.get(name) != grad.data_ptr():
+    # Autograd adds a gradient that arrives later in place, which the version shows.
+    if step._arriving.get(name) != (grad.data_ptr(), grad._version):
         step._task = NO_TASK
         raise UnseenGradient(
             f"{name} received gradient from outside of the compiled graph, and it can't be split into samples. Causes are a "

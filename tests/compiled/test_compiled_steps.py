@@ -257,10 +257,13 @@ def test_gradient_past_the_graph_is_noticed() -> None:
     model = nn.Linear(3, 3)
     step = autograd_hacks.compile(model, "clip", max_norm=1.0, backend=None, loss_type="sum")
     x = torch.randn(5, 3)
-    with pytest.raises(UnseenGradient, match="weight"):
-        (step(x).square().sum() + model.weight.square().sum()).backward()
-    with pytest.raises(UnseenGradient, match="weight"):
-        (step(x) @ model.weight).square().sum().backward()
+    for loss in (
+        lambda: step(x).square().sum() + model.weight.square().sum(),
+        lambda: model.weight.square().sum() + step(x).square().sum(),  # its gradient is added in place to the graph's
+        lambda: (step(x) @ model.weight).square().sum(),
+    ):
+        with pytest.raises(UnseenGradient, match="weight"):
+            loss().backward()
     model.zero_grad()
     step(x).square().sum().backward()
     before = model.weight.grad.clone()
