@@ -4,13 +4,13 @@ A law says with which axis of a result each axis of an argument is walked in ste
 the label of an argument's gradient; forwards, for the operations of a graph, that of the result.  Operations that move
 entries are the derivatives of others, their adjoints, so the law of the one read backwards is that of the other forwards.
 
-Rules by name are for what autograd's nodes read from values, and for derivatives without a derivative, which have no node.
+Laws of operations that move entries by an index are asked with zeros for its values, since labels hold for all values.
+Rules by name are for derivatives without a derivative, which have no node, and for copies of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -33,8 +33,11 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import AXES, Axes, axis
-from autograd_hacks.graph.label import ALONE, MIX, At, viewed
+from autograd_hacks.graph.label import ALONE, MIX, At, Entries, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
+from autograd_hacks.graph.tape_laws import TAKING
+from autograd_hacks.graph.values import MASKS, VALUES, Indexed
+from autograd_hacks.probe.tape import READ
 
 ADJOINTS = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), "view"), "slice": "slice_backward", "select": "select_backward",
@@ -274,107 +277,63 @@ def counts_up(node: Any) -> bool:
     return bool(start == 0 and step == 1)
 
 
-class _Indices:
-    """The indices of x[i, j, ...]: the place of their axes in the result, and where the samples are among these."""
-
-    def __init__(self, labels: Labels, x: fx.Node, indices: Sequence[fx.Node | None]) -> None:
-        self.labels, self.given = labels, [(dim, index) for dim, index in enumerate(indices) if index is not None]
-        masks = [index for _, index in self.given if index.meta["val"].dtype in (torch.bool, torch.uint8)]
-        if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
-            labels.unsupported(
-                masks[0], "a mask picks as many entries as its values say; torch.where(mask, a, b) keeps sizes"
-            )
-        self.dims = [dim for dim, _ in self.given]
-        self.axes = max(len(shape(index)) for _, index in self.given)
-        self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
-        self.left = [dim for dim in range(len(shape(x))) if dim not in self.dims]  # axes that aren't indexed
-
-    def own(self) -> list[At]:
-        """Where the samples are in the result, from the indices."""
-        found = [(label, self.axes - len(shape(index))) for _, index in self.given if (label := self.labels[index])]
-        return [at.moved(self.start + missing + at.dim) for at, missing in found]
-
-    def place_of(self, dim: int) -> int:
-        """The axis in the result that belongs to an axis of x that isn't indexed."""
-        before = self.left.index(dim)
-        return before + (self.axes if before >= self.start else 0)
-
-    def counted(self, dim: int) -> At | None:
-        """Where the samples are in the result, if x's axis is indexed by arange(N), the number of each sample."""
-        index = next(index for own, index in self.given if own == dim)
-        sizes, samples = shape(index), self.labels.samples
-        if not counts_up(index) or prod(sizes) != samples or samples not in sizes:  # or each of its rows takes several
-            return None
-        return At(self.start + self.axes - len(sizes) + sizes.index(samples))
+def _known(index: fx.Node | None, samples: int) -> Tensor | None:
+    """An index's values if it is the number of each sample; else zeros, with which all that is taken is the first one's."""
+    if index is None:
+        return None
+    sizes, is_number = shape(index), counts_up(index) and prod(shape(index)) == samples
+    return (torch.arange(samples, device="cpu") if is_number else torch.zeros(prod(sizes), dtype=torch.long)).view(sizes)
 
 
-@rule("index", "_unsafe_index")
-def _indexed(labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> Found:
-    at, given = labels[x], _Indices(labels, x, indices)
-    own = given.own()
-    if at is None:
-        return labels.same(node, own)
-    if at.dim in given.dims:
-        counted = given.counted(at.dim) if at == At(at.dim) else None
-        return labels.mixed(node, "picks samples by index") if counted is None else labels.same(node, [counted, *own])
-    return labels.mixed(node, "each sample looks up others") if own else at.moved(given.place_of(at.dim))
+@rule(*(name for name in VALUES.keys() & READ.keys() if READ[name] != "mask"))
+def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
+    """The label of a result from which the law by values, read backwards, gives the labels that the arguments have.
+
+    Zeros stand for all values: if an unknown index chose among samples, the law would find all of them in the first one.
+    """
+    name, given, ins = name_of(node), by_name(node), tensors_of(node)
+    law, index = VALUES[name], given[READ[name]]
+    indices = index if isinstance(index, list | tuple) else [index]
+    masks = [y for y in indices if y is not None and y.meta["val"].dtype in MASKS]
+    if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
+        return labels.unsupported(
+            masks[0], "a mask picks as many entries as its values say; torch.where(mask, a, b) keeps sizes"
+        )
+    out, values = shape(node), list[Any](_known(y, labels.samples) for y in indices)
+    read = values if index is indices else values[0]
+    owned = {k: labels[y] for k, y in enumerate(ins) if labels[y] is not None}
+    shapes = [None if y is None or (k not in owned and k == 0 and name in TAKING) else shape(y) for k, y in enumerate(ins)]
+    label, numbers = next(iter(owned.values())), {key: number(given[key]) for key in law.reads}
+    for d, length in enumerate(out):
+        if all(shapes[k][at.dim] == length for k, at in owned.items()):  # type: ignore[index]  # it has a shape
+            found: Any = law.law(label.moved(d), 0, [out], shapes, labels.samples, read=lambda _: read, **numbers)
+            if all(_tidied(found[k], shapes[k], labels.samples) == at for k, at in owned.items()):
+                return label.moved(d)
+    added: Any = given.get("values", given.get("source", given.get("src")))
+    if labels[x] is not None or not (name in ("index_add", "scatter_add") or given.get("accumulate")):
+        return labels.mixed(node, "samples are taken or written by index, or the last one that is written wins")
+    if name == "scatter_add":
+        at = labels.same(node, [labels[index], labels[added]])
+        if at is None or at.dim != axis(given["dim"], len(out)):
+            return labels.mixed(node, "the operation writes to some of the samples")
+        return labels.contract(node, {added: at, index: at})
+    if name == "index_add":
+        values, indices = [*[None] * axis(given["dim"], len(out)), *values], [index]
+    return _added_up(labels, node, added, [y for y in indices if y is not None], Indexed(values, out))
 
 
-@rule("embedding")
-def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Found:
-    return _indexed(labels, node, w, [index])
+def _tidied(found: Any, own: Any, samples: int) -> Any:
+    return tidied(found, own, samples) if isinstance(found, Entries) else found
 
 
-@rule("index_select")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> Found:
-    return _indexed(labels, node, x, [*[None] * axis(dim, len(shape(x))), index])
-
-
-@rule("index_add")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: fx.Node, **_: Any) -> Found:
-    return _written(labels, node, x, [*[None] * axis(dim, len(shape(x))), index], values, accumulate=True)
-
-
-@rule("index_put", "_unsafe_index_put")
-def _written(
-    labels: Labels, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None], values: fx.Node, accumulate: bool = False
-) -> Found:
-    given = _Indices(labels, x, indices)
-    axes, own = given.axes + len(given.left), labels[values]
-    written = [own.moved(own.dim + axes - len(shape(values)))] if isinstance(own, At) else []
-    at = labels.same(node, [*written, *given.own()])
-    if at is None or not given.start <= at.dim < given.start + given.axes:  # on an axis that isn't indexed
-        if at is not None:
-            at = at.moved(next(dim for dim in given.left if given.place_of(dim) == at.dim))
-        return labels.same(node, [at, labels[x]])
-    for dim in given.dims:
-        if shape(x)[dim] == labels.samples and given.counted(dim) == at.moved(at.dim):
-            return labels.same(node, [At(dim), labels[x]])
-    if labels[x] is not None or not accumulate:
-        return labels.mixed(node, "writes to samples by index, or writes where the last sample wins")
+def _added_up(labels: Labels, node: fx.Node, added: fx.Node, indices: Sequence[fx.Node], by: Indexed) -> Label:
+    """The label of a tensor to which samples are added by indices."""
+    # Each tensor's last axis is before this one of the axes that the indices and the rest of the tensor have together.
+    ends = {added: by.axes + len(by.left)} | dict.fromkeys(indices, by.start + by.axes)
+    ends = {y: end - len(shape(y)) for y, end in ends.items()}
+    at = labels.same(node, [own.moved(own.dim + first) for y, first in ends.items() if (own := labels[y]) is not None])
+    if at is None or not by.start <= at.dim < by.start + by.axes:
+        return labels.mixed(node, "samples are added to some of the samples")
     # An index that is equal for all samples may be repeated for each.
-    ends = [(values, at.dim - axes), *((index, at.dim - given.start - given.axes) for _, index in given.given)]
-    there = [(tensor, len(shape(tensor)) + end) for tensor, end in ends]
-    return labels.contract(node, {tensor: at.moved(d) for tensor, d in there if d >= 0 and shape(tensor)[d] > 1})
-
-
-@rule("gather")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *_: Any, **__: Any) -> Found:
-    at = labels[x]
-    if at is not None:
-        labels.along(node, x, dim)
-        if shape(x)[at.dim] != shape(index)[at.dim]:
-            labels.mixed(node, "the operation selects some of the samples")
-    return labels.same(node, [at, labels[index]])
-
-
-@rule("scatter_add", "scatter", "scatter_reduce")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: Any, *_: Any, **__: Any) -> Found:
-    at, dim = labels.same(node, [labels[index], labels[values], labels[x]]), axis(dim, len(shape(x)))
-    if at is None or dim != at.dim:
-        if at is not None and shape(x)[at.dim] != shape(index)[at.dim]:
-            labels.mixed(node, "the operation writes to some of the samples")
-        return at
-    if labels[x] is not None or name_of(node) != "scatter_add":
-        return labels.mixed(node, "writes to samples by index")
-    return labels.contract(node, {values: at, index: at})
+    there = {y: at.dim - first for y, first in ends.items()}
+    return labels.contract(node, {y: at.moved(d) for y, d in there.items() if d >= 0 and shape(y)[d] > 1})

@@ -75,7 +75,8 @@ class CompiledStep(nn.Module):
         _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
-        self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
+        self._task = NO_TASK  # the current pass
+        self._arriving: dict[str, tuple[int, int]] = {}  # its gradients' addresses and versions
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
         )
@@ -133,7 +134,7 @@ class CompiledStep(nn.Module):
         self._backend.find_axes(Batch.of(args, kwargs, self._batch), self._batch)
         self._results = {}
         before, began = self._backend.compilations, perf_counter()
-        self._see_ties()
+        is_new = self._see_ties()
         try:
             found = self._call(args, kwargs)
         except UnsupportedOperation as error:
@@ -147,22 +148,27 @@ class CompiledStep(nn.Module):
                 f"autograd_hacks: {type(self.model).__name__} is compiled for each size of its arguments: {why}",
                 file=sys.stderr,
             )
-        self._watch(self._backend.compilations > before)
+        if is_new or self._backend.compilations > before:
+            self._watch()
         self._backend.check_kept(found)
         took = perf_counter() - began
         if self._backend.compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
         return found
 
-    def _see_ties(self) -> None:
-        """Compiles again if other names share parameters than before, which torch's guards don't see."""
+    def _see_ties(self) -> bool:
+        """Compiles again if other names share parameters than before, which torch's guards don't see.
+
+        Returns whether the model has other parameters than when they were hooked.
+        """
         if (named := self._tree.parameters()) is self._named:
-            return
+            return False
         first = {id(p): name for name, p in reversed(named.items())}
         ties = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
         if self._ties not in (None, ties):
             self._compile(self._dynamic)
         self._ties = ties
+        return True
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the compiled model.  Raises UnsupportedOperation if it can't be compiled."""
@@ -209,16 +215,10 @@ class CompiledStep(nn.Module):
 
     # Gradients from outside of the graph.
 
-    def _watch(self, is_new: bool) -> None:
-        """Hooks the parameters if they changed since the last step.
-
-        is_new: whether the graph is new
-        """
-        named = self._tree.parameters()
-        if named is self._named and not is_new:
-            return
-        self._named = named
-        for name, p in named.items():
+    def _watch(self) -> None:
+        """Hooks the parameters."""
+        self._named = self._tree.parameters()
+        for name, p in self._named.items():
             if p.requires_grad and p not in self._watched:
                 self._watched[p] = p.register_hook(partial(_arrived, weakref.ref(self), name))
 
@@ -265,7 +265,8 @@ class CompiledStep(nn.Module):
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
         arriving = {**gradients, **noised}
-        self._task, self._arriving = current_task(), {name: g.data_ptr() for name, g in arriving.items()}
+        self._task = current_task()
+        self._arriving = {name: (g.data_ptr(), g._version) for name, g in arriving.items()}
         return noised
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -294,7 +295,8 @@ def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> N
     step = of()
     if grad is None or step is None or step._task == NO_TASK or step._task != current_task():
         return
-    if step._arriving.get(name) != grad.data_ptr():
+    # Autograd adds a gradient that arrives later in place, which the version shows.
+    if step._arriving.get(name) != (grad.data_ptr(), grad._version):
         step._task = NO_TASK
         raise UnseenGradient(
             f"{name} received gradient from outside of the compiled graph, and it can't be split into samples. Causes are a "
@@ -326,16 +328,18 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    rows = dict[str, Tensor]()
+    rows, sums = dict[str, Tensor](), dict[str, Tensor | None]()
     for name, node in gradients.items():
         if (form := apart.forms.get(node)) is None:
             continue
         if type(form) is Outer and size(written_bytes(form)) >= LARGE:
             left = form.left * factor if step._is_mean else form.left
             rows[name] = _rows_of_products(left, form.right, id(step._pool), name, list(form.shape))
+            if float(form.saving(fresh=True)) > 0:  # a sum of rows takes less time than a product over all positions
+                sums[name] = rows[name].sum(0) / factor
         else:
             rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
-    return Made(results=rows)
+    return Made(sums, rows)
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

@@ -226,10 +226,11 @@ def test_sizes_are_symbols_or_compiled_one_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    step = autograd_hacks.compile(model, "norms", backend=None, loss_type="sum")
-    for n in (5, 4, 6, 7, 5):
-        norms_are_right(step, torch.randn(n, 4))
-    assert step._backend.compilations == 2
+    for dynamic, compilations in ((None, 2), (True, 1), (False, 4)):
+        step = autograd_hacks.compile(model, "norms", backend=None, loss_type="sum", dynamic=dynamic)
+        for n in (5, 4, 6, 7, 5):
+            norms_are_right(step, torch.randn(n, 4))
+        assert step._backend.compilations == compilations
 
     def fails(self: Any, graph: Any, inputs: Any, is_backward: bool) -> Any:
         if self.backend.is_symbolic:
