@@ -48,29 +48,6 @@ def test_formulas_of_notebooks_are_read_as_formulas() -> None:
     assert "dollarmath" in ast.literal_eval(set_in_conf("myst_enable_extensions"))
 
 
-def test_a_formula_without_an_end_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.ipynb"
-    page.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["The norm $x, and `$` is code"]}]}))
-    with pytest.raises(ValueError, match=r"page\.ipynb: a dollar sign without a partner"):
-        formulas(page)
-
-
-def test_each_formula_becomes_a_node() -> None:
-    parsers = pytest.importorskip("myst_parser.parsers.mdit")
-    from myst_parser.config.main import MdParserConfig
-    from myst_parser.mdit_to_docutils.base import DocutilsRenderer
-
-    extensions = set(ast.literal_eval(set_in_conf("myst_enable_extensions")))
-    parser = parsers.create_md_parser(MdParserConfig(enable_extensions=extensions), DocutilsRenderer)
-    for page in (DOCS / "tutorial.ipynb", DOCS / "first_steps.ipynb"):
-        read = []
-        for cell in json.loads(page.read_text())["cells"]:
-            if cell["cell_type"] == "markdown":
-                blocks = parser.parse("".join(cell["source"]))
-                read += [t.content for block in blocks for t in block.children or [] if t.type.startswith("math")]
-        assert read == formulas(page), page.name
-
-
 @pytest.fixture
 def build() -> Any:
     return loaded(DOCS / "build.py")
@@ -90,33 +67,12 @@ def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path
     assert build.version() == autograd_hacks.__version__
 
 
-def test_the_sidebar_lists_versions_by_what_the_build_writes(build: Any) -> None:
-    assert "versions.html" in ast.unparse(set_in_conf("html_sidebars"))
-    template = (DOCS / "_templates" / "versions.html").read_text()
-    assert 'id="versions"' in template
-    assert 'getElementById("versions")' in build.SCRIPT
-    assert '../versions.js"' in template
-    tox = (DOCS.parent / "tox.ini").read_text()
-    built = re.findall(r"python docs/build\.py .*-b (\w+)$", tox, re.M)
-    assert built == ["html", "markdown", "html"]
-    assert not re.search(r"-b html docs\b", tox)
-
-
-def test_captions_have_one_rule() -> None:
-    rules = re.findall(r"^([^{}\n]*caption[^{}\n]*)\{([^}]*)\}", (DOCS / "_static" / "site.css").read_text(), re.M)
-    assert [body.strip() for _, body in rules] == ["text-align: left;"]
-
-
 # The search for house words finds them in pages, docstrings and messages, and nowhere else
 
 
 @pytest.fixture
 def prose() -> Any:
     return loaded(DOCS / "prose.py")
-
-
-def test_the_pages_have_none(prose: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prose.main() == 0, capsys.readouterr().out
 
 
 MODULE = '"""{}"""\nanew = 1  # anew\n{}'
@@ -141,48 +97,6 @@ def test_prose_is_told_from_code(name: str, text: str, expected: list[str], pros
     (tmp_path / name).write_text(text)
     found = sorted(line.split('"')[1] for line in prose.findings_in(prose.prose_of(tmp_path / name)))
     assert found == expected
-
-
-def test_words_are_whole_and_all_are_found_over_line_breaks_too(prose: Any) -> None:
-    (found,) = prose.findings_in("It is taken\n  for the mean.")
-    assert found.startswith('"taken for the": write "assumed to be"')
-    assert [len(prose.findings_in(text)) for text in ("one sample hardly counts", "Nothing is worked out anew.")] == [1, 2]
-
-
-def test_the_modules_are_searched(prose: Any) -> None:
-    pages = {"autograd_hacks/verbs/over.py", "docs/examples/wrong_labels.py", "CHANGELOG.rst"}
-    assert pages <= prose.pages().keys()
-    assert "autograd_hacks/verbs/over.py" not in prose.NOT_YET
-
-
-def test_a_script_of_the_gallery_has_prose_in_comments_too(
-    prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(next(text for name, text, _ in TEXTS if name == script.name))
-    monkeypatch.setattr(prose, "EXAMPLES", tmp_path)
-    found = sorted(line.partition(":")[0] for line in prose.findings_in(prose.prose_of(script)))
-    assert found == ['"anew"', '"taken for the"']
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "expected"),
-    [
-        ("NOT_YET", {"docs/want.rst": "", "docs/gone.rst": ""},
-         ["docs/want.rst: has no house words any more", "docs/gone.rst: is in NOT_YET and is no page"]),
-        ("WORDS", {"notebook": "page"},
-         ['docs/want.rst: "notebook": write "page"', 'README.rst: "notebook": write "page"']),
-    ],
-)  # fmt: skip
-def test_the_list_of_other_pages_only_gets_shorter_and_has_all_that_have_some(
-    prose: Any, name: str, more: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    own = getattr(prose, name)
-    monkeypatch.setattr(prose, name, {**own, **more} if isinstance(own, dict) else {*own, *more})
-    assert prose.main() == 1
-    said = capsys.readouterr().out
-    assert all(line in said for line in expected)
 
 
 # What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named

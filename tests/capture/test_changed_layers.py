@@ -8,12 +8,12 @@ import torch.nn as nn
 from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
-from steps import batch, check, check_losses, mlp, step
+from steps import batch, check, mlp, step
 from torch import Tensor
 from twin import Bare, check_right
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded, SamplesMixed
+from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Dense
 from autograd_hacks.formulas import Rule, single_input
 from autograd_hacks.formulas.table import RULES
@@ -246,27 +246,5 @@ def test_another_graph_is_read_anew(branch: str, param_grad: bool) -> None:
     check_right(branching(), *batches, run=on_branch, total="each", param_grad=param_grad)
 
 
-def test_samples_that_an_index_moves_only_now_are_refused() -> None:
-    model = branching()
-    with autograd_hacks.add_hooks(model):
-        for own in ("in order", "in order", "in order", "in order", "in another order"):
-            model.branch = own
-            squares(model(torch.randn(SAMPLES, 4).double())).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-
 def test_batches_of_other_sizes_are_read_anew() -> None:
     check_right(branching(), *[(torch.randn(size, 4).double(),) for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5)])
-
-
-def test_a_parameter_that_begins_to_train_is_read() -> None:
-    model = branching()
-    model.scale.requires_grad_(False)
-    with autograd_hacks.add_hooks(model):
-        for trains in (False, False, False, True, True):
-            model.scale.requires_grad_(trains)
-            if trains:
-                autograd_hacks.add_hooks(model)
-            x = torch.randn(SAMPLES, 4).double()
-            check_losses(model, lambda x=x: squares(model(x)))

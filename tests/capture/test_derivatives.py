@@ -236,24 +236,6 @@ def test_weights_that_learn_through_several_steps() -> None:
     torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms"])
-def test_a_step_within_a_step(name: str) -> None:
-    """MAML: the loss after a step of gradient descent, by the parameters before it."""
-    model, x = made(name)
-    with autograd_hacks.add_hooks(model):
-        torch.autograd.grad(squares(model(x)).sum(), list(model.parameters()), create_graph=True)
-        grads = autograd_hacks.per_sample_grads(model, "sum").weighted_sum(torch.ones(len(x)).double())
-        values = {key: p - 0.05 * grads[key] for key, p in model.named_parameters()}
-        with autograd_hacks.pause_hooks():
-            loss = squares(functional_call(model, values, (x - 1,))).sum()
-            mine = torch.autograd.grad(loss, list(model.parameters()))
-    parameters = dict(model.named_parameters())
-    inner = torch.autograd.grad(squares(model(x)).sum(), list(parameters.values()), create_graph=True)
-    values = {key: p - 0.05 * g for (key, p), g in zip(parameters.items(), inner)}
-    expected = torch.autograd.grad(squares(functional_call(model, values, (x - 1,))).sum(), list(parameters.values()))
-    torch.testing.assert_close(mine, expected)
-
-
 def test_what_is_written_out_has_no_graph() -> None:
     model, x = made("mlp")
     with autograd_hacks.add_hooks(model):

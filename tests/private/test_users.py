@@ -157,16 +157,6 @@ def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
                     total, seen = [torch.zeros_like(p) for p in model.parameters()], []
 
 
-def test_empty_batches_of_users_are_steps_too() -> None:
-    private, model = of_users(expected_batch_size=0.1), net()
-    with private.attach(model):
-        for x, y in private.loader(dataset(), steps=8, parts=2):
-            private.backward(losses(model, x, y))
-            if (found := private.step()) is not None and not len(found.norms):
-                assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    assert private.steps == 8
-
-
 @crossed(most=[None, 8, 11], parts=[1, 2])
 def test_processes_have_the_same_micro_batches_of_different_users(most: int | None, parts: int) -> None:
     def share(rank: int) -> list[list[Any]]:
@@ -183,23 +173,6 @@ def test_processes_have_the_same_micro_batches_of_different_users(most: int | No
         assert not ids[0] & ids[1] | ids[0] & ids[2] | ids[1] & ids[2]
     found = sorted(n for own in shares for mark, *samples in own for n in samples[: mark.samples])
     assert found == sorted(n for own in whole._micro_batches(4) for n in own[1:])
-
-
-def test_a_cut_leaves_each_user_whole() -> None:
-    mark = Mark(0, True, 7, 10, 0.5, 1, (4, 4, 4, 1, 6, 6, 6, 9, 9, 9))
-    cut = mark.cut(4)
-    assert [own.users for own in cut] == [(4, 4, 4, 1), (6, 6, 6, 9), (9, 9)]
-    assert [(own.samples, own.size, own.units, own.is_last) for own in cut] == [
-        (4, 4, 2, False),
-        (3, 4, 1, False),
-        (0, 2, 0, True),
-    ]
-    assert [own.users for own in mark.cut(3)] == [(4, 4, 4), (1,), (6, 6, 6), (9, 9, 9)]
-    with pytest.raises(ValueError, match="a user has more than 2 samples"):
-        mark.cut(2)
-    with pytest.raises(NotImplementedError, match="2 processes share it"):
-        mark._replace(world=2).cut(4)
-    assert mark._replace(world=2).cut(10) == [mark._replace(world=2)]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

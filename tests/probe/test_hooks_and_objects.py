@@ -73,25 +73,3 @@ def test_parametrize_cached_around_the_step(make: Callable[[], nn.Module]) -> No
             assert_right(model, x)
             for p in model.parameters():
                 p.data.sub_(0.1 * p.grad)
-
-
-def test_autocasts_memory_of_weights() -> None:
-    model, x = run_again(), torch.randn(3, 4)
-    expected = []
-    for hooked in (False, True):
-        with (
-            autograd_hacks.add_hooks(model) if hooked else autograd_hacks.pause_hooks(),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            model.zero_grad()
-            out = model(x)
-            squares(out.float()).mean().backward()
-            if hooked:
-                autograd_hacks.compute_grad1(model)
-                autograd_hacks.verify(model)
-                model.zero_grad()
-                squares(model(x).float()).mean().backward()
-            assert torch.is_autocast_cache_enabled()
-        expected.append([p.grad.clone() for p in model.parameters()])
-    for plain, own in zip(*expected):
-        assert torch.equal(plain, own)

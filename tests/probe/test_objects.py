@@ -17,7 +17,6 @@ from torch import Tensor
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.support.trees import map_tensors, tensors_of
 
 
 @dataclass
@@ -170,19 +169,3 @@ def test_the_user_s_own_objects_stay() -> None:
         model(state := State(x))
         assert state.seen == [1]
         assert torch.equal(state.x, 2 * x)
-
-
-def test_trees_of_objects() -> None:
-    x = torch.ones(2)
-    tree = [Plain(x, x + 1), {"a": Hiding(x)}, UserDict(b=x), 3, None]
-    assert len(tensors_of(tree)) == 4
-    doubled = map_tensors(lambda x: 2 * x, tree)
-    assert torch.equal(doubled[0].more, 2 * (x + 1))
-    assert type(doubled[1]["a"]) is Hiding
-    assert doubled[2]["b"][0] == 2
-    assert tree[1]["a"].x is x
-    assert doubled[3:] == [3, None]
-    assert map_tensors(lambda x: x, nn.Linear) is nn.Linear
-    nothing = Hiding(3)  # type: ignore[arg-type]
-    assert map_tensors(lambda x: 2 * x, nothing) is nothing
-    assert tensors_of(nothing) == []

@@ -8,7 +8,6 @@ import torch.nn as nn
 from mixing import steps_of
 from nets import Choosy, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
 from torch.testing import assert_close
 from twin import Bare
 
@@ -72,17 +71,6 @@ def test_meta_tensors_have_shapes() -> None:
         for p in model.parameters():
             assert p.grad1.is_meta
             assert p.grad1.shape == (5, *p.shape)
-
-
-def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
-    x, y = batch()
-    step(model, x, y)
-    with torch.inference_mode():
-        autograd_hacks.compute_grad1(model)
-    loss = squares(model(x), y).mean()
-    with torch.inference_mode():
-        loss.backward()
-    assert_right(model, x, y)
 
 
 @pytest.mark.parametrize("positions", [128, 1024])
