@@ -43,11 +43,6 @@ def formulas(page: Path) -> list[str]:
     return found
 
 
-def test_formulas_of_notebooks_are_read_as_formulas() -> None:
-    assert len(formulas(DOCS / "tutorial.ipynb")) > 20
-    assert "dollarmath" in ast.literal_eval(set_in_conf("myst_enable_extensions"))
-
-
 @pytest.fixture
 def build() -> Any:
     return loaded(DOCS / "build.py")
@@ -115,15 +110,6 @@ def test_every_paper_of_a_docstring_is_in_the_bibliography() -> None:
     assert not named - set(listed), "add them to docs/bibliography.bib"
 
 
-def test_every_entry_is_whole() -> None:
-    entries = re.split(r"^@", (ROOT / "docs" / "bibliography.bib").read_text(), flags=re.M)[1:]
-    keys = [re.match(r"\w+\{(\w+),", entry)[1] for entry in entries]  # type: ignore[index]
-    assert len(keys) == len(set(keys))
-    for entry in entries:
-        assert entry.count("{") == entry.count("}"), entry
-        assert all(f"{field} = " in entry for field in ("title", "author", "year", "note")), entry
-
-
 def test_metadata_is_what_pip_wants() -> None:
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
@@ -186,22 +172,6 @@ def test_a_release_is_published_with_an_address_alone(ready: Any, tmp_path: Path
 
 def test_the_address_is_set_in_both_places_or_in_none(ready: Any) -> None:
     assert len([line for line in ready.missing() if "BASE" in line or "project_urls" in line]) in (0, 2)
-
-
-def test_what_runs_the_checks() -> None:
-    publish, tests = ((ROOT / ".github" / "workflows" / f"{name}.yml").read_text() for name in ("publish", "tests"))
-    assert publish.index("python .ci/ready.py") < publish.index("tox -e build") < publish.index("gh-action-pypi-publish")
-    environments = {*re.findall(r"^\[testenv:(\w+)\]", (ROOT / "tox.ini").read_text(), re.M), "py"}
-    asked = {*re.findall(r"environment: (\w+), ", tests)}
-    assert {"py", "lint", "docs", "build", "lowest", "nightly"} == asked <= environments
-    assert [line for line in tests.splitlines() if "may-fail: true" in line] == [
-        line for line in tests.splitlines() if "environment: nightly" in line
-    ]
-    run, tox = ((ROOT / name).read_text() for name in (".ci/run", "tox.ini"))
-    usual = re.findall(r"^env_list = (.*)$", tox, re.M)[0].split(", ")
-    assert {*",".join(re.findall(r"^python3 -m tox .*-e ([\w,]+)", run, re.M)).split(",")} == {*usual, "build"}
-    assert "python3 -m tox -e py -- @tests/full.txt\n" in run
-    assert "\ncommands = python -m pytest -n 2 @tests/full.txt {posargs}\n" in tox
 
 
 def test_the_citation_has_the_version() -> None:

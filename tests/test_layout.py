@@ -174,6 +174,3 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 def test_the_readers_map_names_every_module() -> None:
     found = differences((ROOT / "docs" / "design.rst").read_text(), arrows(PACKAGE))
     assert not found, "\n".join(found)
-
-
-# The test's own test: a made-up package.

@@ -9,8 +9,7 @@ from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
 from steps import batch, check, mlp, step
-from torch import Tensor
-from twin import Bare, check_right
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -206,45 +205,3 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(4):
             check(model, x)
-
-
-# Forwards whose graph is one that is known, and those whose graph only looks so
-
-
-SAMPLES = 5
-
-
-BRANCHES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "used again": lambda m, h: h * m.scale,
-    "exchanged": lambda m, h: h * m.other * m.other,  # beside one node more
-}
-ORDERS = {"in another order": torch.arange(SAMPLES - 1, -1, -1), "in order": torch.arange(SAMPLES)}
-
-
-def branching() -> nn.Module:
-    """Bare parameters, read in another place of the graph, or another of them, on each branch; as many nodes on each."""
-
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.first(x)
-        h = BRANCHES.get(m.branch, lambda m, h: h * h)(m, h) * m.scale * m.other
-        return m.last(h[ORDERS[m.branch]] if m.branch in ORDERS else h)
-
-    parameters = {"scale": torch.randn(6), "other": torch.randn(6)}
-    return Bare(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3), **parameters, branch="usual").double()
-
-
-def on_branch(model: nn.Module, x: Tensor, branch: str) -> Tensor:
-    model.branch = branch
-    return squares(model(x))
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_another_graph_is_read_anew(branch: str, param_grad: bool) -> None:
-    branches = ("usual", "usual", "usual", branch, branch, "usual", branch)
-    batches = [(torch.randn(SAMPLES, 4).double(), own) for own in branches]
-    check_right(branching(), *batches, run=on_branch, total="each", param_grad=param_grad)
-
-
-def test_batches_of_other_sizes_are_read_anew() -> None:
-    check_right(branching(), *[(torch.randn(size, 4).double(),) for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5)])

@@ -110,6 +110,3 @@ def test_random_bits_are_those_of_the_cpu(device: torch.device) -> None:
     for one, other in zip(found, right):
         for field in ("row_place", "column_place", "row_sign", "column_sign"):
             assert torch.equal(getattr(one, field).cpu(), getattr(other, field))
-
-
-BITS = [167, 233, 0, 67]

@@ -35,27 +35,6 @@ def test_what_is_said_of_samples_that_mix(how: str, param_grad: bool) -> None:
         check_refused(model, *[(torch.randn(6, 3),)] * 3, error=SamplesMixed, match=says, param_grad=param_grad)
 
 
-def test_a_model_that_takes_gradients_of_its_input() -> None:
-    def forces(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.inner(x).tanh()
-        (slopes,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-        return m.out(h - h.mean(0) if m.mixes else h) + slopes.detach().sum(1, keepdim=True)
-
-    for x in (data(5).requires_grad_(), data(5).requires_grad_() * 2):
-        for mixes in (True, False):
-            model = Bare(forces, inner=nn.Linear(3, 3), out=nn.Linear(3, 2), mixes=mixes).double()
-            with autograd_hacks.add_hooks(model):
-                squares(model(x)).mean().backward(retain_graph=True)
-                if mixes:
-                    with pytest.raises(SamplesMixed):
-                        autograd_hacks.compute_grad1(model)
-                    continue
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    (row,) = torch.autograd.grad(squares(model(x))[1], model.inner.weight)
-                torch.testing.assert_close(model.inner.weight.grad1[1], row)
-
-
 def test_samples_that_mix_at_the_very_end() -> None:
     """Also where every forward writes its outputs to the same place."""
     memory, words = torch.empty(6, 4), {"error": SamplesMixed, "match": "output number 0"}

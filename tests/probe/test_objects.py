@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,23 +149,3 @@ def test_axes_in_an_object() -> None:
 
 def test_mixing_by_an_object_that_the_model_is_given() -> None:
     check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))
-
-
-def test_the_user_s_own_objects_stay() -> None:
-    """What the model is given keeps its tensors, and what a model keeps of what it returned is what it returned."""
-
-    @dataclass
-    class State:
-        x: Tensor
-        seen: list[int] = field(default_factory=list)
-
-    def counting(m: nn.Module, state: State) -> Tensor:
-        state.seen.append(1)
-        state.x = state.x * 2
-        return m.layer(state.x)
-
-    model, x = Bare(counting, layer=nn.Linear(3, 2)).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        model(state := State(x))
-        assert state.seen == [1]
-        assert torch.equal(state.x, 2 * x)

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from mixing import check_refused
 from oracle import squares
-from steps import Count, at_most, batch, check, mlp
+from steps import at_most, batch, check, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
@@ -91,21 +91,3 @@ def test_what_a_rule_raises_is_raised_at_reading(param_grad: bool, monkeypatch: 
     monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(RULES[nn.Linear], formula=fails))
     model, (x, _) = mlp(), batch()
     check_refused(model, (x,), error=ZeroDivisionError, match="no such form", param_grad=param_grad)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRUCell])
-def test_recurrent_layers_are_recomputed_once(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, calls = RULES[kind], Count()
-
-    def counted(layer: nn.Module, call: Call) -> dict[str, Form]:
-        calls.add()
-        return dict(rule.formula(layer, call))
-
-    monkeypatch.setitem(RULES, kind, dataclasses.replace(rule, formula=counted))
-    layer = kind(3, 4).double()
-    x = torch.randn(5, 3, 3).double() if kind is nn.LSTM else torch.randn(5, 3).double()
-    with autograd_hacks.add_hooks(layer, probe=False):
-        out = layer(x)
-        (out[0].transpose(0, 1) if kind is nn.LSTM else out).square().sum().backward()
-        autograd_hacks.compute_grad1(layer, "sum")
-    assert calls.number == 1

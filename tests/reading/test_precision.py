@@ -22,18 +22,6 @@ def scaled() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_precisions(dtype: torch.dtype) -> None:
-    model, x = scaled().to(dtype), torch.randn(4, 5, 3).to(dtype)
-    exact = copy.deepcopy(model).double()
-    for _ in steps_of(model, [(x,)] * 2, losses=squares):
-        autograd_hacks.compute_grad1(model)
-        for (name, p), rows in zip(model.named_parameters(), one_backward_per_sample(exact, squares, x.double()).values()):
-            assert p.grad1.dtype == dtype, name
-            tolerance = 30 * torch.finfo(dtype).eps
-            assert_close(p.grad1.double(), rows, rtol=tolerance, atol=tolerance * float(rows.abs().max()), msg=name)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_around_rules_and_replays(dtype: torch.dtype) -> None:
     model = scaled()

@@ -320,15 +320,6 @@ def test_an_object_among_the_arguments_is_copied() -> None:
     assert (queue.at, queue.log, float(queue.keys.sum())) == (0, {"lengths": [0]}, 0.0)
 
 
-def test_a_forward_may_write_into_wrappers_of_tensors() -> None:
-    """They have no memory of their own, as tensors that are traced have none."""
-    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
-
-    model = Net(before=lambda m, x: two_tensor.TwoTensor(x.detach().clone(), x.detach().clone()).add_(1))
-    with autograd_hacks.add_hooks(model):
-        autograd_hacks.verify(model, args=(torch.randn(4, 3),))
-
-
 def test_a_copy_is_freed_after_the_check() -> None:
     model, x = nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 2)), torch.randn(4, 13)
     with autograd_hacks.add_hooks(model, independent=True):

@@ -95,19 +95,6 @@ def test_a_training_loop_of_micro_batches(
             assert_close(list(model.parameters()), list(plain.parameters()))
 
 
-def test_micro_batches_of_a_scaled_loss() -> None:
-    model, (x, y) = mlp(), batch(6)
-    expected = clipped_sum(model, x, y)
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for part, target in zip(x.split(4), y.split(4)):
-            scaler.scale(squares(model(part), target).mean()).backward()
-            autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=6, scaler=scaler)
-        scaler.step(optimizer)
-    assert_close(list(model.parameters()), [old - total / 6 for old, total in zip(before, expected)])
-
-
 def test_what_the_loss_did_not_reach_keeps_its_gradient() -> None:
     model = with_spare(mlp()).double()
     model.spare.weight.grad = kept = torch.ones(2, 2).double()

@@ -66,20 +66,6 @@ def test_verify_of_dropout_and_of_what_was_never_run() -> None:
         autograd_hacks.verify(model, samples=4)
 
 
-def test_verify_knows_how_coarse_autocast_is() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(5):
-            model.zero_grad()
-            x = torch.randn(5, 8)
-            with torch.autocast("cpu", torch.bfloat16):
-                out = model(x)
-            out.float().square().mean().backward()
-            with torch.autocast("cpu", torch.bfloat16):
-                autograd_hacks.verify(model)
-
-
 def dropped(m: nn.Module, x: Tensor) -> Tensor:
     """Layers are skipped at random."""
     for layer in m.layers:
