@@ -43,6 +43,15 @@ def layers() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
 
 
+def test_parameters_are_told_apart_by_identity() -> None:
+    net, memo = layers(), Memo()
+    a, b = net
+    x = torch.randn(N, 4).double()
+    for out in (b(a(x)), a(b(x)), b(a(x))):
+        by_memo(memo, out, N, net, [x])
+    assert (memo.hits, memo.misses) == (1, 2)
+
+
 def test_inputs_that_need_gradients_are_new_in_each_step_and_cost_no_walk() -> None:
     net, memo = layers(), Memo()
     for _ in range(4):

@@ -175,6 +175,23 @@ def test_processes_have_the_same_micro_batches_of_different_users(most: int | No
     assert found == sorted(n for own in whole._micro_batches(4) for n in own[1:])
 
 
+def test_a_cut_leaves_each_user_whole() -> None:
+    mark = Mark(0, True, 7, 10, 0.5, 1, (4, 4, 4, 1, 6, 6, 6, 9, 9, 9))
+    cut = mark.cut(4)
+    assert [own.users for own in cut] == [(4, 4, 4, 1), (6, 6, 6, 9), (9, 9)]
+    assert [(own.samples, own.size, own.units, own.is_last) for own in cut] == [
+        (4, 4, 2, False),
+        (3, 4, 1, False),
+        (0, 2, 0, True),
+    ]
+    assert [own.users for own in mark.cut(3)] == [(4, 4, 4), (1,), (6, 6, 6), (9, 9, 9)]
+    with pytest.raises(ValueError, match="a user has more than 2 samples"):
+        mark.cut(2)
+    with pytest.raises(NotImplementedError, match="2 processes share it"):
+        mark._replace(world=2).cut(4)
+    assert mark._replace(world=2).cut(10) == [mark._replace(world=2)]
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few": ({"groups": USERS[:-1]}, "groups of 29 samples, and data of 30"),
     "a name": ({"groups": "ann"}, "groups=str"),

@@ -54,6 +54,24 @@ def test_a_tree_sees_whatever_changes_in_a_model(change: Any) -> None:
     assert [(n, id(p)) for n, p in tree.parameters().items()] == [(n, id(p)) for n, p in model.named_parameters()]
 
 
+def test_a_tree_sees_what_modules_begin_to_keep() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    tree, x = Tree(model), torch.ones(2)
+    changes: list[Any] = [
+        lambda own: own.update(kept=None),  # simple now, a tensor later
+        lambda own: own.update(kept=x),
+        lambda own: (own.pop("kept"), own.update(other=[x])),  # as many as before
+        lambda own: own.update(more={"x": x}),
+        lambda own: own.pop("more"),
+    ]
+    for change in changes:
+        tree.modules()
+        change(vars(model[1]))
+        own = vars(model[1])
+        expected = [own[name] for name in ("kept", "more", "other") if own.get(name) is not None]
+        assert [*map(id, tree.kept())] == [*map(id, expected)]
+
+
 # What tells batches from others: their numbers, and not where they lie
 
 
