@@ -8,8 +8,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
 
 def sample_loss(hess_type: str, z: Tensor) -> Tensor:
     """A sample's loss at its output, (C,) or (T, C), for targets that don't matter to the Hessian."""

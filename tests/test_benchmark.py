@@ -5,22 +5,19 @@ import json
 import os
 
 import cards
-import derived
 import measuring
 import pytest
 import report
 import run
 import torch
 import uses
-from architectures import ARCHITECTURES
-from families import TINY
 from given import given
 from measuring import Case, checked, measured
 from rarely import rarely
 from systems import trainable
 from tables import TABLES, Table
 from ways import WAYS, installed_version, is_ours
-from workloads import Workload, classification, multilayer, of_shape, stack
+from workloads import Workload, classification, multilayer, of_shape
 
 CPU = torch.device("cpu")
 TINY_MODEL = Workload(
@@ -112,24 +109,6 @@ def test_from_figures_to_table_page_and_chart(tmp_path, monkeypatch):
         assert "fastest other way / ours" in words
 
 
-@pytest.mark.slow
-def test_tables_of_their_own(tmp_path, monkeypatch):
-    name = "UNet, noise drawn inside"
-    own = {table.option: table for table in TABLES.values()}
-    table = dataclasses.replace(own["architectures"], models=lambda: {name: ARCHITECTURES[name](TINY)})
-    data = write(monkeypatch, tmp_path, "--architectures", "--peers", a=table, b=own["layers"])
-    assert (tmp_path / "cpu-architectures.json").exists()
-    (result,) = data["results"]["a"].values()
-    assert set(result["seconds"]) == {*table.ways, *table.peers}
-    assert set(result["errors"]) == {way for way in table.ways if is_ours(way)}
-    assert max(result["errors"].values()) < 1e-9
-    small = {f"{count} layers of {width}, N 4": stack(count, width, 4) for width in (10, 12) for count in (1, 2, 4)}
-    table = dataclasses.replace(own["layers"], models=lambda: small)
-    write(monkeypatch, tmp_path / "layers", "--layers", a=table)
-    told = (tmp_path / "layers" / "cpu-layers.txt").read_text()
-    assert all(f"a further layer of width {width}" in told for width in (10, 12))
-
-
 @pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
 @pytest.mark.parametrize("make", [cards.bert, *rarely(cards.gpt2)])
 def test_models_of_cards(make, tmp_path, monkeypatch):
@@ -144,55 +123,6 @@ def test_models_of_cards(make, tmp_path, monkeypatch):
     with torch.device("meta"):
         model = next(iter(make().values())).model()  # of the size of its name, in millions
     assert round(sum(p.numel() for p in trainable(model).values()) / 1e6) == {cards.gpt2: 124, cards.bert: 22}[make]
-
-
-TINY_LOSSES = {
-    "Laplacian": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
-    "penalty, MLP": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
-    "CNN": (derived.critic(2, 4), derived.points(3, 3, 4, 4)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", TINY_LOSSES)
-def test_losses_with_derivatives_are_one_loss_in_all_ways(part):
-    full = next(workload for name, workload in derived.DERIVED.items() if part in name)
-    model, batch = TINY_LOSSES[part]
-    table = TABLES["Losses with derivatives: rows, and a clipped step"]
-    errors, failures = found(table.ways + table.peers, dataclasses.replace(full, model=model, batch=batch))
-    assert failures == {}
-    assert {"rows: ours", VMAP, "clip: ours, param_grad=False"} <= set(errors)
-    assert max(errors.values()) < 1e-9
-
-
-def test_a_way_that_fails_later_has_no_figures(monkeypatch):
-    def full(workload, model):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    def late(workload, model):
-        steps = iter([{}, {}])
-        return lambda batch: next(steps)
-
-    monkeypatch.setitem(WAYS, "full", full)
-    monkeypatch.setitem(WAYS, "late", late)
-    result = measured(NAME, Case(TINY_MODEL, ("plain", "full", "late", CLIP)), 3, CPU, memory=False)
-    assert {way: len(own) for way, own in result["seconds"].items()} == {"plain": 3, CLIP: 3}
-    assert result["failures"] == {"full": measuring.OUT_OF_MEMORY, "late": "StopIteration:"}
-    assert measuring.OUT_OF_MEMORY in "\n".join(report.as_table(result))
-
-
-def test_peak_counts_what_is_kept_between_steps():
-    least = 4 * 4 * sum(p.numel() for p in TINY_MODEL.model().parameters()) / 1e6  # four samples, four bytes
-    assert measuring.peak(TINY_MODEL, WAYS["rows: ours"], CPU) > least
-
-
-@pytest.mark.parametrize("options", ["--workload nope", "--system nope", "--rounds 0", "--threads 0", "--device tpu"])
-def test_options_that_make_no_sense(options, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run.main([*options.split(), "--output", str(tmp_path / "out")])
-    said = capsys.readouterr().err
-    assert "expected" in said or "invalid choice" in said
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

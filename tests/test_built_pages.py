@@ -43,34 +43,6 @@ def formulas(page: Path) -> list[str]:
     return found
 
 
-def test_formulas_of_notebooks_are_read_as_formulas() -> None:
-    assert len(formulas(DOCS / "tutorial.ipynb")) > 20
-    assert "dollarmath" in ast.literal_eval(set_in_conf("myst_enable_extensions"))
-
-
-def test_a_formula_without_an_end_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.ipynb"
-    page.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["The norm $x, and `$` is code"]}]}))
-    with pytest.raises(ValueError, match=r"page\.ipynb: a dollar sign without a partner"):
-        formulas(page)
-
-
-def test_each_formula_becomes_a_node() -> None:
-    parsers = pytest.importorskip("myst_parser.parsers.mdit")
-    from myst_parser.config.main import MdParserConfig
-    from myst_parser.mdit_to_docutils.base import DocutilsRenderer
-
-    extensions = set(ast.literal_eval(set_in_conf("myst_enable_extensions")))
-    parser = parsers.create_md_parser(MdParserConfig(enable_extensions=extensions), DocutilsRenderer)
-    for page in (DOCS / "tutorial.ipynb", DOCS / "first_steps.ipynb"):
-        read = []
-        for cell in json.loads(page.read_text())["cells"]:
-            if cell["cell_type"] == "markdown":
-                blocks = parser.parse("".join(cell["source"]))
-                read += [t.content for block in blocks for t in block.children or [] if t.type.startswith("math")]
-        assert read == formulas(page), page.name
-
-
 @pytest.fixture
 def build() -> Any:
     return loaded(DOCS / "build.py")
@@ -90,33 +62,12 @@ def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path
     assert build.version() == autograd_hacks.__version__
 
 
-def test_the_sidebar_lists_versions_by_what_the_build_writes(build: Any) -> None:
-    assert "versions.html" in ast.unparse(set_in_conf("html_sidebars"))
-    template = (DOCS / "_templates" / "versions.html").read_text()
-    assert 'id="versions"' in template
-    assert 'getElementById("versions")' in build.SCRIPT
-    assert '../versions.js"' in template
-    tox = (DOCS.parent / "tox.ini").read_text()
-    built = re.findall(r"python docs/build\.py .*-b (\w+)$", tox, re.M)
-    assert built == ["html", "markdown", "html"]
-    assert not re.search(r"-b html docs\b", tox)
-
-
-def test_captions_have_one_rule() -> None:
-    rules = re.findall(r"^([^{}\n]*caption[^{}\n]*)\{([^}]*)\}", (DOCS / "_static" / "site.css").read_text(), re.M)
-    assert [body.strip() for _, body in rules] == ["text-align: left;"]
-
-
 # The search for house words finds them in pages, docstrings and messages, and nowhere else
 
 
 @pytest.fixture
 def prose() -> Any:
     return loaded(DOCS / "prose.py")
-
-
-def test_the_pages_have_none(prose: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prose.main() == 0, capsys.readouterr().out
 
 
 MODULE = '"""{}"""\nanew = 1  # anew\n{}'
@@ -143,48 +94,6 @@ def test_prose_is_told_from_code(name: str, text: str, expected: list[str], pros
     assert found == expected
 
 
-def test_words_are_whole_and_all_are_found_over_line_breaks_too(prose: Any) -> None:
-    (found,) = prose.findings_in("It is taken\n  for the mean.")
-    assert found.startswith('"taken for the": write "assumed to be"')
-    assert [len(prose.findings_in(text)) for text in ("one sample hardly counts", "Nothing is worked out anew.")] == [1, 2]
-
-
-def test_the_modules_are_searched(prose: Any) -> None:
-    pages = {"autograd_hacks/verbs/over.py", "docs/examples/wrong_labels.py", "CHANGELOG.rst"}
-    assert pages <= prose.pages().keys()
-    assert "autograd_hacks/verbs/over.py" not in prose.NOT_YET
-
-
-def test_a_script_of_the_gallery_has_prose_in_comments_too(
-    prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(next(text for name, text, _ in TEXTS if name == script.name))
-    monkeypatch.setattr(prose, "EXAMPLES", tmp_path)
-    found = sorted(line.partition(":")[0] for line in prose.findings_in(prose.prose_of(script)))
-    assert found == ['"anew"', '"taken for the"']
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "expected"),
-    [
-        ("NOT_YET", {"docs/want.rst": "", "docs/gone.rst": ""},
-         ["docs/want.rst: has no house words any more", "docs/gone.rst: is in NOT_YET and is no page"]),
-        ("WORDS", {"gradients": "page"},
-         ['docs/want.rst: "gradients": write "page"', 'README.rst: "gradients": write "page"']),
-    ],
-)  # fmt: skip
-def test_the_list_of_other_pages_only_gets_shorter_and_has_all_that_have_some(
-    prose: Any, name: str, more: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    own = getattr(prose, name)
-    monkeypatch.setattr(prose, name, {**own, **more} if isinstance(own, dict) else {*own, *more})
-    assert prose.main() == 1
-    said = capsys.readouterr().out
-    assert all(line in said for line in expected)
-
-
 # What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named
 
 
@@ -199,15 +108,6 @@ def test_every_paper_of_a_docstring_is_in_the_bibliography() -> None:
     assert len(named) > 20
     assert len(listed) == len(set(listed))
     assert not named - set(listed), "add them to docs/bibliography.bib"
-
-
-def test_every_entry_is_whole() -> None:
-    entries = re.split(r"^@", (ROOT / "docs" / "bibliography.bib").read_text(), flags=re.M)[1:]
-    keys = [re.match(r"\w+\{(\w+),", entry)[1] for entry in entries]  # type: ignore[index]
-    assert len(keys) == len(set(keys))
-    for entry in entries:
-        assert entry.count("{") == entry.count("}"), entry
-        assert all(f"{field} = " in entry for field in ("title", "author", "year", "note")), entry
 
 
 def test_metadata_is_what_pip_wants() -> None:
@@ -272,22 +172,6 @@ def test_a_release_is_published_with_an_address_alone(ready: Any, tmp_path: Path
 
 def test_the_address_is_set_in_both_places_or_in_none(ready: Any) -> None:
     assert len([line for line in ready.missing() if "BASE" in line or "project_urls" in line]) in (0, 2)
-
-
-def test_what_runs_the_checks() -> None:
-    publish, tests = ((ROOT / ".github" / "workflows" / f"{name}.yml").read_text() for name in ("publish", "tests"))
-    assert publish.index("python .ci/ready.py") < publish.index("tox -e build") < publish.index("gh-action-pypi-publish")
-    environments = {*re.findall(r"^\[testenv:(\w+)\]", (ROOT / "tox.ini").read_text(), re.M), "py"}
-    asked = {*re.findall(r"environment: (\w+), ", tests)}
-    assert {"py", "lint", "docs", "build", "lowest", "nightly"} == asked <= environments
-    assert [line for line in tests.splitlines() if "may-fail: true" in line] == [
-        line for line in tests.splitlines() if "environment: nightly" in line
-    ]
-    run, tox = ((ROOT / name).read_text() for name in (".ci/run", "tox.ini"))
-    usual = re.findall(r"^env_list = (.*)$", tox, re.M)[0].split(", ")
-    assert {*",".join(re.findall(r"^python3 -m tox .*-e ([\w,]+)", run, re.M)).split(",")} == {*usual, "build"}
-    assert "python3 -m tox -e py -- @tests/full.txt\n" in run
-    assert "\ncommands = python -m pytest -n 2 @tests/full.txt {posargs}\n" in tox
 
 
 def test_the_citation_has_the_version() -> None:

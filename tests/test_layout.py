@@ -174,36 +174,3 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 def test_the_readers_map_names_every_module() -> None:
     found = differences((ROOT / "docs" / "design.rst").read_text(), arrows(PACKAGE))
     assert not found, "\n".join(found)
-
-
-# The test's own test: a made-up package.
-
-FAULTY = {
-    "__init__.py": "from house.capture.hooks import hook",
-    "errors.py": "from house.support import trees",
-    "support/trees.py": "",
-    "forms/base.py": "def late():\n    from ..formulas.linear import rule",
-    "formulas/linear.py": "from house.forms.base import Form",
-    "capture/hooks.py": "import importlib\nlater = importlib.import_module('house.verbs.hooks')",
-    "verbs/hooks.py": "if TYPE_CHECKING:\n    from .reads import read",
-    "verbs/reads.py": "from . import hooks\n" + "\n" * LONGEST,
-    "check/rows.py": "import house.capture.hooks, house.private\nfrom house import hook",
-    "private/__init__.py": "",
-    "attic/old.py": "",
-}
-
-
-def test_faults_are_seen(tmp_path: Path) -> None:
-    for path, text in FAULTY.items():
-        file = tmp_path / "house" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    found = arrows(tmp_path / "house")
-    assert circles(found) == ["forms/base.py formulas/linear.py", "verbs/hooks.py verbs/reads.py"]
-    back = {"errors.py": "support/trees.py", "forms/base.py": "formulas/linear.py", "capture/hooks.py": "verbs/hooks.py"}
-    assert arrows_back(found) == sorted(["attic/old.py is on no floor", *(f"{a} imports {b}" for a, b in back.items())])
-    assert through_walls(found) == ["check/rows.py imports capture/hooks.py", "check/rows.py imports private/__init__.py"]
-    assert same_names(found) == ["capture/hooks.py", "verbs/hooks.py"]
-    assert long_files(tmp_path) == [f"house/verbs/reads.py: {LONGEST + 1}"]
-    named = " ".join(path for path in found if path not in ("errors.py", "private/__init__.py", "__init__.py"))
-    assert differences(f"{named} formulas/gone.py", found) == ["errors.py is not named", "formulas/gone.py is named"]

@@ -8,12 +8,11 @@ import torch.nn as nn
 from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
-from steps import batch, check, check_losses, mlp, step
-from torch import Tensor
-from twin import Bare, check_right
+from steps import batch, check, mlp, step
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded, SamplesMixed
+from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Dense
 from autograd_hacks.formulas import Rule, single_input
 from autograd_hacks.formulas.table import RULES
@@ -206,67 +205,3 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(4):
             check(model, x)
-
-
-# Forwards whose graph is one that is known, and those whose graph only looks so
-
-
-SAMPLES = 5
-
-
-BRANCHES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "used again": lambda m, h: h * m.scale,
-    "exchanged": lambda m, h: h * m.other * m.other,  # beside one node more
-}
-ORDERS = {"in another order": torch.arange(SAMPLES - 1, -1, -1), "in order": torch.arange(SAMPLES)}
-
-
-def branching() -> nn.Module:
-    """Bare parameters, read in another place of the graph, or another of them, on each branch; as many nodes on each."""
-
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.first(x)
-        h = BRANCHES.get(m.branch, lambda m, h: h * h)(m, h) * m.scale * m.other
-        return m.last(h[ORDERS[m.branch]] if m.branch in ORDERS else h)
-
-    parameters = {"scale": torch.randn(6), "other": torch.randn(6)}
-    return Bare(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3), **parameters, branch="usual").double()
-
-
-def on_branch(model: nn.Module, x: Tensor, branch: str) -> Tensor:
-    model.branch = branch
-    return squares(model(x))
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_another_graph_is_read_anew(branch: str, param_grad: bool) -> None:
-    branches = ("usual", "usual", "usual", branch, branch, "usual", branch)
-    batches = [(torch.randn(SAMPLES, 4).double(), own) for own in branches]
-    check_right(branching(), *batches, run=on_branch, total="each", param_grad=param_grad)
-
-
-def test_samples_that_an_index_moves_only_now_are_refused() -> None:
-    model = branching()
-    with autograd_hacks.add_hooks(model):
-        for own in ("in order", "in order", "in order", "in order", "in another order"):
-            model.branch = own
-            squares(model(torch.randn(SAMPLES, 4).double())).mean().backward()
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model)
-
-
-def test_batches_of_other_sizes_are_read_anew() -> None:
-    check_right(branching(), *[(torch.randn(size, 4).double(),) for size in (5, 5, 3, 5, 3, 1, 4, 6, 8, 5)])
-
-
-def test_a_parameter_that_begins_to_train_is_read() -> None:
-    model = branching()
-    model.scale.requires_grad_(False)
-    with autograd_hacks.add_hooks(model):
-        for trains in (False, False, False, True, True):
-            model.scale.requires_grad_(trains)
-            if trains:
-                autograd_hacks.add_hooks(model)
-            x = torch.randn(SAMPLES, 4).double()
-            check_losses(model, lambda x=x: squares(model(x)))

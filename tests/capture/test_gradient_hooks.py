@@ -234,20 +234,6 @@ def test_a_hook_that_is_registered_after_the_forward() -> None:
                 autograd_hacks.compute_grad1(model)
 
 
-def test_a_hook_at_several_places_and_draws_of_the_user() -> None:
-    """What a hook draws is drawn once, as without the library."""
-    numbers = []
-    for is_hooked in (False, True):
-        torch.manual_seed(0)
-        model = Hooked("of a tensor")
-        model.change = lambda g: g * torch.randn(()).to(g)
-        if is_hooked:
-            autograd_hacks.add_hooks(model)
-        squares(model(torch.randn(5, 3).double())).mean().backward()
-        numbers.append(torch.randn(3))
-    assert torch.equal(*numbers)
-
-
 def registers(m: nn.Module, x: Tensor) -> Tensor:
     """Registers a hook of each kind on the layers as it runs."""
     kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_pre_hook"

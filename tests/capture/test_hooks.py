@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Patched
 from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import assert_right, batch, check, mlp, step
 
@@ -55,21 +54,6 @@ def test_removing_leaves_the_model_as_it_was(remove: Callable[[nn.Module, Any], 
     for gone in (handle.on, lambda: autograd_hacks.compute_grad1(model)):
         with pytest.raises(NothingRecorded):
             gone()
-
-
-def test_no_attribute_on_layers_or_parameters_but_grad1() -> None:
-    model, tokens = Patched(), torch.randint(7, (4, 3))
-    before = [sorted(vars(module)) for module in model.modules()]
-    with autograd_hacks.add_hooks(model):
-        squares(model(tokens)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        around = {"_compiled_call_impl", "compile", "_replicate_for_data_parallel"}  # see `Guard` and `Instead`
-        own = [sorted(vars(module).keys() - around) for module in model.modules()]
-        assert own == before
-        assert {name for p in model.parameters() for name in vars(p)} == {"grad1"}
-    assert {name for p in model.parameters() for name in vars(p)} == set()
-    assert [sorted(vars(module)) for module in model.modules()] == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_remove_hooks_warns_where_there_are_none(model: nn.Module) -> None:

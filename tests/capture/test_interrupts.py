@@ -186,31 +186,6 @@ def test_an_interrupt_at_any_line(name: str, param_grad: bool) -> None:
         interrupt_at(name, param_grad, at)
 
 
-def test_an_interrupt_inside_a_layer_freezes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2))
-    model[0].register_forward_hook(lambda layer, args, out: (out, out, out))
-    model.forward = lambda x: model[2](model[1](*model[0](x))[0])
-    before = everywhere()
-    autograd_hacks.add_hooks(model, param_grad=False)
-    plain_step(model)
-    autograd_hacks.compute_grad1(model)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for layer in (model[2], model[1]):
-        handle = layer.register_forward_pre_hook(stop)
-        with pytest.raises(KeyboardInterrupt):
-            model(X)
-        handle.remove()
-        assert everywhere() == before
-        assert all(p.requires_grad for p in model.parameters())
-        assert all(p.requires_grad for p in copy.deepcopy(model[1]).parameters())
-    autograd_hacks.remove_hooks(model)
-    plain_step(model)
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_interrupts_leave_no_memory_behind() -> None:
     held, lines = [], moments("watched", True)

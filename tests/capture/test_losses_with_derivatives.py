@@ -82,19 +82,6 @@ def test_streaming_and_accumulating() -> None:
         assert_same(found(model), rows)
 
 
-def test_two_derivative_passes_through_one_forward() -> None:
-    model, x = made("mlp")
-
-    def losses() -> Tensor:
-        h = x.clone().requires_grad_()
-        y = model(h)
-        first, second = (torch.autograd.grad(y[:, n].sum(), h, create_graph=True)[0] for n in range(2))
-        return (first * second).sum(1) + y.square().sum(1)
-
-    with autograd_hacks.add_hooks(model):
-        check_step(model, losses)
-
-
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
     model, x = made("mlp")
@@ -108,25 +95,6 @@ def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
         return slope.square().sum(1)
 
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(2):
-            check_step(model, losses)
-
-
-def test_a_derivative_by_something_inside() -> None:
-    """Path length regularisation, by a latent."""
-    model, x = (
-        Bare(
-            lambda m, x: (m.out(latent := m.into(x).tanh()).sin(), latent), into=nn.Linear(3, 4), out=nn.Linear(4, 2)
-        ).double(),
-        batch()[0],
-    )
-
-    def losses() -> Tensor:
-        y, latent = model(x)
-        (slope,) = torch.autograd.grad(y.sum(), latent, create_graph=True)
-        return slope.square().sum(1)
-
-    with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check_step(model, losses)
 

@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
-from derivatives import gradient_penalty, rows_of, step
 from nets import MODELS
 from oracle import assert_rows, joined, one_backward_per_sample, squares
 from rarely import crossed
@@ -14,10 +13,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim import optimizer
 from torch.testing import assert_close
-from twin import Bare, of_squares
+from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture.lean import _HOOKED
 from autograd_hacks.errors import ParamGradSkipped, UnseenGradient
 
 
@@ -180,23 +178,6 @@ def test_steps_that_are_no_mistake() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_no_optimizer_is_watched_for_a_model_that_is_gone() -> None:
-    while gc.collect():  # other tests' models
-        pass
-    before = len(_HOOKED)
-    model, _ = small(param_grad=False)
-    autograd_hacks.add_hooks(model, param_grad=False)
-    assert len(_HOOKED) == before + 1
-    assert len(optimizer._global_optimizer_post_hooks) == 1
-    autograd_hacks.remove_hooks(model)
-    assert len(_HOOKED) == before
-    assert before or not optimizer._global_optimizer_post_hooks
-    model, _ = small(param_grad=False)
-    del model, _
-    gc.collect()
-    assert len(_HOOKED) == before
-
-
 def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     """torch goes through its hooks just then."""
     gone, stepping = small(param_grad=False)
@@ -210,19 +191,6 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
 
 
 # Who gets ordinary gradients all the same, and which ways to them are refused
-
-
-def test_gradient_past_the_owner_is_noticed_in_every_step() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for step in range(5):
-            loss = squares(model(x)).mean()
-            (loss + model[0].weight.square().sum() if step % 2 else loss).backward()
-            if step % 2:
-                with pytest.raises(UnseenGradient, match=r"0\.weight"):
-                    autograd_hacks.compute_grad1(model)
-            else:
-                autograd_hacks.compute_grad1(model)
 
 
 def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
@@ -249,20 +217,6 @@ def test_functional_call_with_other_tensors() -> None:
             model.zero_grad()
             squares(functional_call(model, dict(model.named_parameters()), (x,))).mean().backward()
             assert_right(model, x)
-
-
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_penalty_on_input_gradients_in_every_second_step(begins: bool) -> None:
-    """Of the first, nothing is known of the passes to come; of the third, plain ones alone came before."""
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.randn(3, 4).double()
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for number in range(5):
-            loss = gradient_penalty if (number % 2 == 0 if begins else number in (2, 4)) else of_squares
-            step(model, loss, x)
-            assert all(p.grad is None for p in model.parameters())
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, rows_of(model, loss, x))
 
 
 def test_functional_call_with_leaves_fills_theirs() -> None:

@@ -60,16 +60,6 @@ def test_a_part_of_a_part() -> None:
             check(model, torch.randn(n, 4).double(), "sum", run=lambda x: model.encoder.inner(x))
 
 
-def test_a_part_after_one_that_failed() -> None:
-    model, x = whole_net(tokens()).double(), torch.randn(4, 5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for call in (model.encoder, model):
-            with pytest.raises(RuntimeError):
-                call(torch.randn(4, 5, 2).double())
-            check(model, x, run=lambda x: model.encoder(x))
-            check(model, x[:, 0, :3].repeat(1, 2)[:, :4], run=lambda x: model.head(x))
-
-
 def test_a_part_with_time_first() -> None:
     model = whole_net(Bare(lambda m, x: m.layer(x)[0] * m.scale, scale=torch.randn(4), layer=nn.GRU(3, 4))).double()
     with autograd_hacks.add_hooks(model):

@@ -17,27 +17,6 @@ import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
 
 
-@pytest.mark.parametrize("by", ["a weight", "the input"])
-def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential, by: str) -> None:
-    x, y = batch()
-    x.requires_grad_()
-    loss = squares(model(x), y).mean()
-    torch.autograd.grad(loss, model[2].weight if by == "a weight" else x, retain_graph=True)
-    torch.autograd.grad(squares(model(x), y).mean(), x)
-    loss.backward()
-    assert_right(model, x, y)
-    assert_means(model)
-
-
-def test_batched_gradients_are_no_record(model: nn.Module) -> None:
-    x, y = batch(4)
-    parameters = list(model.parameters())
-    losses = squares(model(x), y)
-    torch.autograd.grad(losses, parameters, torch.eye(4, dtype=torch.float64), is_grads_batched=True)
-    step(model, x, y)
-    assert_right(model, x, y)
-
-
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> None:
     cell, x = nn.GRUCell(2, 3).double(), torch.randn(4, 3, 2).double()
@@ -156,16 +135,6 @@ def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Mo
     assert_right(model, *batch())
 
 
-def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
-    x, y = batch()
-    step(model, *batch(seed=1))
-    with pytest.raises(RuntimeError, match="shape"):
-        model[2](model[0](x)[:, :3])
-    model.zero_grad()
-    step(model, x, y)
-    assert_right(model, x, y)
-
-
 def test_two_models_in_two_threads() -> None:
     models, wrong = [mlp(), mlp()], []
 
@@ -189,26 +158,6 @@ def test_two_models_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_a_batch_of_one_and_of_none(model: nn.Module) -> None:
-    for n in (1, 0):
-        step(model, *batch(n))
-        assert_right(model, *batch(n))
-        assert all(p.grad1.shape == (n, *p.shape) for p in model.parameters())
-
-
-def test_samples_that_are_not_finite_or_not_there_through_a_convolution() -> None:
-    model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), torch.randn(4, 1, 4, 4)
-    x[2] = torch.nan
-    with autograd_hacks.add_hooks(model):
-        for samples in (x, x[:0]):
-            squares(model(samples)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            for p in model.parameters():
-                assert p.grad1.shape == (len(samples), *p.shape)
-                assert p.grad1.flatten(1).isnan().any(1).tolist() == [False, False, True, False][: len(samples)]
-            model.zero_grad()
 
 
 def test_frozen_parameters_have_no_grad1_and_unreached_ones_none(model: nn.Sequential) -> None:

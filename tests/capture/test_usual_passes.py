@@ -327,18 +327,3 @@ def test_a_hook_that_asks_for_gradients_of_parameters_runs_its_pass_aside() -> N
         is_aside[0] = True
         squares(model(x)).sum().backward()
         assert_same(autograd_hacks.per_sample_grads(model, "sum").dense(), expected)
-
-
-def test_announced_passes_do_no_more_than_others() -> None:
-    """Their own hook is no new hook of the user's, for which gradients of parameters would be computed."""
-    torch.manual_seed(0)
-    model, x, counts = Net(), torch.randint(11, (N, 4)), list[list[str]]()
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for _ in range(3):
-            for run in (lambda each: each.mean().backward(), autograd_hacks.backward):
-                each = losses(model, x)
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-                    run(each)
-                counts.append([event.name for event in seen.events() if event.name == "aten::mm"])
-                autograd_hacks.compute_grad1(model, "mean")
-    assert len({len(own) for own in counts[2:]}) == 1

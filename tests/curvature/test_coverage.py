@@ -1,6 +1,5 @@
 """What a curvature is of, and what is said of the rest."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -59,14 +58,6 @@ def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
     assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
 
 
-def test_factors_know_how_they_lie_in_a_copy() -> None:
-    model, x = hooked("words")
-    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
-    twin = copy.deepcopy(model.turned.weight.kfac)
-    assert twin.is_turned
-    assert_close(tuple(twin), tuple(model.turned.weight.kfac))
-
-
 def test_blocks_beyond_the_limit_are_skipped() -> None:
     model, x = hooked("words")
     table = autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian", max_bytes=20000, skip=True)
@@ -105,26 +96,6 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     )
     model.weight.ekfac = other.weight.ekfac
     check_each((ValueError, "has 12 numbers, but this model's weight 9", lambda: Metric.from_ekfac(model)))
-
-
-def test_a_layer_that_sees_some_positions() -> None:
-    """Samples send unequal numbers of positions to a layer; one sends none."""
-
-    def some_net(m: nn.Module, x: Tensor) -> Tensor:
-        y = torch.tanh(m.first(x))
-        where = torch.where(x[..., 0] > 0)
-        return y.index_put(where, m.some(y[where]))
-
-    model, x = Bare(some_net, first=nn.Linear(3, 3), some=nn.Linear(3, 3)), torch.randn(4, 3, 3).abs()
-    x[0, 1:, 0], x[1, 0, 0], x[2, :, 0] = -1, -1, -1
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.curvature.compute_hess_over(model, [x], "kfac", "Jacobian")
-    y = torch.tanh(F.linear(x, model.first.weight, model.first.bias)).detach()
-    samples = [y[n][x[n, :, 0] > 0] for n in (0, 1, 3)]
-    inputs = torch.cat(samples)
-    assert_close(model.some.weight.kfac[0], inputs.T @ inputs / len(inputs))
-    # Each of the 6 positions that are sent there has 3 outputs, and each of these a pass with a gradient of one.
-    assert_close(model.some.weight.kfac[1], torch.eye(3) * 6 / 4)
 
 
 @pytest.mark.parametrize("kind", ["kfac", "diag"])

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from curvature_nets import curve
 from torch import Tensor
 from torch.testing import assert_close
-from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.attribution import Metric
@@ -111,32 +110,7 @@ def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
     assert not any(isinstance(form, Dense) for form in rows.values())
 
 
-def test_folded_samples_and_some_parameters() -> None:
-    """Positions that are folded into the batch in front of a layer."""
-
-    def folded_net(m: nn.Module, x: Tensor, folded: bool = True) -> Tensor:
-        x = torch.tanh(m.first(x))
-        x = m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else m.layer(x)
-        return m.norm(x.flatten(1))
-
-    model = Bare(folded_net, first=nn.Linear(3, 2), layer=nn.Linear(2, 2), norm=nn.LayerNorm(4))
-    x, names = torch.randn(5, 2, 3), ["first.weight", "layer.weight", "layer.bias"]
-    autograd_hacks.add_hooks(model)
-    found = []
-    for folded in (True, False):
-        curve(model, model(x, folded), kind="ekfac", parameters=names)
-        found.append([written(model.get_parameter(name)) for name in names])
-    assert_close(found[0], found[1])
-    autograd_hacks.backprop_hess(model(x))
-    for kind in ("ekfac", "kfac"):
-        autograd_hacks.clear_backprops(model)
-        autograd_hacks.backprop_hess(model(x))
-        model.norm.weight.requires_grad_(False)
-        table = autograd_hacks.compute_hess(model, kind=kind)
-        assert table.share == 1
-
-
-# Curvature layer by layer, and passes that go to the chosen layers alone: the numbers are those of all at once, which
+# Curvature layer by layer: the numbers are those of all at once, which
 # other tests hold to one backward pass for each output
 
 
@@ -175,28 +149,3 @@ def test_layer_by_layer_is_all_at_once(kind: str) -> None:
         for p, own in kept.items():
             setattr(p, attribute, own)
         assert_close(found(model, kind), expected)
-
-
-def test_passes_go_to_the_chosen_layers_alone() -> None:
-    model, x = deep()
-    autograd_hacks.curvature.compute_hess_over(model, [x], "ekfac")  # proven
-    expected, seen = found(model, "ekfac"), list[int]()
-
-    def watched(model: nn.Module, batch: Tensor) -> Tensor:
-        between = model[:2](batch)
-        between.register_hook(lambda _: seen.append(1))
-        return model[2:](between)
-
-    model_with = nn.Sequential(model)
-    model_with.forward = lambda batch: watched(model, batch)
-    autograd_hacks.remove_hooks(model)
-    autograd_hacks.add_hooks(model_with)
-    autograd_hacks.curvature.compute_hess_over(model_with, [x], "kfac")
-    seen.clear()
-    table = autograd_hacks.curvature.compute_hess_over(model_with, [x], "ekfac", parameters=["0.4.*"])
-    assert not seen
-    assert table.covered == ["0.4.weight", "0.4.bias"]
-    own = model[4].weight.ekfac
-    assert_close(own.matvec(torch.eye(10).view(-1, 2, 5)), expected["4.weight"][0])
-    autograd_hacks.curvature.compute_hess_over(model_with, [x], "ekfac", parameters=["0.0.*"])
-    assert seen

@@ -136,20 +136,6 @@ def test_autocast() -> None:
         assert_close(p.hess, own, rtol=0.05, atol=0.02 * float(own.abs().max()))
 
 
-def test_only_what_a_pass_brings_is_kept_for_each() -> None:
-    """The passes share the layer's input, and copies of it made on the way."""
-    layer = nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular")
-    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(32, 4))
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(5, 3, 4, 4)))
-    grads = autograd_hacks.per_sample_grads(model)
-    for name in ("0.weight", "2.weight"):
-        leaves = list(grads[name].leaves())
-        assert len(leaves) == 4
-        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]
-        assert len(shared) == 1
-
-
 @pytest.mark.parametrize("kind", ["full", "diag", "kfac"])
 def test_batches_that_do_not_reach_a_parameter_count(kind: str) -> None:
     """In the mean over a loader, and over micro-batches, they have no share in its curvature but their samples count."""

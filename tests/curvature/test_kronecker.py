@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -192,17 +191,3 @@ def test_ekfac_of_all_of_it() -> None:
     table = autograd_hacks.curvature.compute_hess_over(model, [WORDS[:2], WORDS[2:]], "ekfac", "Jacobian")
     assert table.share == 1
     assert_solves(model, WORDS, rows, BY_ROWS)
-
-
-def otherwise(m: nn.Module, words: Tensor) -> Tensor:
-    """Looks positions up in a batch of one sample only."""
-    at = torch.arange(words.shape[1])
-    places = m.wpe(at[None]) if len(words) == 1 else m.wpe.weight[at].sin()
-    return m.head(torch.tanh(m.table(words) + places))
-
-
-def test_what_is_read_otherwise_in_the_first_batch_is_refused() -> None:
-    model = of_words(otherwise)
-    autograd_hacks.add_hooks(model)
-    with pytest.raises(UnsupportedLayer, match=r"wpe\.weight.*in other ways in some batches"):
-        autograd_hacks.curvature.compute_hess_over(model, [WORDS[:1], WORDS[1:]], "kfac", "Jacobian")

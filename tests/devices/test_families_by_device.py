@@ -108,6 +108,3 @@ def test_random_bits_are_those_of_the_cpu(device: torch.device) -> None:
     assert torch.equal(noise((70, 999), key, device).cpu(), noise((70, 999), key, cpu))
     found, right = (SparseMap("p", torch.Size((70, 999)), 64, 1).hashes(where) for where in (device, cpu))
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found, right))
-
-
-BITS = [167, 233, 0, 67]

@@ -13,9 +13,7 @@ from processes import Both
 from rarely import crossed
 from spread import (
     BOUND,
-    assert_grads,
     batch,
-    clipped,
     made,
     own,
     sharded,
@@ -30,7 +28,6 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import (
     NothingRecorded,
     PerSampleGradientError,
@@ -125,26 +122,6 @@ def samples_that_mix_on_one_process() -> None:
             autograd_hacks.clip_grad1_norm_(model, BOUND)
 
 
-def opens(each: bool) -> None:
-    """A way behind a gate, which is zero at first, and hides what is behind it."""
-    torch.manual_seed(1)
-    own = {"layer": nn.Linear(3, 2), "hidden": nn.Linear(3, 2), "gate": torch.zeros(2)}
-    twin = Bare(lambda m, x: m.layer(x) + m.gate * m.hidden(x), **own).double()
-    model = sharded(copy.deepcopy(twin), each=each)
-    autograd_hacks.add_hooks(model)
-    for step in range(4):
-        train_one(model, step=step, twin=twin)
-        if step == 1:
-            with torch.no_grad():
-                model.gate.fill_(1)
-                twin.gate.fill_(1)
-
-
-@pytest.mark.parametrize("each", [False, True])
-def test_a_gate_in_shards_that_opens(both: Both, each: bool) -> None:
-    both(opens, each)
-
-
 class Packs(nn.Module):
     """Documents that are packed into samples, and told by name."""
 
@@ -223,40 +200,6 @@ def test_a_pass_that_nobody_has_read_is_not_lost(both: Both, way: str, param_gra
     both(two_passes, way, param_grad)
 
 
-def losses_are_proven(way: str) -> None:
-    """Losses of samples are proven after forwards that were, which may be so on one process alone."""
-    for sizes in ([(3, 3), (3, 3), (3, 3), (1, 2), (1, 4)], [(0, 4), (3, 3), (4, 0)]):
-        model = spread_out(made("mlp"), way)
-        autograd_hacks.add_hooks(model, param_grad=False)
-        for step, each in enumerate(sizes):
-            x, y = batch(step, sum(each))
-            _, grads = clipped(made("mlp"), x, y)
-            mine = x[own(each)]
-            autograd_hacks.backward(squares(model(mine), y[own(each)]), "sum")
-            autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=sum(each))
-            assert_grads(model, grads)
-            autograd_hacks.verify(model)
-            model.zero_grad()
-        for kind in recorder_of(model).kinds.seen.values():
-            kind.pending = True  # the next forward is proven
-        x, y = (part[own((4, 4))] for part in batch(0, 8))
-        losses = squares(model(x), y)
-        with pytest.raises(SamplesMixed, match="samples mix in the losses"):
-            autograd_hacks.backward(losses - losses.mean(), "sum")
-
-
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-def test_losses_are_proven_on_some_processes(both: Both, way: str) -> None:
-    both(losses_are_proven, way)
-
-
-def modules_that_are_run_again() -> None:
-    """Modules with parameters that no rule covers are run again then."""
-    model = sharded(made("Attends"), each=True)
-    autograd_hacks.add_hooks(model, probe=False)
-    train(model, "Attends", (4, 4), 2)
-
-
 @pytest.mark.parametrize(
     "task",
     [
@@ -265,7 +208,6 @@ def modules_that_are_run_again() -> None:
         where_one_process_can_not_make_a_plan_all_raise,
         samples_that_mix_on_one_process,
         forwards_without_gradients_agree_on_nothing,
-        modules_that_are_run_again,
     ],
 )
 def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from autograd_hacks.forms import cost
-from autograd_hacks.forms.positions import Windows
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +33,6 @@ def test_cards_without_units_for_float64(capability: tuple[int, int], double: fl
 def test_other_devices_cost_what_a_cpu_does() -> None:
     cpu = cost.costs_of(torch.device("cpu"))
     assert cost.costs_of(torch.device("meta")) == cost.costs_of(torch.device("mps", 0)) == cpu
-
-
-@pytest.mark.parametrize(
-    ("channels", "fan_out", "kernel", "image", "is_cut"),
-    [(3, 16, 3, 32, True), (16, 16, 3, 32, False), (16, 32, 3, 16, False), (64, 128, 1, 8, True), (64, 20, 3, 4, False)],
-)
-def test_few_channels_go_through_windows_and_blocks_of_them_do_not(
-    channels: int, fan_out: int, kernel: int, image: int, is_cut: bool
-) -> None:
-    axes = [(size, size) for size in (kernel, 1, kernel // 2, 1, image)]
-    assert cost.way_of_convolution(Windows(torch.empty(16, channels, image, image), *axes), fan_out)[0] == is_cut
 
 
 def test_all_costs_are_measured_and_written(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

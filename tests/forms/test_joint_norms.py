@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.forms import Dense, Form, Outer, Zero, factored, scale
-from autograd_hacks.forms.composite import without_factor
+from autograd_hacks.forms import Dense, Form, Outer, factored
 from autograd_hacks.forms.numerics import SMALL
 from autograd_hacks.verbs import matrix
 
@@ -98,14 +97,6 @@ def test_joint_norms_lead_back_to_all_factors() -> None:
     slopes = [torch.autograd.grad(w @ x, held) for x in (norms_of(found), torch.linalg.vector_norm(rows, dim=1))]
     for own, expected in zip(*slopes):
         assert_close(own, expected)
-
-
-def test_rows_that_the_loss_does_not_reach_have_any_factor() -> None:
-    zero, rows = Zero(N, torch.Size((3,)), torch.zeros(1)), vector()
-    forms, factor = without_factor({"reached": scale(rows, 5), "not": zero})
-    assert (forms, factor) == ({"reached": rows, "not": zero}, 5)
-    assert without_factor({"one": scale(rows, 5), "other": scale(rows, 3)})[1] == 1
-    assert without_factor({"not": zero})[1] == 1
 
 
 @pytest.mark.parametrize("shape", [(N,), (3, N)])

@@ -75,13 +75,6 @@ def test_magnitudes_go_inside() -> None:
     assert_close(magnitudes(chained).weighted_sum(w), chained.dense().abs().sum(0))
 
 
-def test_what_a_form_is_made_of_is_held() -> None:
-    one, theta = outer(2, 2), torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-    chained = Chained(scale(one, 2.0), pull_along(theta.sin(), theta), theta.shape, theta)
-    assert chained.held == one.held
-    assert list(Placed({(0, 2): chained}, torch.Size((4, 2))).leaves()) == [chained]
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_are_written_into_slices(groups: int) -> None:
     x, g = torch.randn(3, 4, 3).double(), torch.randn(3, 2, 1).double()  # so short that it goes by windows

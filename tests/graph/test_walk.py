@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from one_at_a_time import by_memo, check, judge, traced, walk_of
+from one_at_a_time import by_memo, check, judge, walk_of
 from programs import CHANGING, D, N, Net, between
 
 from autograd_hacks.graph.label import At
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.walk import walked
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -52,27 +50,6 @@ def test_a_loop_of_a_thousand_cells() -> None:
     assert len(walk.uses) == 4000
     assert not walk.mixes
     assert len({use.node for use in walk.uses}) == 2000
-
-
-@pytest.mark.parametrize("samples", [0, 1, 2])
-def test_batches_of_none_and_of_one(samples: int) -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Flatten(), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2)).double()
-    out = net(torch.randn(samples, 3).double())
-    trace, memory = traced([out], net)
-    if not samples:
-        walk = walked(trace, {0: At(0)}, 0, memory)
-        assert not walk.uses
-        assert not walk.mixes
-        return
-    check([out], samples, net)
-
-
-def test_a_batch_of_one_has_rows_whatever_it_does() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    x = torch.randn(1, 5, 3).double()
-    h = net[0](x)
-    out = net[2](F.batch_norm(h.squeeze(0), None, None, training=True)).sum(0, keepdim=True)
-    check([out], 1, net)
 
 
 def test_a_table_of_positions_is_a_use_though_its_indices_are_made_in_the_forward() -> None:

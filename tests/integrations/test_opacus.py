@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
-from oracle import one_backward_per_sample
 from rarely import rarely
 from steps import mlp
 from torch.testing import assert_close
@@ -122,18 +121,6 @@ def test_losses_by_backward(told: str) -> None:
         optimizer.pre_step()
         found.append([p.grad.clone() for p in model.parameters()])
     assert_close(*found)
-
-
-def test_a_layer_that_opacus_refuses() -> None:
-    model = Bare(lambda m, x: m.lstm(x * m.scale)[0].sum((1, 2)), scale=torch.randn(3), lstm=nn.LSTM(3, 2, batch_first=True))
-    x = torch.randn(4, 5, 3)
-    rows = one_backward_per_sample(model, lambda out: out, x)
-    optimizer = private(model)
-    model(x).mean().backward()
-    optimizer.step()
-    norms = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values()]).norm(dim=0)
-    for name, p in model.named_parameters():
-        assert_close(p.grad, torch.tensordot((1 / (norms + 1e-6)).clamp(max=1), rows[name], 1) / 4)
 
 
 def test_a_sample_that_is_not_finite_adds_nothing() -> None:

@@ -111,20 +111,6 @@ def test_an_overflow_is_skipped(unscales: bool) -> None:
     same(model, before, 0)
 
 
-def test_what_overflows_in_one_parameter_is_skipped_in_all() -> None:
-    model, steps = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), Steps(MAX_NORM)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    steps.attach(model)
-    x = data()[0][:N].clone()
-    x[0] *= 1e10
-    out = model(x)
-    scaler.scale(F.cross_entropy(out, out.argmin(1))).backward()
-    assert [bool(p.grad.isfinite().all()) for p in model.parameters()] == [False, True, False, True]
-    steps.read(scaler)
-    assert not any(p.grad.isfinite().any() for p in model.parameters())
-    steps.detach()
-
-
 def test_the_noise_scale_is_a_ratio_of_running_means() -> None:
     model, steps = net(), Steps(smoothing=0.5, per_parameter=True)
     trained(model, steps, 2)
@@ -135,19 +121,6 @@ def test_the_noise_scale_is_a_ratio_of_running_means() -> None:
             assert abs(found["grads/noise_scale"] / (noise / signal) - 1) < 1e-6
     names = [name for name, _ in model.named_parameters()]
     assert all(f"grads/noise_scale/{name}" in steps.history[0] for name in names)
-
-
-def test_a_step_between_which_is_evaluated() -> None:
-    model, steps = net(), Steps(noise_scale=False)
-    steps.attach(model)
-    x, y = (part[:N] for part in data())
-    for part, target in zip(x.split(4), y.split(4)):
-        (F.cross_entropy(model(part), target) / 4).backward()
-        with torch.no_grad():
-            model(x)
-    steps.read()
-    steps.detach()
-    assert_close(steps.norms, expected(model)[1][0])
 
 
 def test_hooks_of_the_users_stay() -> None:

@@ -26,7 +26,7 @@ from autograd_hacks.private.accounting import spent
 from autograd_hacks.private.poisson import Mark
 from autograd_hacks.support.draws import Secret
 
-SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**101  # by 2¹⁰⁰ equal noise happens to hide the canary
+SIZE, BOUND, NOISE, DELTA, STEPS, SEED = 4, 1.0, 1.2, 1e-2, 2, 2**100
 RUNS, CONFIDENCE = 400, 0.99
 CANARY = 100.0
 """Its gradient, before clipping."""
@@ -66,20 +66,25 @@ def statistics(with_canary: bool, of: Statistic, rate: float, noise: float, samp
 
 
 def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
-    """Of epsilon, by the best of some thresholds, which half of the runs have chosen."""
+    """Of epsilon, by the best of some thresholds and one of its sides, which half of the runs have chosen.
+
+    Both sides, since noise that is equal in all runs may as well put the canary below.
+    """
     half = {own: torch.tensor(found)[: RUNS // 2] for own, found in runs.items()}
     rest = {own: torch.tensor(found)[RUNS // 2 :] for own, found in runs.items()}
 
-    def epsilon(of: dict[bool, Tensor], threshold: float, confidence: float) -> float:
-        hits, misses = int((of[True] > threshold).sum()), int((of[False] > threshold).sum())
+    def epsilon(of: dict[bool, Tensor], threshold: float, side: int, confidence: float) -> float:
+        hits, misses = (int((side * of[own] > side * threshold).sum()) for own in (True, False))
         n = len(of[True])
         found = beta.ppf(1 - confidence, hits, n - hits + 1) if hits else 0.0
         wrong = beta.ppf(confidence, misses + 1, n - misses) if misses < n else 1.0
         return log(max((found - delta) / wrong, 1.0))
 
-    found = {threshold: epsilon(half, threshold, 0.9) for threshold in torch.linspace(-3, 12, 61).tolist()}
-    best = [threshold for threshold, own in found.items() if own == max(found.values())]
-    return epsilon(rest, best[len(best) // 2], CONFIDENCE)
+    both = torch.cat([*half.values()])
+    tried = [(at, side) for side in (1, -1) for at in torch.linspace(float(both.min()), float(both.max()), 61).tolist()]
+    found = {of: epsilon(half, *of, 0.9) for of in tried}
+    best = [of for of, own in found.items() if own == max(found.values())]
+    return epsilon(rest, *best[len(best) // 2], CONFIDENCE)
 
 
 def sums(steps: Tensor) -> Tensor:

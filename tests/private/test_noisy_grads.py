@@ -93,21 +93,6 @@ def test_two_steps_by_one_noisy_gradient_are_refused() -> None:
         epoch(lambda _: optimizer.step(), model, optimizer)
 
 
-def test_a_step_before_the_next_private_step_is_a_second_one() -> None:
-    """As in a loop that steps in each micro-batch and never empties .grad."""
-    private, model = training(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(model, optimizer):
-        for i, (x, y) in enumerate(private.loader(dataset())):
-            private.backward(losses(model, x, y))
-            if i:
-                with pytest.raises(RuntimeError, match="a second time"):
-                    optimizer.step()
-                break
-            private.step()
-            optimizer.step()
-
-
 def test_two_optimizers_share_a_noisy_gradient_if_they_share_no_parameters() -> None:
     private, model = training(), net()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=LR) for layer in (model[0], model[2])]

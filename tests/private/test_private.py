@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -170,20 +169,6 @@ def test_a_user_without_finite_samples_is_among_the_norms() -> None:
     backward(model, x)
     assert step(model, groups=users).isnan().tolist() == [True] * 3
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_numbers_of_numpy() -> None:
-    model, x = hooked(), torch.randn(6, 4)
-    _, sums = expected(model, x)
-    backward(model, x)
-    autograd_hacks.private.clip_and_noise_(model, np.float32(BOUND), np.int64(0), np.int64(EXPECTED))  # type: ignore[arg-type]
-    assert_grads(model, sums)
-    backward(model, x)
-    autograd_hacks.clip_grad1_norm_(model, np.float32(BOUND), batch_size=np.int64(EXPECTED))  # type: ignore[arg-type]
-    assert_grads(model, sums)
-    grads = autograd_hacks.per_sample_grads(model, scale=np.float32(1))  # type: ignore[arg-type]
-    assert grads.project(np.int64(5)).shape == (6, 5)  # type: ignore[arg-type]
-    assert grads.group(torch.arange(6), np.int64(7)).norms().shape == (7,)  # type: ignore[arg-type]
 
 
 def test_both_parts_of_complex_numbers_have_the_noise() -> None:

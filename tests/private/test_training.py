@@ -28,9 +28,8 @@ from private_steps import (
 )  # fmt: skip
 from rarely import crossed
 from refused import check_each
-from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
@@ -261,20 +260,3 @@ def test_batch_statistics_are_refused(frozen: bool) -> None:
         model[1].requires_grad_(False)
     with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match=r"BatchNorm|samples"):
         train(training(), model)
-
-
-def test_data_may_be_dictionaries() -> None:
-    class Dictionaries(Dataset[dict[str, Tensor]]):
-        def __len__(self) -> int:
-            return SIZE
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            x, y = dataset()[index]
-            return {"x": x, "y": y}
-
-    private, model = training(), net()
-    with private.attach(model):
-        for batch in private.loader(Dictionaries()):
-            private.backward(losses(model, batch["x"], batch["y"]))
-            private.step()
-    assert private.steps == STEPS

@@ -157,16 +157,6 @@ def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
                     total, seen = [torch.zeros_like(p) for p in model.parameters()], []
 
 
-def test_empty_batches_of_users_are_steps_too() -> None:
-    private, model = of_users(expected_batch_size=0.1), net()
-    with private.attach(model):
-        for x, y in private.loader(dataset(), steps=8, parts=2):
-            private.backward(losses(model, x, y))
-            if (found := private.step()) is not None and not len(found.norms):
-                assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    assert private.steps == 8
-
-
 @crossed(most=[None, 8, 11], parts=[1, 2])
 def test_processes_have_the_same_micro_batches_of_different_users(most: int | None, parts: int) -> None:
     def share(rank: int) -> list[list[Any]]:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import PerSampleGradientError
 
 ANALYSED = "Independent by analysis"
 
@@ -27,17 +26,6 @@ def written(what: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 def counted(model: Any, h: Tensor) -> Tensor:
     model.steps += 1
     return h * model.steps
-
-
-def averaged(model: Any, h: Tensor) -> Tensor:
-    out = h - model.mean
-    model.mean.lerp_(h.detach().mean(0), 0.1)
-    return out
-
-
-def last_kept(model: Any, h: Tensor) -> Tensor:
-    model.mean.copy_(h.detach()[-1])
-    return h * 2
 
 
 def within(independent_of: nn.Module, x: Tensor) -> str:
@@ -73,18 +61,3 @@ def test_what_analysis_shows(name: str) -> None:
         assert type(x) is Tensor
         assert torch.equal(x, buffers[key] + 1 if name == "a count in a buffer" and key == "steps" else buffers[key])
     assert not torch.equal(drawn, torch.get_rng_state())
-
-
-MIXING = {
-    "a mean that a buffer keeps": averaged,
-    "a sample that a buffer keeps": last_kept,
-    "statistics of samples as channels": lambda own, h: (
-        nn.functional.batch_norm(h[:4].T.contiguous(), own.mean, own.steps.expand(4).clone(), training=True).T
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_is_refused(name: str) -> None:
-    with pytest.raises(PerSampleGradientError):
-        within(written(MIXING[name]), torch.randn(6, 4))

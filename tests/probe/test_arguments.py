@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from oracle import squares
 from rarely import crossed
-from steps import check, check_losses
+from steps import check
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare
@@ -63,12 +63,3 @@ def test_a_setting_before_the_batch() -> None:
         squares(model(torch.ones(1).double(), x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert model.layer.weight.grad1.shape == (4, 3, 3)
-
-
-def test_bags_with_offsets_as_arguments() -> None:
-    model = Bare(
-        lambda m, entries, offsets: m.out(m.bags(entries, offsets)), bags=nn.EmbeddingBag(9, 3), out=nn.Linear(3, 2)
-    ).double()
-    entries, offsets = torch.randint(9, (10,)), torch.tensor([0, 3, 4, 8])
-    with autograd_hacks.add_hooks(model):
-        check_losses(model, lambda: squares(model(entries, offsets)))

@@ -23,25 +23,6 @@ def test_sequence_first_and_folded_rows(steps: int) -> None:
     check_batches(SequenceFirst().double(), draw(4, steps), draw(4, steps + 1), draw(3, 3), draw(1, 4), draw(2, 6), verify=1)
 
 
-@pytest.mark.parametrize("first", [5, 1])
-@pytest.mark.parametrize("ids", [lambda t: torch.arange(t), lambda t: torch.arange(t)[None]], ids=["T", "1 T"])
-def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Tensor], first: int) -> None:
-    """How many there are is in no extent of the arguments.  The model's output is the same, too."""
-
-    def patches_net(m: nn.Module, x: Tensor) -> Tensor:
-        x = m.embed(x.unflatten(1, (-1, 2)))
-        return m.out(torch.tanh(x + m.positions(ids(x.shape[1]))))
-
-    model = Bare(patches_net, embed=nn.Linear(2, 4), positions=nn.Embedding(9, 4), out=nn.Linear(4, 2)).double()
-    with autograd_hacks.add_hooks(model):
-        for patches in (first, 1, 3, 5, 1):
-            x = torch.randn(4, 2 * patches).double()
-            with autograd_hacks.pause_hooks():
-                expected = model(x)
-            assert torch.equal(model(x), expected)
-            check(model, x)
-
-
 @pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize(
     "ids",
@@ -135,20 +116,6 @@ def test_without_a_probe_axis_0_is_the_batch() -> None:
     with autograd_hacks.add_hooks(model, probe=False):
         squares(model(torch.randint(9, (4, 4)))).mean().backward()
     assert len(calls) == 1
-
-
-def test_dead_units_where_samples_and_positions_are_as_many() -> None:
-    """Little tells the axes apart."""
-    for samples in (3, 5):
-        x = torch.full((samples, 3, 1), -1.0)
-        x[1, 1] = 1.2  # the only one that is alive
-        model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2))
-        nn.init.ones_(model[0].weight)
-        nn.init.constant_(model[0].bias, -1.0)
-        autograd_hacks.add_hooks(model)
-        model(x).sum().backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        assert model[2].weight.grad1[:, 0, 0].tolist() == pytest.approx([0, 0.2, 0, 0, 0][:samples])
 
 
 def long_and_short(mixes: bool = False) -> nn.Module:

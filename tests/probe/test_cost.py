@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from mixing import steps_of
 from nets import Between
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import squares
 from steps import check, count_forwards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,52 +31,6 @@ sys.exit("torch._dynamo" in sys.modules)
 
 def test_a_first_step_imports_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", FIRST_STEP], check=True)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
-def test_a_trace_through_a_compiled_part_is_not_compiled() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(torch.sin, backend=backend)
-    model = Bare(lambda m, x: compiled(m.layer(x)), layer=nn.Linear(3, 2))
-    for _ in steps_of(model, [(torch.randn(4, 3),)]):
-        autograd_hacks.compute_grad1(model)
-    assert len(graphs) <= 1  # the forward's own
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor had."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.most = max(self.most, out.numel())
-        return out
-
-
-def types_net(m: nn.Module, x: Tensor) -> Tensor:
-    """As BERT: types of words, the same for all samples, whose index has a row for each."""
-    n, t = x.shape
-    types = torch.zeros(1, t, dtype=torch.long).expand(n, t)
-    return m.words(x) + m.types(types) + m.positions(torch.arange(t)[None])
-
-
-def test_a_lookup_with_a_row_for_each_sample_is_not_copied_for_each() -> None:
-    model = Bare(types_net, words=nn.Embedding(9, 3), types=nn.Embedding(2, 3), positions=nn.Embedding(7, 3)).double()
-    x = torch.randint(9, (6, 7))
-    with autograd_hacks.add_hooks(model):
-        for context in (nullcontext(), largest := Largest()):  # a first step compares sums, too
-            with context:
-                squares(model(x)).mean().backward()
-                autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(model, squares, x))
-    assert largest.most <= 4 * (6 * 7 + 3) < 6 * 6 * 7 * 3  # sums along directions, and not what each sample gets of a copy
 
 
 class Counting(torch.autograd.Function):

@@ -18,19 +18,6 @@ def run_again() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(BareVector(), nn.Tanh()), nn.Linear(4, 2))
 
 
-def test_hooks_on_gradients_hear_of_the_users_passes_alone() -> None:
-    model, x, heard = run_again(), torch.randn(3, 4), []
-    model[1][0].inside.register_full_backward_hook(lambda layer, into, out: heard.append(out[0]))
-    model[1][0].register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: heard.append(g)) and None)
-    with autograd_hacks.add_hooks(model):
-        for step in (1, 2):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            autograd_hacks.verify(model)
-            assert len(heard) == 2 * step
-
-
 @pytest.mark.parametrize("how", ["output", "input", "in place", "gradient", "pruned", "spectral"])
 def test_hooks_that_change_something_are_a_part_of_the_model(how: str) -> None:
     model = run_again().double()
@@ -73,25 +60,3 @@ def test_parametrize_cached_around_the_step(make: Callable[[], nn.Module]) -> No
             assert_right(model, x)
             for p in model.parameters():
                 p.data.sub_(0.1 * p.grad)
-
-
-def test_autocasts_memory_of_weights() -> None:
-    model, x = run_again(), torch.randn(3, 4)
-    expected = []
-    for hooked in (False, True):
-        with (
-            autograd_hacks.add_hooks(model) if hooked else autograd_hacks.pause_hooks(),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            model.zero_grad()
-            out = model(x)
-            squares(out.float()).mean().backward()
-            if hooked:
-                autograd_hacks.compute_grad1(model)
-                autograd_hacks.verify(model)
-                model.zero_grad()
-                squares(model(x).float()).mean().backward()
-            assert torch.is_autocast_cache_enabled()
-        expected.append([p.grad.clone() for p in model.parameters()])
-    for plain, own in zip(*expected):
-        assert torch.equal(plain, own)

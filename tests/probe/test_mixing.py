@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mixing import check_refused, data
-from nets import Between
-from oracle import assert_rows, one_loss_at_a_time, squares
+from oracle import squares
 from torch import Tensor
 from twin import Bare
 
@@ -36,27 +35,6 @@ def test_what_is_said_of_samples_that_mix(how: str, param_grad: bool) -> None:
         check_refused(model, *[(torch.randn(6, 3),)] * 3, error=SamplesMixed, match=says, param_grad=param_grad)
 
 
-def test_a_model_that_takes_gradients_of_its_input() -> None:
-    def forces(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.inner(x).tanh()
-        (slopes,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-        return m.out(h - h.mean(0) if m.mixes else h) + slopes.detach().sum(1, keepdim=True)
-
-    for x in (data(5).requires_grad_(), data(5).requires_grad_() * 2):
-        for mixes in (True, False):
-            model = Bare(forces, inner=nn.Linear(3, 3), out=nn.Linear(3, 2), mixes=mixes).double()
-            with autograd_hacks.add_hooks(model):
-                squares(model(x)).mean().backward(retain_graph=True)
-                if mixes:
-                    with pytest.raises(SamplesMixed):
-                        autograd_hacks.compute_grad1(model)
-                    continue
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    (row,) = torch.autograd.grad(squares(model(x))[1], model.inner.weight)
-                torch.testing.assert_close(model.inner.weight.grad1[1], row)
-
-
 def test_samples_that_mix_at_the_very_end() -> None:
     """Also where every forward writes its outputs to the same place."""
     memory, words = torch.empty(6, 4), {"error": SamplesMixed, "match": "output number 0"}
@@ -65,55 +43,6 @@ def test_samples_that_mix_at_the_very_end() -> None:
     check_refused(model, (torch.randn(6, 3),), losses=losses, **words)
     model = Bare(lambda m, x: memory.detach_().copy_((z := m.tower(x)) - z.mean(0)), tower=nn.Linear(3, 4))
     check_refused(model, (torch.randn(6, 3),), **words)
-
-
-def test_mixing_behind_sizes_that_are_read_off_the_data() -> None:
-    def how(h: Tensor, lengths: Tensor) -> Tensor:
-        h = h[:, : int(lengths.max())].sum(1)
-        return h - h.mean(0)
-
-    x, lengths = torch.randn(4, 5, 3), ([1, 2, 3, 2], [2, 5, 1, 1], [1, 1, 1, 2])
-    check_refused(Between(how), *[(x, torch.tensor(own)) for own in lengths], error=SamplesMixed)
-
-
-@pytest.mark.parametrize("independent", [False, True])
-def test_a_gate_of_zero_hides_no_mixing(independent: bool) -> None:
-    def gated(m: nn.Module, x: Tensor) -> Tensor:
-        h = x if independent else m.first(x)  # of x itself nothing has a gradient
-        return x + m.gate * m.inner(h - h.mean(0))
-
-    model = Bare(gated, first=nn.Linear(3, 3), inner=nn.Linear(3, 3), gate=torch.zeros(())).double()
-    x = data(4)
-    with autograd_hacks.add_hooks(model, independent=independent):
-        for gate in (0.0, 0.0, 0.5, 0.0):
-            nn.init.constant_(model.gate, gate)
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            if gate or independent:
-                with pytest.raises(SamplesMixed):
-                    autograd_hacks.compute_grad1(model)
-                continue
-            autograd_hacks.compute_grad1(model)  # in this forward, no gradient goes from one sample to another
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x))))
-
-
-def test_a_loss_that_is_computed_inside() -> None:
-    def with_loss(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = m.out(x) * m.scale
-        return F.cross_entropy(logits, y), logits
-
-    model, x, y = Bare(with_loss, out=nn.Linear(3, 2), scale=torch.ones(2)), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    with autograd_hacks.add_hooks(model):
-        for trains in (True, False):
-            model.scale.requires_grad_(trains)
-            for loss in (lambda: model(x, y)[0], lambda: F.cross_entropy(model(x, y)[1], y)):
-                model.zero_grad()
-                loss().backward()
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    losses = one_loss_at_a_time(model, lambda: F.cross_entropy(model(x, y)[1], y, reduction="none"))
-                    assert_rows(model, losses)
 
 
 @pytest.mark.parametrize("kind", ["itself", "computed from", "autocast"])

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.support.trees import map_tensors, tensors_of
 
 
 @dataclass
@@ -150,39 +149,3 @@ def test_axes_in_an_object() -> None:
 
 def test_mixing_by_an_object_that_the_model_is_given() -> None:
     check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))
-
-
-def test_the_user_s_own_objects_stay() -> None:
-    """What the model is given keeps its tensors, and what a model keeps of what it returned is what it returned."""
-
-    @dataclass
-    class State:
-        x: Tensor
-        seen: list[int] = field(default_factory=list)
-
-    def counting(m: nn.Module, state: State) -> Tensor:
-        state.seen.append(1)
-        state.x = state.x * 2
-        return m.layer(state.x)
-
-    model, x = Bare(counting, layer=nn.Linear(3, 2)).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        model(state := State(x))
-        assert state.seen == [1]
-        assert torch.equal(state.x, 2 * x)
-
-
-def test_trees_of_objects() -> None:
-    x = torch.ones(2)
-    tree = [Plain(x, x + 1), {"a": Hiding(x)}, UserDict(b=x), 3, None]
-    assert len(tensors_of(tree)) == 4
-    doubled = map_tensors(lambda x: 2 * x, tree)
-    assert torch.equal(doubled[0].more, 2 * (x + 1))
-    assert type(doubled[1]["a"]) is Hiding
-    assert doubled[2]["b"][0] == 2
-    assert tree[1]["a"].x is x
-    assert doubled[3:] == [3, None]
-    assert map_tensors(lambda x: x, nn.Linear) is nn.Linear
-    nothing = Hiding(3)  # type: ignore[arg-type]
-    assert map_tensors(lambda x: 2 * x, nothing) is nothing
-    assert tensors_of(nothing) == []

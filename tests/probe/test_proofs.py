@@ -74,21 +74,6 @@ def test_labels_that_are_taken_back(samples: int) -> None:
         check_right(place(lambda h, y: h * (1 + y[:, None])).double(), *[(data(samples), torch.arange(samples) % 3)] * 2)
 
 
-@pytest.mark.slow
-def test_an_unused_output_that_mixes_is_marked_alone() -> None:
-    class Two(Between):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.last(self.first(x).tanh())
-            return h, self.how(h)
-
-    for how in (MIXING["a gate of 1e-4"], pairs, lambda h: h - h.mean(0), MIXING["detached"]):
-        by_values = how is MIXING["detached"]
-        for samples in SIZES:
-            check_right(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[0]))
-            for losses in (lambda out: squares(out[1]), lambda out: squares(out)):
-                check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=losses, independent=by_values)
-
-
 class Aux(Between):
     """Keeps what a loss is to read later."""
 

@@ -11,7 +11,7 @@ from oracle import squares, targets
 from rarely import crossed
 from steps import check, check_losses
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 from twin import Bare
 
 import autograd_hacks
@@ -69,13 +69,6 @@ def test_a_recurrent_layer_of_ones_own_on_packed_sequences(lengths: list[int], h
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
             check(model, torch.arange(len(x)), run=lambda n: model(pack(n)))
-
-
-def test_packed_sequences_that_are_sorted() -> None:
-    model = sequences(steps(), "last")
-    parts = [torch.randn(n, 3).double() for n in (4, 3, 1)]
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.arange(3), run=lambda n: model(pack_sequence([parts[k] for k in n])))
 
 
 @crossed(head=["last", "padded", "rows"], gated=[False, True])

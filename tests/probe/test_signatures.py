@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Between
-from oracle import squares
 from steps import check
 from twin import Bare
 
@@ -14,15 +12,6 @@ import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.kinds import MOST
 from autograd_hacks.probe.batch import kept_samples
-
-
-def test_a_number_that_changes_each_step_makes_few_kinds() -> None:
-    model, x = Between(lambda h, step, heat: h * (1 + step) / heat).double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for step in range(40):
-            squares(model(x, step, 1 / (1 + step))).mean().backward()
-        check(model, x, None, lambda x: model(x, 99, 0.5))
-        assert len(recorder_of(model).kinds.seen) <= 5
 
 
 def test_the_number_of_kinds_is_bounded() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import PerSampleGradientError, ProbeFailed, SamplesMixed
+from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.private import PrivateTraining
 from autograd_hacks.reading import independence
 
@@ -300,19 +300,6 @@ def test_an_interrupted_forward_leaves_no_mode_and_no_watch_behind() -> None:
             model(torch.randn(4, 5 if kind is Stopped else 6))
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         assert Tensor.numpy is numpy
-
-
-def test_what_mixed_once_is_accepted_again_when_it_no_longer_does() -> None:
-    model = Program(lambda own, h: h - h.detach().mean(0) if own.step == 2 else h)
-    refused = []
-    with autograd_hacks.add_hooks(model, param_grad=False, independent=True):
-        for n in range(6):
-            autograd_hacks.backward(model(torch.randn(6, 5)).square().sum(1), "sum")
-            try:
-                autograd_hacks.private.clip_and_noise_(model, 1.0, 1.0, 6)
-            except SamplesMixed:
-                refused.append(n)
-    assert refused == [2]
 
 
 def test_compiled_functions_run_as_they_are_written_and_compiled_again_afterwards() -> None:

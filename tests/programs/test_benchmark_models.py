@@ -7,18 +7,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from architectures import ARCHITECTURES
 from families import TINY
 from measuring import batch_of
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
+from oracle import assert_rows, one_loss_at_a_time
 from quantities import assert_quantities
 from rarely import rarely
 from systems import each_loss, loop, trainable
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing import assert_close
-from twin import Bare
 from workloads import Batch, Workload
 
 import autograd_hacks
@@ -138,33 +135,3 @@ def test_a_penalty(name: str) -> None:
             expected = {key: found[key] for key in trainable(model)}
             assert_rows(model, expected, inside=torch.float32 if name.startswith(COARSE) else None)
             autograd_hacks.clear_backprops(model)
-
-
-def tied(m: nn.Module, x: Tensor) -> Tensor:
-    """An autoencoder whose decoder is the encoder's weight, and a convolution that shares its kernel too."""
-    x = m.again(torch.tanh(m.conv(x))).flatten(1)
-    return m.out(m.embed(x) + torch.tanh(m.unembed(x.flip(1))))
-
-
-@pytest.mark.parametrize("loss_type", ["mean", "sum"])
-def test_layers_that_share_weights(loss_type: str) -> None:
-    layers = {
-        "conv": nn.Conv2d(1, 1, 3, padding=1), "again": nn.Conv2d(1, 1, 3, padding=1, bias=False),
-        "embed": nn.Linear(64, 5), "unembed": nn.Linear(64, 5, bias=False), "out": nn.Linear(5, 10),
-    }  # fmt: skip
-    model, x, y = Bare(tied, **layers).double(), torch.randn(6, 1, 8, 8).double(), torch.randint(10, (6,))
-    model.again.weight, model.unembed.weight = model.conv.weight, model.embed.weight
-
-    def losses(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, reduction="none")
-
-    with autograd_hacks.add_hooks(model):
-        F.cross_entropy(model(x), y, reduction=loss_type).backward()
-        autograd_hacks.compute_grad1(model, loss_type)
-        with autograd_hacks.pause_hooks():
-            rows = one_backward_per_sample(model, losses, x, y)
-        assert_rows(model, rows)
-        assert_quantities(model, rows, loss_type)
-        assert_quantities(model, rows, loss_type, budget=2000)
-        for p in model.parameters():
-            assert_close(p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0), p.grad)

@@ -74,21 +74,6 @@ def test_the_energy_natural_gradient_solves_poissons_equation_as_by_torch_func(t
     assert number(r"furthest from torch.func's (\S+) of", out) < 1e-10
 
 
-@pytest.mark.parametrize("script", PAGES, ids=lambda script: script.stem)
-def test_a_page_is_made_like_all_others(script: Path) -> None:
-    """Its title has the method, a colon and what for; its picture has the size of a thumbnail; one block draws it."""
-    text = script.read_text("utf-8")
-    docstring, _, code = text.removeprefix('"""\n').partition('"""\n')
-    title, line, *_ = docstring.splitlines()
-    assert re.fullmatch(r"[^:]+: [^:]+", title)
-    assert len(title) <= 50
-    assert line == "=" * len(title)
-    assert code.startswith(f"# sphinx_gallery_thumbnail_path = 'pictures/{script.stem}.png'\n")
-    assert size_of(ROOT / "docs" / "pictures" / f"{script.stem}.png") == SIZE
-    (block,) = (block for block in text.split("# %%") if "\nplt.show()" in block)
-    assert re.search(r"^figure\b.* = plt.subplots\(.*figsize=\(6, 4.4\)", block, re.M)
-
-
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 def test_a_script_stands_alone(script: Path) -> None:
     """It can be copied and run: it imports no neighbour, has no marks for linters, and says what to install."""
@@ -110,19 +95,6 @@ def test_a_script_stands_alone(script: Path) -> None:
 
 def names_in(node: ast.stmt) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-
-
-@pytest.mark.parametrize("options", [["--epochs", "0"], ["--batch-size", "-1"], ["--seed", "x"], ["--speed"]])
-def test_the_demo_refuses_options_that_make_no_sense(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["wrong_labels.py", *options])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / "wrong_labels.py"), run_name="__main__")
-    torch.set_num_threads(threads)
-    assert ended.value.code == 2
-    assert "usage:" in capsys.readouterr().err
 
 
 def trained_privately(said: Path) -> None:

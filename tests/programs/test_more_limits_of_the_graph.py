@@ -1,7 +1,6 @@
 """Programs whose graph is out of the ordinary: other precisions, kinds of nodes, functions of the user's own, and what the
 user's own backward pass needs of them afterwards."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from twin import Bare, check_refused, check_right
 import autograd_hacks
 
 Function: Any = torch.autograd.Function
-How = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

@@ -131,22 +131,6 @@ def test_a_function_that_begins_to_normalise_gradient(param_grad: bool) -> None:
                 autograd_hacks.compute_grad1(model, "sum")
 
 
-@pytest.mark.parametrize("begins", [0, 3])
-def test_passes_through_one_forward_and_accumulated_ones(begins: int) -> None:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        for n in range(6):
-            for accumulates in (False, True):
-                x, penalty = data(model), model[2].bias.square().sum() if n >= begins else 0.0
-                with autograd_hacks.accumulate(model):
-                    losses = squares(model(x))
-                    losses.mean().backward(retain_graph=True)
-                    losses = squares(model(data(model))) if accumulates else losses
-                    (losses.mean() + penalty).backward()
-                with refused(n >= begins, r"2\.bias: the rows don't add up"):
-                    autograd_hacks.compute_grad1(model)
-
-
 def _double(p: Tensor) -> None:
     p.grad.mul_(2)
 
@@ -201,15 +185,6 @@ def test_rows_that_are_wrong_stay_refused_after_a_refusal_and_after_zeros(first:
                     autograd_hacks.compute_grad1(model)
     finally:
         changed.remove()
-
-
-def test_a_step_after_a_failed_one_is_read() -> None:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            with pytest.raises(UnseenGradient):
-                step(model, data(model), model[0].weight.square().sum(), "compute_grad1")
-            check(model, data(model))
 
 
 def test_sums_of_many_terms_are_read() -> None:

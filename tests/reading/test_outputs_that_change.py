@@ -66,39 +66,6 @@ def test_an_output_that_begins_in_a_later_step_is_read(param_grad: bool) -> None
             check(model, data(4, 4))
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_rows_that_an_index_picks_from_a_later_step_on_are_read(param_grad: bool) -> None:
-    picked = torch.tensor([2, 0])
-    model = two_layers(second(lambda h: h[picked]))
-
-    def losses() -> Tensor:
-        torch.manual_seed(0)
-        out, *more = model(data(3, 4))
-        own = out.square().sum(1)
-        return own.index_add(0, picked, more[0].sin().sum(1)) if more else own
-
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for model.begun in (False, False, True, True):
-            check_losses(model, losses)
-
-
-def test_a_statistic_that_a_module_keeps_is_refused_if_a_loss_reads_it() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = m.first(x)
-        m.mean = [h.mean(0)]
-        out: Tensor = m.last(h)
-        return out
-
-    model = two_layers(run, features=5)
-    model.mean = []
-    with autograd_hacks.add_hooks(model):
-        model(data(3, 4)).square().sum().backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        (model(data(3, 4)).square().sum() + model.mean[0].sin().sum()).backward()
-        with pytest.raises(SamplesMixed, match="keeps as an attribute"):
-            autograd_hacks.compute_grad1(model, "sum")
-
-
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),

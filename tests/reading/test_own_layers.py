@@ -1,10 +1,11 @@
-"""Layers that compute in their own way: subclasses, patched forwards, parametrisations."""
+"""Layers that compute in their own way: subclasses, patched forwards, parametrisations, and bare parameters."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from nets import Patched
 from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import check_batches
 from torch import Tensor
@@ -79,6 +80,30 @@ def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], al
                 assert_rows(model, one_loss_at_a_time(model, again))
 
 
-def test_weight_standardisation() -> None:
-    model, x = nn.Sequential(Standardised(1, 2, 2), nn.Flatten()).double(), torch.randn(3, 1, 4, 4).double()
-    check_batches(model, x, x, verify=2)
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> dict[str, Tensor]:
+        return {"scaled": x * self.scale, "shifted": x if shift is None else x + shift * self.scale}
+
+
+def inside(m: nn.Module, x: Tensor) -> Tensor:
+    """Tuple and dict outputs, arguments by keyword, and a module that is used twice."""
+    h = m.inner(m.first(x), shift=torch.arange(3.0, dtype=x.dtype))
+    return m.inner(h["scaled"].tanh())["scaled"] + h["shifted"]
+
+
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (lambda: nn.Sequential(Standardised(1, 2, 2), nn.Flatten()), torch.randn(3, 1, 4, 4).double()),
+        (Patched, torch.randint(7, (4, 3))),
+        (Patched, torch.randint(7, (1, 3))),
+        (lambda: Bare(inside, first=nn.Linear(3, 3), inner=Scaled()), torch.randn(4, 3).double()),
+    ],
+    ids=["weight standardisation", "bare parameters and a tied decoder", "a batch of one", "dictionaries and two calls"],
+)
+def test_two_steps_are_right(build: Callable[[], nn.Module], x: Tensor) -> None:
+    check_batches(build().double(), x, x, verify=min(2, len(x) - 1))

@@ -8,7 +8,6 @@ import torch.nn as nn
 from mixing import steps_of
 from nets import Choosy, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
 from torch.testing import assert_close
 from twin import Bare
 
@@ -21,18 +20,6 @@ def scaled() -> nn.Module:
         lambda m, x: m.layer(x + m.positions(torch.arange(x.shape[1]))) * m.scale,
         layer=nn.Linear(3, 4), scale=torch.randn(4), positions=nn.Embedding(5, 3),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_precisions(dtype: torch.dtype) -> None:
-    model, x = scaled().to(dtype), torch.randn(4, 5, 3).to(dtype)
-    exact = copy.deepcopy(model).double()
-    for _ in steps_of(model, [(x,)] * 2, losses=squares):
-        autograd_hacks.compute_grad1(model)
-        for (name, p), rows in zip(model.named_parameters(), one_backward_per_sample(exact, squares, x.double()).values()):
-            assert p.grad1.dtype == dtype, name
-            tolerance = 30 * torch.finfo(dtype).eps
-            assert_close(p.grad1.double(), rows, rtol=tolerance, atol=tolerance * float(rows.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -72,17 +59,6 @@ def test_meta_tensors_have_shapes() -> None:
         for p in model.parameters():
             assert p.grad1.is_meta
             assert p.grad1.shape == (5, *p.shape)
-
-
-def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
-    x, y = batch()
-    step(model, x, y)
-    with torch.inference_mode():
-        autograd_hacks.compute_grad1(model)
-    loss = squares(model(x), y).mean()
-    with torch.inference_mode():
-        loss.backward()
-    assert_right(model, x, y)
 
 
 @pytest.mark.parametrize("positions", [128, 1024])

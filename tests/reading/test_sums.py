@@ -7,16 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
-from steps import batch, mlp
+from oracle import assert_rows, one_backward_per_sample, squares
 from strategies import pull_along
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import PerSampleGradientError, UnseenGradient
+from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.forms import Chained, Dense, Form, Outer, Scaled
 from autograd_hacks.formulas import RULES, Call
 from autograd_hacks.reading.certificate import agree
@@ -93,33 +91,6 @@ def grows() -> nn.Module:
     ).double()  # fmt: skip
 
 
-LATER: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "a penalty": lambda model, out: squares(out).mean() + 0.1 * model.out.weight.square().sum(),
-    "a tied decoder": lambda model, out: F.cross_entropy((out @ model.embed.weight.T)[:, 0], torch.arange(len(out))),
-    "a norm of weights": lambda model, out: squares(out).mean() + model.embed.weight.norm(),
-}
-
-
-@pytest.mark.parametrize("begins", [0, 1, 2, 5, 15])
-@pytest.mark.parametrize("what", LATER)
-def test_what_begins_later_is_noticed(what: str, begins: int) -> None:
-    model, x = grows(), torch.randint(7, (5, 3))
-    noticed = []
-    with autograd_hacks.add_hooks(model):
-        for n in range(17):
-            model.zero_grad()
-            out = model(x)
-            (LATER[what](model, out) if n >= begins else squares(out).mean()).backward()
-            try:
-                autograd_hacks.compute_grad1(model)
-            except UnseenGradient:
-                noticed.append(n)
-    assert noticed
-    assert begins <= noticed[0] <= 15
-    if begins < 2:
-        assert noticed == list(range(begins, 17))
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("begins", [1, 2, 5, 9])
 def test_a_wrong_rule_that_is_reached_later_is_compared_then(
@@ -158,32 +129,6 @@ def test_streaming_of_a_layer_that_checkpoints_share() -> None:
             expected = autograd_hacks.per_sample_grads(model).norms()
             model.zero_grad()
             torch.testing.assert_close(norms(model, lambda: squares(model(x))), expected)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("begins", [0, 1, 3])
-def test_streaming_of_a_loss_with_derivatives(begins: int, inside: bool) -> None:
-    """A gradient penalty: the graph that create_graph makes leads to the weights a second time."""
-    model, (x, _) = mlp(), batch()
-    x.requires_grad_()
-
-    def losses(is_penalised: bool) -> Tensor:
-        own = squares(model(x))
-        if not is_penalised:
-            return own
-        (slope,) = torch.autograd.grad(own.sum(), x, create_graph=True)
-        return own + slope.square().sum(1)
-
-    with autograd_hacks.add_hooks(model):
-        for n in range(begins + 2):
-            model.zero_grad()
-            before = None if inside else losses(n >= begins)
-
-            found = norms(model, lambda n=n, before=before: losses(n >= begins) if before is None else before)
-            with autograd_hacks.pause_hooks():
-                rows = one_loss_at_a_time(model, lambda n=n: losses(n >= begins))
-            own = torch.cat([rows_of.flatten(1) for rows_of in rows.values() if rows_of is not None], 1)
-            torch.testing.assert_close(found, own.norm(dim=1))
 
 
 def test_a_number_that_is_none_hides_no_wrong_one() -> None:

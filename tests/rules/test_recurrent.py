@@ -1,9 +1,5 @@
 """Recurrent layers in every configuration: rows against a backward pass for each sample's loss."""
 
-from collections.abc import Callable
-from functools import partial
-
-import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
@@ -66,23 +62,6 @@ def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool
 
     with autograd_hacks.add_hooks(layer):
         check_losses(layer, losses)
-
-
-@pytest.mark.parametrize("kind", [nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu"), nn.LSTMCell, nn.GRUCell])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("given_state", [True, False])
-def test_cells(kind: Callable[..., nn.RNNCellBase], bias: bool, given_state: bool) -> None:
-    cell, x = kind(2, 3, bias=bias).double(), torch.randn(4, 3, 2).double()
-    h = torch.randn(4, 3).double()
-
-    def losses() -> Tensor:
-        state = ((h, h.cos()) if kind is nn.LSTMCell else h) if given_state else None
-        for t in range(3):  # used at several steps, whose rows add
-            state = cell(x[:, t], state)
-        return squares(state)
-
-    with autograd_hacks.add_hooks(cell):
-        check_losses(cell, losses)
 
 
 def test_truncated_backpropagation_through_time() -> None:

@@ -313,29 +313,11 @@ def test_a_hooked_model_fails_with_its_own_error(is_copied: bool) -> None:
         (copy.deepcopy(model) if is_copied else model)(torch.randn(4, 3))
 
 
-def test_what_has_two_names_is_copied_once() -> None:
-    model = Net()
-    model.alias, model.tied = model.first, nn.Linear(3, 3)
-    model.tied.weight = model.first.weight
-    copied = Copy(model).again(()).model
-    assert copied.alias is copied.first
-    assert copied.tied.weight is copied.first.weight
-
-
 def test_an_object_among_the_arguments_is_copied() -> None:
     model, x, queue = Net(before=lambda m, x, queue: queue.put(m, (), x)), torch.randn(4, 3), Queue()
     with autograd_hacks.add_hooks(model):
         autograd_hacks.verify(model, args=(x, queue))
     assert (queue.at, queue.log, float(queue.keys.sum())) == (0, {"lengths": [0]}, 0.0)
-
-
-def test_a_forward_may_write_into_wrappers_of_tensors() -> None:
-    """They have no memory of their own, as tensors that are traced have none."""
-    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
-
-    model = Net(before=lambda m, x: two_tensor.TwoTensor(x.detach().clone(), x.detach().clone()).add_(1))
-    with autograd_hacks.add_hooks(model):
-        autograd_hacks.verify(model, args=(torch.randn(4, 3),))
 
 
 def test_a_copy_is_freed_after_the_check() -> None:

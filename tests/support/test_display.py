@@ -27,13 +27,6 @@ def test_text_and_html_have_the_same_rows() -> None:
     assert "a note<br>of two lines" in html
 
 
-def test_html_has_no_colours_of_its_own() -> None:
-    """A notebook's theme has them, light or dark; and a wide table scrolls by itself."""
-    html = Table("title", (HEADER, ("a", "b"))).html()
-    assert not re.search(r"color|background|#[0-9a-f]{3}|rgb|white(?!-space)|black", html)
-    assert "overflow-x: auto" in html
-
-
 def test_a_long_table_is_shortened_in_the_middle() -> None:
     rows = [(f"layers.{k}.weight", f"{k} B") for k in range(1000)]
     for table in (Table("many", (HEADER, *rows)), Table("many", (HEADER, *rows[:26]))):

@@ -75,35 +75,6 @@ def test_two_sections_of_one_name_are_refused() -> None:
         see("Clipping", "usage.rst")
 
 
-PAGE = """Page
-====
-
-First
------
-
-One.
-
-Inner
-~~~~~
-
-Two.
-
-Second
-------
-
-Three.
-"""
-
-
-def test_a_section_ends_with_the_next() -> None:
-    assert pages.section(PAGE, "First") == PAGE[PAGE.index("First") : PAGE.index("\nSecond")].rstrip()
-    assert pages.section(PAGE, "Inner") == "Inner\n~~~~~\n\nTwo."
-    assert pages.section(PAGE, "Second") == "Second\n------\n\nThree."
-    assert pages.section(PAGE, "Page") == PAGE.rstrip()
-    with pytest.raises(KeyError, match="Third"):
-        pages.section(PAGE, "Third")
-
-
 def test_marks_are_taken_out() -> None:
     text = """See :doc:`usage`, :doc:`the list <limits>`, `autograd_hacks.over`, ``x @ y``, `torch <https://pytorch.org>`_::
 

@@ -12,7 +12,7 @@ from scipy.stats import kstest, norm
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.support import draws, philox
+from autograd_hacks.support import philox
 from autograd_hacks.support.draws import Secret, box_muller, normal, uniform
 from autograd_hacks.support.philox import by_byte, key_of, noise, packed_signs, unpacked
 
@@ -50,20 +50,6 @@ def test_first_and_last_numbers_of_box_and_muller() -> None:
             found = box_muller(lambda count, own=words: own[:count], 10, 1.0, dtype).view(2, 5).double().norm(dim=0)  # type: ignore[misc]
             assert float(found.min()) > 1e-8
             assert most - 0.02 < float(found.max()) < most
-
-
-def test_large_tensors_take_the_memory_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else is made in pieces, which continue one sequence."""
-    asked, own = list[int](), draws._words
-
-    def noted(of: Secret) -> object:
-        words = own(of)
-        return lambda count: asked.append(count) or words(count)
-
-    monkeypatch.setattr(draws, "_words", noted)
-    found = alone(Secret.of(1), 2**20 + 5)
-    assert max(asked) <= 2**18
-    assert len(found.unique()) == len(found)
 
 
 @pytest.mark.parametrize("kind", ["one long stream", "first numbers of many secrets", "steps of one parameter"])

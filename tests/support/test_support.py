@@ -1,22 +1,19 @@
 """Values by tensor, the modules of a model, and the leaves of a tree."""
 
-import gc
-from collections import OrderedDict, deque, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from torch.nn.utils.rnn import pack_sequence
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.row_files import digest_of
 from autograd_hacks.support.sweep import sweep
-from autograd_hacks.support.trees import ByTensor, Tree, modules_of, tensors_of
+from autograd_hacks.support.trees import Tree
 
 
 def test_no_gradient_is_brought_through_a_reentrant_checkpoint() -> None:
@@ -25,27 +22,6 @@ def test_no_gradient_is_brought_through_a_reentrant_checkpoint() -> None:
     with pytest.raises(UnseenGradient, match="use_reentrant=False"):
         sweep({Value(made.grad_fn, 0): [torch.ones(3)]}, lambda node, passes: None)
     assert w.grad is None
-
-
-def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:
-    values: ByTensor[str] = ByTensor()
-    x = torch.ones(2)
-    values[x] = "first"
-    values[x] = "second"
-    assert x in values
-    assert values.get(x) == "second"
-    assert x.clone() not in values
-    assert values.get(x[:]) is None
-    del x
-    gc.collect()
-    assert list(values.values()) == []
-
-
-def test_modules_of_a_model_are_those_that_it_names() -> None:
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, nn.Sequential(nn.Tanh(), nn.Sequential(shared)))
-    model.register_module("none", None)
-    assert modules_of(model) == list(model.modules())
 
 
 def _renamed(model: Any) -> None:
@@ -94,24 +70,6 @@ def test_a_tree_sees_what_modules_begin_to_keep() -> None:
         own = vars(model[1])
         expected = [own[name] for name in ("kept", "more", "other") if own.get(name) is not None]
         assert [*map(id, tree.kept())] == [*map(id, expected)]
-
-
-def test_tensors_are_those_that_torch_finds() -> None:
-    x = torch.ones(2)
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    trees = [
-        x,
-        None,
-        (),
-        [x, (x, 3)],
-        {"b": x, "a": [None]},
-        OrderedDict(a=x),
-        deque([x]),
-        torch.Size((2,)),
-        x.max(0),
-    ]
-    expected = [*(leaf for leaf in tree_leaves([trees, trees]) if isinstance(leaf, torch.Tensor)), packed.data]
-    assert all(a is b for a, b in zip(tensors_of((trees, {"k": trees, "p": packed})), expected, strict=True))
 
 
 # What tells batches from others: their numbers, and not where they lie

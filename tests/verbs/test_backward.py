@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
 from rarely import crossed
-from steps import assert_means, assert_right, batch, check_losses
+from steps import assert_right, batch, check_losses
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare, check_right
@@ -98,21 +98,6 @@ def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -
     autograd_hacks.backward(losses, retain_graph=True)
     autograd_hacks.backward(losses, "sum")
     assert_right(model, x, y)
-
-
-def test_losses_of_two_models_and_of_their_own_samples() -> None:
-    """GANs, say: each is proven for what it returned."""
-    first = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
-    second = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(second):
-        for _ in range(3):
-            x = torch.randn(5, 3)
-            for model in (first, second):
-                model.zero_grad()
-            autograd_hacks.backward(second(first(x)).square().sum(1))
-            for model in (first, second):
-                autograd_hacks.compute_grad1(model)
-                assert_means(model)
 
 
 # Losses in which samples begin to mix, or to use parameters, after steps in which they didn't

@@ -142,26 +142,6 @@ def test_over_a_loader_of_packed_batches() -> None:
     assert_close(norms, torch.cat([joined(own).norm(dim=1) for own in rows]))
 
 
-def test_numbers_of_positions_for_batches_that_are_packed_alike() -> None:
-    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
-    model, batches = hooked(told), [batch(2, [3, 2]), batch(2, [3, 2])]
-
-    def of_documents(model: nn.Module, given: Any) -> Tensor:
-        return losses(model, *given).split([3, 2], 1)[0].sum(1).repeat_interleave(2) * torch.tensor([1.0, 0.0, 1.0, 0.0])
-
-    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
-    rows = [one_by_one(model, 2, [3, 2], given) for given in batches]
-    by_hand = torch.cat([joined(own).norm(dim=1) for own in rows])
-    assert_close(norms[::2], by_hand[::2])
-    assert not norms[1::2].any()
-    check_each(
-        *[(ValueError, words, lambda other=other: losses(model, *other))
-          for other, words in [
-             (batch(2, [3, 3]), r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
-             (batch(3, [3, 2]), r"expected .* of shape \(3, 5\)")]],
-    )  # fmt: skip
-
-
 def test_a_loss_of_what_has_no_positions_is_refused() -> None:
     given = batch(2, [3, 2, 4])
     model = Bare(lambda m, *args, **named: ((y := m.net(*args, **named)), y.mean(1)), net=Packed()).double()
@@ -187,6 +167,8 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
              (lambda ids, position_ids: None, "NoneType")]],
         (ValueError, "has 2 at the start of a document",
          lambda: losses(hooked("position_ids"), given[0], given[1] + 2, given[2])),
+        (ValueError, r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)",
+         lambda: losses(hooked(torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)), *batch(2, [3, 3]))),
         (ValueError, "ascending from 0 to 10", lambda: other(given[0], cu_seqlens=torch.tensor([0, 3, 9]))),
         *[(TypeError, "^add_hooks was given segments", lambda wrong=wrong: autograd_hacks.add_hooks(bare, segments=wrong))
           for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long))],

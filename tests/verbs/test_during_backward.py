@@ -49,39 +49,6 @@ def test_rows_are_those_of_each_loss(name: str, loss_type: str, param_grad: bool
                 autograd_hacks.compute_grad1(model)
 
 
-@pytest.mark.slow
-def test_no_more_than_the_rows_and_one_layer_is_held() -> None:
-    """Of 20 layers at 64 positions, whose inputs and gradients have as many bytes as the rows do."""
-    layers, width, positions, samples = 20, 64, 64, 16
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    x = torch.randn(samples, positions, width)
-    rows, one = samples * layers * width**2 * 4, samples * positions * width * 4
-
-    def loss() -> torch.Tensor:
-        return squares(model(x)).sum()
-
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for _ in range(3):
-            loss().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-        for p in model.parameters():
-            del p.grad1
-        of_step = loss()
-        with at_most(rows + 5 * one), autograd_hacks.during_backward(model, "grad1", loss_type="sum"):
-            of_step.backward()
-        for p in model.parameters():
-            del p.grad1
-        of_step = loss()
-
-        def afterwards() -> None:
-            with at_most(rows + 5 * one):
-                of_step.backward()
-                autograd_hacks.compute_grad1(model, "sum")
-
-        with pytest.raises(AssertionError, match="held"):
-            afterwards()
-
-
 def test_parameters_that_no_loss_reaches_have_none_and_frozen_ones_nothing() -> None:
     model = with_spare(nn.Linear(4, 3), nn.Linear(3, 3))
     with autograd_hacks.add_hooks(model):

@@ -17,7 +17,6 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.forms import Outer
 
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 5])
@@ -74,15 +73,6 @@ def test_sums_can_be_differentiated() -> None:
             found = grads.weighted_sum(w[0] if sums == 1 else w)
             sum(((own if sums == 1 else own[1]) * v[name]).sum() for name, own in found.items()).backward()
             assert_close(w.grad, torch.zeros(sums, 6).double().index_add(0, torch.tensor([sums // 2]), grads.dot(v)[None]))
-
-
-def test_selecting() -> None:
-    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
-    norms = grads.norms()
-    mask = torch.tensor([True, False, True, True, False, False])
-    for index in (slice(1, 5), slice(None, None, 2), mask, torch.tensor([-1, 0, 0])):
-        assert_close(grads.select(index).norms(), norms[index])
-    assert_close(grads.group(torch.tensor([7, 3, 7, 3, 9, 9])).samples, 3)
 
 
 def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
@@ -218,23 +208,6 @@ def test_what_is_no_number_stays_with_its_sample() -> None:
     assert not grads.select(torch.tensor([0, 1, 2, 4])).gram().isnan().any()
     with pytest.raises(RuntimeError, match=r"samples \[3\]"):
         autograd_hacks.clip_grad1_norm_(model, 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Linear(64, 64, bias=False).to(dtype), torch.randn(4, 3000, 64).to(dtype)
-    with autograd_hacks.add_hooks(model):
-        model(x).backward(torch.ones(4, 3000, 64, dtype=dtype))
-        grads = autograd_hacks.per_sample_grads(model, "sum")
-        norms = grads.norms()
-        exact = Outer(torch.ones(4, 3000, 64).double(), x.double()).norms()
-        assert norms.dtype == torch.float32
-        assert_close(norms, exact.float(), rtol=1e-4, atol=0)
-        assert grads.weighted_sum(torch.ones(4))["weight"].dtype == dtype
-        autograd_hacks.clip_grad1_norm_(model, 1.0)
-        assert model.weight.grad is not None
-        assert model.weight.grad.dtype == dtype
 
 
 def test_norms_leave_the_range_of_numbers_only_where_they_must() -> None:

@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, perceptron
+from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, perceptron
 from oracle import Rows, assert_rows, one_backward_per_sample, vector
 from rarely import crossed
 from torch import Tensor
@@ -129,17 +128,6 @@ def test_losses_made_inside_the_model(kind: str) -> None:
         check(rows, jacobian_of(model, both, entries, lambda b: model(b[:, 0], b[:, 1])))
 
 
-def test_losses_of_tokens_made_outside() -> None:
-    model, tokens, targets = Tied(), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
-    both = torch.stack([tokens, targets], 1)
-
-    def losses(b: Tensor) -> Tensor:
-        return F.cross_entropy(model(b[:, 0]).transpose(1, 2), b[:, 1], reduction="none")
-
-    with autograd_hacks.add_hooks(model):
-        check(per_sample_jacobian(model, losses(both)), jacobian_of(model, both, lambda out: out, losses))
-
-
 def test_the_tangent_kernel_of_two_batches() -> None:
     model, x, y = perceptron(), torch.randn(4, 4), torch.randn(2, 4)
     dense = [jacobian_of(model, batch, lambda out: out) for batch in (x, y)]
@@ -167,16 +155,6 @@ def test_whichever_gradient_mode_and_an_output_that_was_overwritten() -> None:
         for change in (lambda out: out.t_(), lambda out: out.copy_(out.flip(0))):
             with pytest.raises(SamplesMixed, match="axis 0"):
                 per_sample_jacobian(model, change(model(x)))
-
-
-def test_a_layer_alone_and_no_probe() -> None:
-    x = torch.randn(3, 4)
-    for model, probe in ((nn.Linear(4, 2), True), (perceptron(), False)):
-        with autograd_hacks.add_hooks(model, probe=probe):
-            check(per_sample_jacobian(model, model(x)), jacobian_of(model, x, lambda out: out))
-            check(per_sample_jacobian(model, model(x).square()), jacobian_of(model, x, torch.square))
-            with pytest.raises(SamplesMixed):
-                per_sample_jacobian(model, model(x).flip(0))
 
 
 @pytest.mark.parametrize("samples", [0, 1])
@@ -213,24 +191,6 @@ def test_gradients_and_the_record_stay_as_they_are(param_grad: bool) -> None:
         assert_rows(model, {name: x.sum(1) for name, x in own.items()})
         with pytest.raises(NothingRecorded, match="freed"):
             per_sample_jacobian(model, out)
-
-
-def test_then_a_pass_of_the_same_forward() -> None:
-    model, x = perceptron(), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model):
-        for retain_graph in (True, False):
-            out = model(x)
-            rows = per_sample_jacobian(model, out, retain_graph=retain_graph)
-            with pytest.raises(NothingRecorded, match=r"loss.backward\(\)|freed"):
-                autograd_hacks.compute_grad1(model)
-            if retain_graph:
-                out.sum().backward()
-                autograd_hacks.compute_grad1(model, "sum")
-                assert_close(model[0].weight.grad1, rows.dense()["0.weight"].sum(1))
-                assert_close(model[0].weight.grad, rows.dense()["0.weight"].sum((0, 1)))
-            else:
-                with pytest.raises(RuntimeError, match="second time"):
-                    out.sum().backward()
 
 
 def test_within_accumulate_and_streaming() -> None:

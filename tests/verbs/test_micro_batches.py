@@ -95,19 +95,6 @@ def test_a_training_loop_of_micro_batches(
             assert_close(list(model.parameters()), list(plain.parameters()))
 
 
-def test_micro_batches_of_a_scaled_loss() -> None:
-    model, (x, y) = mlp(), batch(6)
-    expected = clipped_sum(model, x, y)
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for part, target in zip(x.split(4), y.split(4)):
-            scaler.scale(squares(model(part), target).mean()).backward()
-            autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=6, scaler=scaler)
-        scaler.step(optimizer)
-    assert_close(list(model.parameters()), [old - total / 6 for old, total in zip(before, expected)])
-
-
 def test_what_the_loss_did_not_reach_keeps_its_gradient() -> None:
     model = with_spare(mlp()).double()
     model.spare.weight.grad = kept = torch.ones(2, 2).double()
@@ -199,33 +186,3 @@ def test_a_pass_of_another_loss_before_grad_is_cleared_is_no_mistake() -> None:
             maker.zero_grad()
             critic(maker(torch.randn(4, 2).double())).sum(1).mean().backward()
             theirs.step()
-
-
-# What a private step's noise has to cover
-
-
-@pytest.mark.parametrize("samples", [2, 8])
-def test_the_sensitivity_of_a_clipped_step(samples: int) -> None:
-    """One sample less changes the sum over a fixed number by max_norm / batch_size at most, and a mean by twice that."""
-    layer, each = nn.Linear(6, 1, bias=False).double(), BOUND / samples
-    autograd_hacks.add_hooks(layer, param_grad=False)
-
-    def grad(x: Tensor, batch_size: int | None) -> Tensor:
-        autograd_hacks.backward(layer(x)[:, 0])
-        autograd_hacks.clip_grad1_norm_(layer, BOUND, batch_size=batch_size)
-        assert layer.weight.grad is not None
-        return layer.weight.grad
-
-    for worst in (False, True):
-        x = 9 * torch.randn(samples, 6).double()
-        if worst:  # the sample that goes is the opposite of all others
-            x = x[:1] * torch.tensor([1.0] + [-1.0] * (samples - 1), dtype=x.dtype)[:, None]
-        less = [torch.cat([x[:n], x[n + 1 :]]) for n in range(samples)]
-        fixed = [float((grad(x, samples) - grad(part, samples)).norm()) for part in less]
-        means = [float((grad(x, None) - grad(part, None)).norm()) for part in less]
-        assert max(fixed) <= each * (1 + 1e-12)
-        assert max(means) <= 2 * each * (1 + 1e-12)
-        assert max(means) > each * (1 + 1e-3)  # so that noise for max_norm / N doesn't cover it
-        if worst:
-            assert max(fixed) == pytest.approx(each)
-            assert max(means) == pytest.approx(2 * each)

@@ -14,7 +14,6 @@ from nets import perceptron
 from oracle import squares
 from rarely import crossed
 from refused import check_each
-from steps import alive
 from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
@@ -103,20 +102,6 @@ def test_a_file_that_is_gone_on_with(net: nn.Module, tmp_path: Path, name: str) 
         assert_close(load(path)["rows"], expected)
     assert_close(autograd_hacks.over(net, X.split(4), loss, project, out=path), expected)
     assert read[5:] == [3], "nothing was left to do"
-
-
-@pytest.mark.slow
-def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
-    held = list[int]()
-
-    def counted(grads: PerSampleGrads, *_: PerSampleGrads) -> Tensor:
-        held.append(alive(PerSampleGrads))
-        return grads.norms()[:, None]
-
-    autograd_hacks.over(net, X.split(4), loss, counted)
-    autograd_hacks.over(net, X.split(4), loss, counted, against=OTHERS.split(2), budget=0)
-    assert set(held[:3]) == {1}
-    assert set(held[3:]) == {2}
 
 
 def read(m: nn.Module, x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import joined, one_backward_per_sample, squares
 from rarely import crossed
 from steps import rows_of, stepped
 from torch import Tensor
@@ -49,26 +48,6 @@ def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
     found = stepped(model, x).reduce(f, budget)
     assert list(found) == list(expected)
     assert_close(found, expected, equal_nan=True)  # double
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("budget", [1, 1000, 2**26])
-def test_parameters_without_entries(budget: int) -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 0), nn.Linear(0, 2)), torch.randn(5, 3)
-    grads, own = stepped(model, x), one_backward_per_sample(model, squares, x)
-    moments = {name: rows.square().sum(0) for name, rows in own.items()}
-    assert_close(grads.norms(), joined(own).norm(dim=1))
-    assert grads.weighted_sum(torch.ones(0, 5))["1.bias"].shape == (0, 0)
-    assert_close(grads.reduce(torch.square, budget), moments)
-    assert_close(grads.second_moment(budget=budget), moments)
-    groups = grads.group(torch.tensor([0, 0, 0, 1, 2]), 3)
-    assert_close(groups.second_moment(budget=budget)["1.weight"], moments["1.weight"])
-    variances = {name: (rows - rows.mean(0)).square().sum(0) / 4 for name, rows in own.items()}
-    about = {name: rows.mean(0) for name, rows in own.items()}
-    found = grads.second_moment(budget=budget, about=about)
-    assert_close({name: x / 4 for name, x in found.items()}, variances)
-    assert_close(grads.gram(budget=budget), joined(own) @ joined(own).T)
 
 
 @pytest.mark.usefixtures("double")

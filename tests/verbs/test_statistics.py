@@ -51,15 +51,6 @@ def test_noise_scale() -> None:
         of_outputs()[1].noise_scale()
 
 
-def test_noise_scale_is_unbiased_over_pairs() -> None:
-    """Over all pairs of six samples, drawn with replacement, both numbers have the six samples' own in the mean."""
-    rows, grads = rows_and_grads()
-    pairs = [grads.select(torch.tensor([a, b])).noise_scale() for a in range(6) for b in range(6)]
-    mean = joined(rows).mean(0)
-    assert_close(sum(own.noise for own in pairs) / 36, (joined(rows) - mean).square().sum() / 6)
-    assert_close(sum(own.signal for own in pairs) / 36, mean.square().sum())
-
-
 def test_next_to_no_noise_keeps_its_digits() -> None:
     """Rows that differ in the sixth digit: Σ‖gₙ‖² - N‖ḡ‖² has nothing left in single precision."""
     model = nn.Linear(40, 3).float()
