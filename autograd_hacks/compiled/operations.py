@@ -282,7 +282,9 @@ def _known(index: fx.Node | None, samples: int) -> Tensor | None:
     if index is None:
         return None
     sizes, is_number = shape(index), counts_up(index) and prod(shape(index)) == samples
-    return (torch.arange(samples, device="cpu") if is_number else torch.zeros(prod(sizes), dtype=torch.long)).view(sizes)
+    return (
+        torch.arange(samples, device="cpu") if is_number else torch.zeros(prod(sizes), dtype=torch.long, device="cpu")
+    ).view(sizes)
 
 
 @rule(*(name for name in VALUES.keys() & READ.keys() if READ[name] != "mask"))

@@ -59,27 +59,40 @@ def read_outside(x: Tensor) -> str:
 def _read_loss(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returned]]) -> str:
     assert x.grad_fn is not None  # else it would come from no output
     samples, forward = len(x), max(mark.forward for _, mark in marks)
-    ran = _ran_behind(recorder, [x], [edge.node for edge, _ in marks], forward, samples)
-    reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
-    found = reader.read()
-    hooked = _hooked(recorder, reader)
-    found.uses = {k: own for k, own in found.uses.items() if reader.trace.nodes[k] not in hooked}
+    ends, at = [edge.node for edge, _ in marks], dict[Value, Label]()
+    while True:
+        ran = _ran_behind(recorder, [x], ends, forward, samples)
+        reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
+        found, hooked = reader.read(), _hooked(recorder, reader)
+        nodes = reader.trace.nodes
+        found.uses = {k: own for k, own in found.uses.items() if nodes[k] not in hooked}
+        # Of a value that a derivative takes once more, the forward's own use gets the gradient: there, the walk ends.
+        taken = reader.trace.behind([j for values, _ in found.uses.values() for j, *_ in values])
+        hooks = [(node, hook) for j in taken if (node := nodes[j]) not in ends for hook in on_node(node)]
+        again = {node: own.use for node, own in hooks if isinstance(own, AtNode) and own.receiver is recorder.backward}
+        if not again:
+            break
+        ends += again
+        for node, use in again.items():
+            at |= _labels(use, node, None)[1]
     reader.follow(found)
     ran.attach(recorder.backward)
     if recorder.record.documents is not None:
         return ""
-    at = [(Value(edge.node, edge.output_nr), mark.layout) for edge, mark in marks if mark.samples == samples]
-    is_apart = all(is_in_order(reader, value, layout) for value, layout in at)
+    for edge, mark in marks:
+        if mark.samples == samples:
+            value = Value(edge.node, edge.output_nr)
+            at[value] = label_of(mark.layout, shape_of(value), samples)
+    is_apart = all(is_in_order(reader, value, label) for value, label in at.items())
     if is_apart and not found.mixed:
         return ""
     return reader.mixing(reader.walk)[0] or "the order of the samples"
 
 
-def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:
+def is_in_order(reader: Reader, value: Value, expected: Label) -> bool:
     """Whether what arrives at a value is of the samples whose entries these are."""
     k = reader.number[value.node]
     label, shape = reader.walk.labels[k][value.number], reader.trace.shapes[k][value.number] or ()
-    expected = label_of(layout, shape, reader.samples)
     if label is None or label == expected:
         return True
     if not isinstance(label, Owned) or not isinstance(expected, Owned):
@@ -89,17 +102,25 @@ def is_in_order(reader: Reader, value: Value, layout: Layout) -> bool:
 
 
 def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
-    """The nodes at which hooks see all uses of parameters already: of forwards, of layers and of graphs that passes made."""
-    found = set[Node]()
-    for node in reader.trace.nodes:
+    """The nodes at which hooks see all uses of parameters already: of forwards, of layers and of graphs that passes made.
+
+    With those to which all gradient comes through values of these uses."""
+    found, taken, trace = set[Node](), set[tuple[int, int]](), reader.trace
+    for k, node in enumerate(trace.nodes):
         for hook in on_node(node):
             if hook.receiver is not recorder.backward:
                 continue
             if isinstance(hook, AtNode):
                 found.add(node)
+                taken.update((k, value.place) for value in hook.use.plan.values)
             elif hook.call is not None and hook.call.edges:
                 found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
-    return found
+    below = set[int]()
+    for k in trace.order() if taken else ():
+        takers = reader.takers.get(k, ())
+        if takers and all(other in below or (other, place) in taken for other, place, _ in takers):
+            below.add(k)
+    return found | {trace.nodes[k] for k in below}
 
 
 class Met(NamedTuple):

@@ -29,7 +29,7 @@ from autograd_hacks.reading.beyond import is_in_order
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
-from autograd_hacks.reading.reader import Read, Reader
+from autograd_hacks.reading.reader import Read, Reader, label_of
 from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
 from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
@@ -91,7 +91,8 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
-    is_taken_in_order = all(is_in_order(reader, value, Layout()) for value in hypothesis.taken_from)
+    expected = {value: label_of(Layout(), shape_of(value), reader.samples) for value in hypothesis.taken_from}
+    is_taken_in_order = all(is_in_order(reader, value, label) for value, label in expected.items())
     return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
 
 

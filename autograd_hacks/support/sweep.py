@@ -233,7 +233,10 @@ def by_node(
         apart, most = (every.detach()[-1] - own.sum(0)).abs().nan_to_num(0, 0, 0), own.abs().sum(0).max()
         if bool((apart > allowed * most).any()):  # terms may cancel, and rounding is relative to them: so with other signs
             draws = torch.Generator("cpu").manual_seed(0)
-            turned = [None if g is None else g * (torch.randint(2, g.shape, generator=draws).to(g) * 2 - 1) for g in grads]
+            turned = [
+                None if g is None else g * (torch.randint(2, g.shape, generator=draws, device="cpu").to(g) * 2 - 1)
+                for g in grads
+            ]
             most = made_of([turned]).detach().abs().max()
         if bool((apart > allowed * most).any()):
             raise SamplesMixed(

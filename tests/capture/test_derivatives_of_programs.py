@@ -1,6 +1,7 @@
 """What programs with losses that have derivatives do between steps; each was once wrong without a word."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,44 @@ def test_layers_by_themselves_beside_the_model(param_grad: bool) -> None:
             assert_same(found(model), one_loss_at_a_time(model, losses))
         autograd_hacks.clear_backprops(model)
         _penalty(model, x)
+
+
+# Parameters that are laid out for each sample are used again by a derivative, behind an order that values tell.
+ORDERS: list[Callable[[Tensor], Tensor]] = [
+    lambda h: h.flip(0).flip(0).sin(),
+    lambda h: torch.stack([row.sin() for row in h]),
+    lambda h: h[torch.arange(len(h))].sin(),
+]
+LAID_OUT: list[Callable[[nn.Module, Tensor], Tensor]] = [
+    lambda m, h: torch.bmm(h, m.w.expand(len(h), -1, -1)),
+    lambda m, h: torch.bmm(h, m.inside(m.w).repeat(len(h), 1, 1)),
+    lambda m, h: torch.stack([row @ m.w for row in h]),
+    lambda m, h: torch.cat([m.w[:1].expand(len(h), 1, 3), h], 1).square() @ m.w,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
+@pytest.mark.parametrize("laid_out", LAID_OUT)
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_laid_out_for_each_sample_is_used_again(order: Any, laid_out: Any, dtype: torch.dtype) -> None:
+    model = Bare(
+        lambda m, x: laid_out(m, order(m.first(x))), first=nn.Linear(3, 3), inside=nn.Linear(3, 3), w=torch.randn(3, 3)
+    )
+    model, x = model.to(dtype), torch.randn(3, 5, 3).to(dtype)
+
+    def losses() -> Tensor:
+        points = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(squares(model(points)).sum(), points, create_graph=True)
+        return squares(slope) + squares(points)
+
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backward(losses(), "sum")
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            right = one_loss_at_a_time(model, losses)
+        for name, p in model.named_parameters():
+            if (own := right[name]) is not None:
+                assert (p.grad1 - own).norm() <= (1e-10 if dtype == torch.double else 0.05) * own.norm()
 
 
 def routed(m: nn.Module, x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ ASKED_OF_ROUTES = {
 KNOWN = [
     Known("tolist", "reading/certificate.py:check", CERTIFIED, (*SEVERAL, *RECURRENT)),
     Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),
-    Known("tensor on the CPU", "graph/roots.py:_orders", IN_MEMORY, (*RECURRENT, *BAGS)),
+    Known("tensor on the CPU", "graph/roots.py:_order", IN_MEMORY, (*RECURRENT, *BAGS)),
     Known("tensor on the CPU", "graph/roots.py:_agree", IN_MEMORY, RECURRENT),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, at in ASKED_OF_ROUTES.items()],
 ]

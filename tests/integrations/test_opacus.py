@@ -244,7 +244,7 @@ def test_samples_that_know_of_each_other_are_refused(by_engine: bool) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        with pytest.raises(SamplesMixed, match="while others were replaced"):
+        with pytest.raises(SamplesMixed, match="by the laws of operations"):
             optimizer.step()
     assert all(map(torch.equal, model.parameters(), before))
     assert torch.equal(draws.get_state(), state)
