@@ -142,17 +142,28 @@ class _Watched:
             own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
             values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
         labels = [self._label(*value) for value in values]
-        is_known = len(labels) == len(given) and not any(
-            label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
+        is_known = (
+            len(labels) == len(given)
+            and not self._is_of_inputs()
+            and not any(
+                label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
+            )
         )
         if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
+        cure = "a new gradient of which no entry depends on another sample"
+        if self._is_of_inputs():
+            what, cure = "changes the gradient of a module's inputs", "register x.register_hook on the input"
         backward.refuse(
-            f"samples mix: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind it. Let "
-            "the hook return None, or a new gradient of which no entry depends on another sample; or change .grad after the "
-            "rows are read."
+            f"samples mix, or may: {_named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind "
+            f"it. Let the hook return None, or {cure}; or change .grad after the rows are read."
         )
+
+    def _is_of_inputs(self) -> bool:
+        """Whether it is a module's full backward hook, which gets gradients of inputs and outputs together."""
+        own = _module_of(self.hook)
+        return own is not None and own.setup_output_hook.__qualname__ not in self.hook.__qualname__
 
     def _label(self, node: Any, number: int) -> Label:
         of_node = (self.labels or {}).get(sequence_number(node), ()) if node is not None else ()
@@ -187,8 +198,6 @@ class _Watched:
         own = _module_of(self.hook)
         if own is None:
             return self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
-        if own.setup_output_hook.__qualname__ not in self.hook.__qualname__:
-            raise NotImplementedError("a full backward hook gets gradients of a module's inputs and outputs together")
         found: Sequence[Any] = tuple(parts)
         for hook in own.user_pre_hooks:
             found = found if (again := hook(own.module, found)) is None else _tensors(again)

@@ -9,7 +9,7 @@ these; an operation has them among its inputs, where they stand among its argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -25,7 +25,6 @@ from autograd_hacks.graph.label import (
     SUM,
     Entries,
     Label,
-    One,
     Owned,
     Shape,
     Sizes,
@@ -104,6 +103,11 @@ def _narrowed(found: Tensor, own: Shape) -> Label:
     return Entries(found.reshape(found.shape[found.ndim - len(own) :]))
 
 
+def _is_moved(label: Owned, dims: Collection[int]) -> bool:
+    """Whether taking entries along axes moves samples.  If all that were taken are one's, others may be another's."""
+    return not (along := varying(label)) or not set(along).isdisjoint(dims)
+
+
 def _first(label: Owned, sizes: Sizes) -> Label:
     """The label of a tensor of which an index takes entries, if it takes none; None if no samples are in the tensor."""
     return None if sizes.ins[0] is None else label
@@ -115,7 +119,7 @@ def _first(label: Owned, sizes: Sizes) -> Label:
 @value("index_select", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
-    if d in varying(label) and sizes.own:
+    if found is not None and _is_moved(label, [d]) and sizes.own:
         index = read("index").view([-1 if k == d else 1 for k in range(sizes.n)])
         found = _scattered(label, d, index, sizes.out, sizes.own, samples)
     return [found, *(linked(label, [d] * len(own or ()), own or ()) for own in sizes.ins[1:])]
@@ -125,7 +129,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
     if sizes.out and is_owned(found):
-        found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if d in varying(label) else label
+        found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if _is_moved(label, [d]) else label
         found = _as_long(found, sizes.own) if is_owned(found) else found
     return [found, *[label] * (len(sizes.ins) - 1)]
 
@@ -133,7 +137,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 @value("sort topk", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
-    return [_scattered(label, d, read("indices"), sizes.out, sizes.own, samples) if d in varying(label) else label]
+    return [_scattered(label, d, read("indices"), sizes.out, sizes.own, samples) if _is_moved(label, [d]) else label]
 
 
 @value("index_add index_copy index_reduce", reads="dim")
@@ -245,7 +249,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     indices, found = read("indices"), _first(label, sizes)
     by = Indexed(indices, sizes.own)
     moved = range(by.start, by.start + by.axes)
-    if is_owned(found) and (isinstance(label, One) or not set(varying(label)).isdisjoint(moved)):
+    if is_owned(found) and _is_moved(label, moved):
         found = by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)
     elif is_owned(found):
         found = linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(sizes.own))], sizes.own)
@@ -293,7 +297,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     """The rows of a table of activations."""
     found = _first(label, sizes)
-    if set(varying(label)) <= {sizes.n - 1} and not isinstance(label, One):
+    if not _is_moved(label, range(sizes.n - 1)):
         found = linked(label, [ALONE, sizes.n - 1], sizes.own)
     elif found is not None:
         by = Indexed([read("indices"), None], sizes.own)
@@ -304,7 +308,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
 @value("_pack_padded_sequence", reads="batch_first")
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, batch_first: bool) -> list[Label]:
     """Rows of padded sequences, by time and then by sequence."""
-    if 0 not in varying(label) and not isinstance(label, One):
+    if not _is_moved(label, [0]):
         return [viewed(label, sizes.out, (1, *sizes.out), samples)]
     lengths = read("result1").tolist()
     time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(lengths)])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import private
@@ -105,7 +106,7 @@ MIXED: dict[str, Callable[..., Tensor]] = {
 
 
 def private_step(model: nn.Module, losses: Callable[[], Tensor], n: int = N, **settings: Any) -> dict[str, Any]:
-    with autograd_hacks.add_hooks(model, batch_dim=None, independent=True, **settings):
+    with autograd_hacks.add_hooks(model, **{"batch_dim": None, "independent": True, **settings}):
         autograd_hacks.backward(losses(), "sum")
         private.clip_and_noise_(model, max_norm=0.5, noise_multiplier=0.0, expected_batch_size=n)
         independence = autograd_hacks.describe(model).independence
@@ -145,6 +146,20 @@ def test_a_number_that_changes_with_the_sizes_is_refused_when_it_changes() -> No
             with pytest.raises(ProbeFailed, match="number") if step else pytest.MonkeyPatch.context():
                 autograd_hacks.backward(model(*packed(graphs_of((5 + step, 6, 7, 8)))).sum(1), "sum")
                 autograd_hacks.per_sample_grads(model, "sum").norms()
+
+
+def test_entries_that_an_index_takes_may_all_be_of_one_sample() -> None:
+    """What it leaves is of the others."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        at = (x[:, 0] > x[:, 1]).nonzero()[:, 0]
+        return m.last(m.first(x).index_add(0, at, m.more(x.index_select(0, at)) + m.more(x[at])))
+
+    model = Bare(forward, first=nn.Linear(WIDTH, 6), more=nn.Linear(WIDTH, 6), last=nn.Linear(6, 3))
+    for where in (0, 2):
+        x = torch.rand(4, WIDTH)
+        x[:, 0], x[where, 0] = -1, 2
+        assert independence.BY_VALUES in private_step(model, lambda x=x: model(x).sum(1), batch_dim=0)["independence"]
 
 
 class Patches(nn.Module):
