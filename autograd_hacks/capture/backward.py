@@ -57,6 +57,7 @@ class Backward:
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self._looked: tuple[int, int] | None = None  # the counts of hooks when the last forward had ended
         # Watches the user's hooks that were registered since a count.
+        self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
         self.watch_more: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
@@ -124,6 +125,10 @@ class Backward:
     def has_looked(self) -> None:
         """Says that the hooks that there are now are known."""
         self._looked = hook_counts()
+
+    def looked_from(self) -> int:
+        """The number of the first hook that isn't known."""
+        return self._looked[0] if self._looked is not None else 0
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
@@ -233,7 +238,9 @@ class Backward:
     def receive(
         self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | AtNode
     ) -> None:
-        """Records the gradients that the running pass brings to a use; see `Receive`."""
+        """Records the gradients that the running pass brings to a use, where `take` has left something to decide.
+
+        grads: from output number ``slot`` on    node: where they arrived, if that matters    hook: the one that has them"""
         if not self.hears() or is_transformed():
             return
         for g in grads:

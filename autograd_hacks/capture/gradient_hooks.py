@@ -63,8 +63,8 @@ def _is_of_calls(hooks: dict[int, Any]) -> bool:
 
 
 def _is_own(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
+    while isinstance(hook, partial | _Watched):
+        hook = hook.func if isinstance(hook, partial) else hook.hook
     return (getattr(hook, "__module__", None) or "").startswith(_OWN)
 
 
@@ -81,7 +81,7 @@ class Watch(NamedTuple):
         found: Labels | None = None
         put_last(hooks)
         for hooks_of, key in hooks:
-            if key in hooks_of and not isinstance(hooks_of[key], _Watched):
+            if key in hooks_of and not _is_watched_by(hooks_of[key], self.backward):
                 found = self.labels() if found is None and self.labels is not None else found
                 hooks_of[key] = _Watched(self.backward, hooks_of[key], found, self.samples)
 
@@ -108,6 +108,14 @@ def _compare(backward: weakref.ref[Backward], use: Any, first: int, made: object
                 f"samples mix, or may: a hook changes gradient at {current_node().name()} after the rows' gradient was "
                 "taken there. Register it on the tensor (x.register_hook), or in the forward."
             )
+
+
+def _is_watched_by(hook: Any, backward: weakref.ref[Backward]) -> bool:
+    while isinstance(hook, _Watched):  # by one hooked model after the other
+        if hook.backward == backward:
+            return True
+        hook = hook.hook
+    return False
 
 
 class _Watched:
@@ -229,6 +237,8 @@ def _is_set(cell: Any) -> bool:
 
 def _named(hook: Any) -> str:
     """A hook, as text for messages."""
+    while isinstance(hook, _Watched):
+        hook = hook.hook
     own, of = _module_of(hook), ""
     if own is not None:
         hooks: Any = [*own.user_pre_hooks, *own.user_hooks]

@@ -36,7 +36,8 @@ MOST = 32
 
 @dataclass
 class Kind:
-    """What is kept of the forwards of one kind.  No label: whose gradients are is found in each forward.
+    """What is kept of the forwards of one kind.  No label: whose gradients are is found in each
+    forward, and `Kinds.memo` compares before it believes an earlier walk.
 
     Values of samples may mix without a gradient, where no graph shows it: of that there is a record.
     """
@@ -52,7 +53,7 @@ class Kind:
 
 
 class Whose(NamedTuple):
-    """Where the samples are in the tensors that a use made."""
+    """Where the samples are in the tensors that a use made: what `Reader` makes of labels, and rows are computed by."""
 
     layouts: Layouts = ()  # for each tensor, where none are labelled
     labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, on_node
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
@@ -136,6 +137,11 @@ def _backward(
     roots, asked = [node for node in nodes if node is not None], None
     if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
         asked = _asked(roots)
+    if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
+        hooks = since(min(own.looked_from() for own in watching))
+        for own in watching:
+            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked_from()])
+            own.has_looked()
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs

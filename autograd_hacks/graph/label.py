@@ -7,7 +7,8 @@ A label is one of
 - `At`: the samples lie on one axis, in a regular order;
 - `Entries`: a sample for each entry, read from values (routing, permutations, parts of an axis);
 - `SUM`: several samples contribute to an entry, since the value has no samples' axis: a parameter, a table of positions;
-- `MIXED`: several samples contribute to an entry along the samples' axis itself: a softmax over the batch.
+- `MIXED`: several samples contribute to an entry along the samples' axis itself: a softmax over the batch.  Also said where
+  SUM and a label with owners come to one value, and where a node can't be asked.
 
 `At`, `One` and `Entries` say whose an entry is *if it isn't zero*: they may name a sample where no gradient arrives, never a
 wrong one.  SUM and MIXED are both "several samples"; which of them decides only whether it can be a use of a parameter.
@@ -30,7 +31,8 @@ NOBODY: Final = -1
 Shape = Sequence[int]
 Shapes = Sequence[Shape | None]
 Links = Sequence[int]
-"""For each axis of an input the axis of the output with which it is walked in step; ALONE or MIX for an axis without one."""
+"""For each axis of an input the axis of the output with which it is walked in step; ALONE or MIX for an axis without one.
+`Reader.links` are something else: they follow a gradient to its parameter."""
 ALONE: Final = -1
 """The gradient is the same, or made of the same samples, all along this axis of the input."""
 MIX: Final = -2

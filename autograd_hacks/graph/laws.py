@@ -1,6 +1,9 @@
 """The law of each kind of node: labels of the gradients at its outputs in, labels at its inputs out.
 
 Three classes: by rule (`axes.py`, `moves.py`), by rule from saved values (`values.py`), by asking the node (`probed.py`).
+`Law` is the answer for one node in one forward.  A rule gives links of axes (`axes.py`) or moves labels (`moves.py`); a
+layer's rule, in `formulas/table.py`, is something else.
+
 A kind is known by ``node.name()``: a node's type is not enough, since all nodes of other people's C++ have one type.
 """
 
@@ -149,7 +152,7 @@ def saved(node: Any, name: str, may_recompute: bool) -> Any:
 
 
 class Law(NamedTuple):
-    """What a node does to labels in one forward.
+    """The answer of a law: what a node does to labels in one forward.
 
     ins: the labels that it gives to its inputs
     read: the saved tensors that this rests on, by name; None if on none

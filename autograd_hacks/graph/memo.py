@@ -4,6 +4,9 @@ This is a cache: the key is the graph itself, with all that laws read of it
 (`trace.py`), the roots' labels and N.  What laws by value read is compared; nodes without a law are asked again, and the
 answers compared; which operands are the model's or the batch's is looked up again.  Whatever differs means a walk.
 
+A stale walk gives samples each other's rows, whose sum is right, so no check of a step sees it, except
+`fits` where it meets an argument; nor does `verify`, whose copy of the model has a memo of its own (`Kinds.for_copy`).
+
 Costs, one thread: 3 to 4 µs a node for a known graph, of which half are the sizes of nodes' outputs; 6 to 10 µs for a walk.
 """
 

@@ -1,4 +1,4 @@
-"""The law of a node that has none: the node is asked, in each forward, and nothing of the answer is kept.
+"""The law of a node that has none: the node is asked in each forward.  An earlier answer is only supposed.
 
 A node's backward is linear in the gradients at its outputs.  Random gradients of half of the samples at a time, the others'
 being zero, show which samples each entry of a result depends on: two calls for each binary digit of a sample's number.  An

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import kind_of, node_name
+from autograd_hacks.graph.laws import Kind, kind_of, node_name
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import Walk
@@ -35,7 +35,8 @@ _VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsa
 _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _RESHAPE, _SPLIT = (
     {node_name(name) for name in names.split()}
     for names in (
-        _SUMS, _ENTRIES, _MOVES, "mul div dot mv mm bmm", "norm linalg_vector_norm", "mm addmm linear convolution", _VIEWS,
+        _SUMS, _ENTRIES, _MOVES, "mul div dot mv mm bmm", "norm linalg_vector_norm",
+        "mm addmm mv linear convolution", _VIEWS,
         _SPLITS,
     )
 )  # fmt: skip
@@ -157,6 +158,8 @@ def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tenso
 def fits(trace: Trace, walk: Walk, given: Given, samples: int, nodes: Iterable[int] | None = None) -> bool | None:
     """Whether labels agree with the arguments' samples where these meet parameters; None if none of them is seen there.
 
+    Only nodes that keep memory of an argument are looked at: of ``linear(sin(x))`` nothing is seen.
+
     nodes: the nodes to look at; those of all uses by default"""
     seen = None
     for k in dict.fromkeys([use.node for use in walk.uses if use.node >= 0]) if nodes is None else nodes:
@@ -165,9 +168,10 @@ def fits(trace: Trace, walk: Walk, given: Given, samples: int, nodes: Iterable[i
             continue  # it has no masks or indices, so all of its operands have a graph then
         for orders in _orders(trace.nodes[k], given, samples):
             out = made(trace.nodes[k])[0].shape
-            if not any(_agree(kind.name, entries(label, out, samples, own.device), own, out) for own in orders):
+            found = {_agree(kind, entries(label, out, samples, own.device), own, out) for own in orders}
+            if found == {False}:
                 return False
-            seen = True
+            seen = True if True in found else seen
     return seen
 
 
@@ -206,14 +210,19 @@ def _order(x: Tensor, whole: Tensor, axis: int, samples: int) -> Tensor | None:
     return place // (step * of_whole) % samples
 
 
-def _agree(name: str, at: Tensor, own: Tensor, out: Shape) -> bool:
-    kind = name.split("Backward")[0]
+def _agree(kind: Kind, at: Tensor, own: Tensor, out: Shape) -> bool | None:
+    """Whether labels at a node's output are those of an argument that it took; None if nothing shows it.
+
+    at, own: the sample of each entry of the output, and of the argument"""
+    name = kind.name.split("Backward")[0]
     if not own.numel() or not prod(out):
         return True
-    if kind in _BY_ROWS and own.ndim and out and own.shape[0] == out[0]:
-        rows, found = own.flatten(1), at.expand(*out).flatten(1)
+    if name in _BY_ROWS and own.ndim and out and own.shape[0] == out[0]:
+        rows, found = own.reshape(len(own), -1), at.expand(*out).reshape(len(own), -1)
         return bool((rows == rows[:, :1]).all() and ((found == rows[:, :1]) | (found < 0)).all())
-    if kind == node_name("embedding") and list(own.shape) == list(out[:-1]):
-        found = at.expand(*out)[..., 0]
-        return bool(((found == own) | (found < 0)).all())
-    return True
+    found = at.expand(*out)
+    if name == node_name("embedding") and list(own.shape) == list(out[:-1]):
+        found = found[..., 0]
+    elif not (kind.is_entrywise or name == node_name("native_layer_norm")) or list(own.shape) != list(out):
+        return None
+    return bool(((found == own) | (found < 0)).all())

@@ -2,7 +2,7 @@
 
 Nodes are numbered in the order in which they are met from the roots.  The key holds all that laws by rule can read: kinds,
 the saved numbers that laws name, edges, parameters by identity and other leaves by order; and all sizes that don't follow
-from these and from other sizes.
+from these and from other sizes.  Values that laws read are not in it: `memo.py` compares them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Laws of operations that move entries as a saved tensor says: the index family, masks, sorting, packing.
 
 A law is called as in `moves.py`, with ``read`` too: ``read(name)`` gives a saved tensor.
-A law reads only if the samples lie on an axis on which entries are moved, so the walk knows on which values it rests.
+The walk notes what a law has read, since it rests on these values.  Laws along one axis read only if that may move
+samples; those of ``index``, ``index_put`` and masks always read.
 
 Laws hold for nodes and for operations on a tape.  A gradient reaches no index and no mask, so a node has no inputs for
 these; an operation has them among its inputs, where they stand among its arguments, and gets their labels too.

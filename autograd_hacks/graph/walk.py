@@ -6,6 +6,8 @@ of which nothing says that they are of the batch (a table of positions).  The ro
 forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
 samples contribute to any other value, samples mix there.
 
+Two words are near each other: *own* is what parameters alone make, *owned* is what has owners, which are samples.
+
 The labels are a function of the trace's key and of the values in ``read``; which tensors are the model's own or the batch's
 memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
 """
@@ -36,7 +38,8 @@ class Meeting(NamedTuple):
 
     node: the number of the node that takes the value; -1 if the value is an output of the model
     place: the number of the node's input, or of the root
-    label: of the gradient at the input, where parameters meet the batch
+    label: of the gradient at the input, where parameters meet the batch: mostly SUM.  Whose the rows are, the labels at the
+    node's outputs say
     why: what was found there, if it isn't plain
     """
 
@@ -54,7 +57,9 @@ class Memory:
     given: Collection[int] = ()
 
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
-        """What a node's own operands are, besides the values that other nodes made."""
+        """What a node's own operands are, besides the values that other nodes made.
+
+        An input without a graph that the node hasn't kept may be anybody's, so it is OPEN."""
         operands = list(operands_of(node))
         places = [memory_of(x) for x in operands if x.ndim]  # numbers aren't of the batch
         if any(own in self.given for own in places):

@@ -12,6 +12,7 @@ from oracle import squares
 from steps import check
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
@@ -157,7 +158,7 @@ def test_a_hook_that_changes_what_a_layer_makes_for_its_weight_is_refused(begins
 
 
 def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
-    """Its layer's gradient was taken before it ran."""
+    """It changes the gradient of its layer before that is taken."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     with autograd_hacks.add_hooks(model):
         for n in range(5):
@@ -165,14 +166,34 @@ def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
             if n < 3:
                 check(model, x)
                 continue
+            model.zero_grad()
             out = model(x)
             out.grad_fn.register_prehook(lambda grads, looks=n == 3: None if looks else (2 * grads[0],))
             squares(out).mean().backward()
-            if n == 3:
-                autograd_hacks.compute_grad1(model)
-                continue
-            with pytest.raises(SamplesMixed, match=r"after the rows' gradient was taken there\. Register it on the tensor"):
-                autograd_hacks.compute_grad1(model)
+            autograd_hacks.compute_grad1(model)
+            for p in model.parameters():
+                assert_close(p.grad1.mean(0), p.grad)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("where", ["inner", "first", "out"])
+def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where: str, others: int) -> None:
+    """Another hooked model in the pass watches it, too."""
+    model, other = (
+        Bare(lambda m, x: m.own(x), own=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
+        for _ in range(2)
+    )
+    kept: dict[str, Tensor] = {}
+    model.own[1].register_forward_hook(lambda layer, args, out: kept.update(inner=out, first=args[0]))
+    x = torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(other), autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            losses = squares(other(x)) if others else 0
+            kept["out"] = model(x)
+            kept[where].register_hook(lambda g: g.flip(0))
+            (squares(kept["out"]) + losses).sum().backward()
+            with pytest.raises(SamplesMixed, match=r"lambda.*not sample by sample"):
+                autograd_hacks.compute_grad1(model, "sum")
 
 
 @pytest.mark.parametrize("how", WAYS)

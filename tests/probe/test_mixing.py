@@ -80,3 +80,26 @@ def test_mixing_in_a_part_that_is_called_by_itself(batch_dim: int) -> None:
         squares(model[0](torch.randn(4, 5, 3))).mean().backward()
         with pytest.raises(SamplesMixed, match=r"by the laws of operations .* at add "):
             autograd_hacks.compute_grad1(model)
+
+
+SQUARE: dict[str, Callable[[], nn.Module]] = {
+    "softmax": lambda: Bare(lambda m, x: (x * m.w).softmax(0), w=torch.randn(6)),
+    "a part of the columns": lambda: Bare(lambda m, x: (x[:, :6] * m.w).softmax(0), w=torch.randn(6)),
+    "turned": lambda: Bare(lambda m, x: (x.t()[:6] * m.w).softmax(1), w=torch.randn(6, 1)),
+    "sums up to each sample": lambda: Bare(lambda m, x: (x * m.w).exp().cumsum(0), w=torch.randn(6)),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(6), nn.Softmax(0)),
+    "prelu": lambda: nn.Sequential(nn.PReLU(), nn.Softmax(0)),
+    "batch norm": lambda: nn.Sequential(nn.PReLU(6), nn.BatchNorm1d(6, affine=False)),
+    "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Softmax(0)),
+}
+
+
+@pytest.mark.parametrize("what", SQUARE)
+def test_as_many_features_as_samples_make_no_samples_of_columns(what: str) -> None:
+    """Where nothing else shows which axis has the samples, it is the batch's."""
+    model = SQUARE[what]()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            squares(model(torch.randn(6, 6))).sum().backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model, "sum")
