@@ -114,7 +114,9 @@ class Convolution(Factored):
             return self.wide().terms(u.to(self.sum_dtype), v.to(self.sum_dtype))
         groups, kernels = self.groups, v.view(len(v), self.shape[1], -1)
         # The second axis, and then the rest.
-        x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(self.samples, -1, *self.x.shape[2:])
+        x = (kernels[:, :, 0] @ self.x.flatten(2).unflatten(1, (groups, -1))).view(
+            self.samples, groups * len(v), *self.x.shape[2:]
+        )
         weight = kernels[:, 0].reshape(len(v), 1, *self.kernel).repeat(groups, *[1] * (1 + len(self.kernel)))
         own = FORWARD[len(self.kernel)](x, weight, None, self.stride, self.padding, self.dilation, len(weight))
         theirs = u.view(len(u), groups, -1).transpose(0, 1) @ self.g.flatten(2).unflatten(1, (groups, -1))
