@@ -175,7 +175,8 @@ class LayerCall(Use, Call):
         at = tuple([g if g is None else as_expected(g) for g in grads.at])
         saved = {name: as_expected(x) for name, x in (self.saved or {}).items()}
         layer = self.known.settings.put_back(self.layer)
-        more = self.outputs, self.precision, self._is_compared(grads), saved
+        is_compared = self.random_state is not None or looks_free(grads.first)  # else the host would wait for a GPU
+        more = self.outputs, self.precision, is_compared, saved
         call = Call(self.path, layer, args, kwargs, self.training, at, self.state, self.random_state, *more)
         forms = self._by_formula(call, grads.reached, rows)
         return {name: forms[name] for name in grads.reached}
@@ -210,10 +211,6 @@ class LayerCall(Use, Call):
             f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
             f"{name!r}; expected {shape}: samples first, then the parameter's shape."
         )
-
-    def _is_compared(self, grads: OutputGrads) -> bool:
-        """Whether a rule that recomputes the outputs compares them, for which the host would wait for a GPU."""
-        return self.random_state is not None or looks_free(grads.first)
 
     def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
         """Raises if the output's shape doesn't fit the number and place of its samples."""

@@ -14,7 +14,7 @@ from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, are_new, hook_counts, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
+from autograd_hacks.capture.gradient_hooks import Labels, Watch, named, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
@@ -201,6 +201,10 @@ class Recorder:
     def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
         """The modules of what runs: of the model, or of a part."""
         return modules_of(model) if path else self.tree.modules()
+
+    def hooks_of_forward(self) -> list[str]:
+        """The user's hooks on gradients that were registered in the forward that has ended, as text."""
+        return [named(hooks_of[key]) for hooks_of, key in self._users_hooks if key in hooks_of]
 
     def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""

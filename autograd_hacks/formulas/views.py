@@ -201,10 +201,6 @@ def _of_quotient(b: Before) -> Step:
     return partial(_times, factor=b.kept("other").conj(), shape=b.shape, by=torch.div)
 
 
-def _of_product(b: Before) -> Step:
-    return _slope(b, lambda k: k("self" if b.place else "other"))
-
-
 def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     """A product of two matrices.  names: under which they are saved    first: the place of the first one"""
     if b.place < first:
@@ -280,7 +276,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "RepeatBackward0": _repeated,
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
     "NegBackward0": lambda b: partial(scale, factor=-1.0),
-    "MulBackward0": _of_product,
+    "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
     "DivBackward0": _of_quotient,
     "ReciprocalBackward0": partial(_slope, of=lambda k: -k("result").square()),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),

@@ -54,7 +54,11 @@ class Memo:
 
     def walk(self, trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory) -> Walk:
         """The walk of a forward, which is not walked if it is known."""
-        key = (trace.key, tuple((k, _hashable(label)) for k, label in roots.items()), samples)
+        told = [
+            (own.samples.shape, tuple(own.samples.flatten().tolist())) if isinstance(own, Entries) else own
+            for own in roots.values()
+        ]
+        key = (trace.key, tuple(roots), tuple(told), samples)
         entry = self._kept.get(key)
         if entry is not None and _holds(entry.walk, trace, samples, memory):
             self._kept.move_to_end(key)
@@ -78,10 +82,6 @@ class Memo:
 
 def _forget(kept: OrderedDict[Hashable, _Entry], key: Hashable, _: object) -> None:
     kept.pop(key, None)
-
-
-def _hashable(label: Label) -> Hashable:
-    return (tuple(label.samples.shape), tuple(label.samples.flatten().tolist())) if isinstance(label, Entries) else label
 
 
 def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:

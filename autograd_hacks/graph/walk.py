@@ -177,7 +177,10 @@ def _walked(
             walk.read += [(k, name, _kept(x)) for name, x in law.read.items()]
         if law.was_asked:
             walk.asked.append((k, tuple(outs), tuple(answer)))
-            walk.met_zero |= any(edge is not None and _is_nobodys(label) for edge, label in zip(ahead, answer))
+            arriving = [label for edge, label in zip(ahead, answer) if edge is not None]
+            walk.met_zero |= any(
+                label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all())) for label in arriving
+            )
         if like is not None and not (law.read or law.was_asked):  # it rests on nothing else
             answers[like] = law
         for place, (edge, label) in enumerate(zip(ahead, answer)):
@@ -213,7 +216,7 @@ def _answer(
 
     outs: the labels at its outputs    ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
     node, ahead = trace.nodes[k], trace.edges[k]
-    if _are_empty(outs, trace.shapes[k]):
+    if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, trace.shapes[k])):  # no gradient has an entry
         return Law(
             [
                 None if edge is None else SUM if is_own else _of_nobody(sizes or (), samples)
@@ -242,15 +245,6 @@ def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -
             walk.mixed.update(_leaves(trace, own, [k]))
         elif not inside:  # of one sample
             walk.uses += [Meeting(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
-
-
-def _are_empty(outs: Sequence[Label], shapes: Sequence[Any]) -> bool:
-    """Whether no gradient has an entry."""
-    return all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes))
-
-
-def _is_nobodys(label: Label) -> bool:
-    return label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
 
 
 def _of_nobody(shape: Sequence[int], samples: int) -> Label:

@@ -78,7 +78,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self._expected = expected
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
-        self.sites: set[Site] = set()  # what no label shows: values that Python reads, hooks on tensors
+        self.sites: set[Site] = set()  # what no law shows
         self._read_by_python: list[tuple[Entry, Site]] = []
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
@@ -86,6 +86,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
+        self.has_backwards = False  # whether its sites have what a backward pass will run
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
         self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
@@ -291,9 +292,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
 
     def leaves(self, x: Tensor, way: str) -> None:
         """Called as values leave PyTorch, or change without an operation.  Raises if they depend on arguments."""
-        if way == "register_hook":
-            self.sites.add(("a hook on a tensor", place()))
-        elif type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
+        if type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
             file, line = place()
             self.refused = ProbeFailed(
                 f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
@@ -388,7 +387,7 @@ class Constants(ByTensor[bool]):
 
 DOORS = {
     "numpy": "numpy()", "tolist": "tolist()", "__array__": "numpy.asarray", "__dlpack__": "from_dlpack",
-    "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =", "register_hook": "register_hook",
+    "data_ptr": "data_ptr(), as kernels do that PyTorch doesn't run,", "data": ".data =",
 }  # fmt: skip
 _OWN: dict[str, Any] = {}  # what stood in their places
 _OPEN: list[Tape] = []

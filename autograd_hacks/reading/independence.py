@@ -38,8 +38,8 @@ from autograd_hacks.support.switch import Switch
 
 BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
 """How samples of a forward were shown to be independent."""
-OF_FUNCTIONS = "a backward of its own"
-"""The kind of a function whose backward no tape has."""
+OF_FUNCTIONS, OF_HOOKS = "a backward of its own", "a hook on gradients"
+"""Kinds of what runs in a backward pass, and is on no tape."""
 
 
 def is_shown(recorder: Recorder, ran: Ran) -> bool:
@@ -54,7 +54,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
         raise tape.refused
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
-    tape.sites |= _functions(tape.model, ran)
+    _note_backwards(recorder, tape, ran)
     within.kind.shown = within.kind.tapes.how(tape)
     return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
 
@@ -98,12 +98,16 @@ def _sites(tape: Tape, is_packed: bool) -> set[Site]:
     return tape.sites | (numbers(tape) if is_packed or is_ragged(tape) else set())
 
 
-def _functions(model: nn.Module, ran: Ran) -> set[Site]:
-    """The functions whose backward isn't on the tape, each with the operations that this would run now."""
-    found = set[Site]()
+def _note_backwards(recorder: Recorder, own: Tape, ran: Ran) -> None:
+    """Notes what a pass will run that is not on the tape: hooks of this forward, and functions' backwards, each with the
+    operations that it would run now."""
+    if own.has_backwards:
+        return
+    own.has_backwards = True
+    own.sites |= {(OF_HOOKS, name) for name in recorder.hooks_of_forward()}
     for node in ran.trace.nodes:
         if is_users(node):
-            tape = Tape(model, (), Constants())
+            tape = Tape(own.model, (), Constants())
             with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(), suppress(Exception):  # as it may in a pass
                 if not is_recomputed(node):
                     ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
@@ -112,8 +116,8 @@ def _functions(model: nn.Module, ran: Ran) -> set[Site]:
                         call_node(node, ones)
                     finally:
                         tape.stop()
-            found.add((OF_FUNCTIONS, type(node), str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])))
-    return found
+            steps = str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])
+            own.sites.add((OF_FUNCTIONS, type(node), steps))
 
 
 def _said(site: Site) -> str:
@@ -140,6 +144,8 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         raise tape.refused
     if tape is not None and tape.opaque:
         _check_opaque(tape)
+    if tape is not None:
+        _note_backwards(recorder, tape, ran)
     if samples < 2 or within.mixing:
         kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
@@ -166,11 +172,13 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         kind.is_independent = True
         return
     # Where laws show all but what follows from values that Python reads, gradients are apart, and two runs change these.
-    kinds, with_rows = {site[0] for site in within.open_sites}, 2  # rows take a backward pass: compared in two runs
+    kinds, with_rows = {site[0] for site in within.open_sites}, 2  # rows take a backward pass: compared in two runs, or all
     if kinds and kinds <= {READ_BY_PYTHON, NUMBER}:  # and not hooks or functions, which change gradients
         with_rows = 0
     half = torch.arange(samples, device="cpu") % 2 == 0
     every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
+    if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):
+        with_rows = len(every)
     if is_alone:
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
     makes_loss, parts = _losses(ran), recorder.kinds.replace

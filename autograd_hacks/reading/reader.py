@@ -106,7 +106,8 @@ class Reader:
         self.number, ran.trace = self.trace.number, self.trace
         self.given: dict[int, list[tuple[Tensor, int]]] = {}
         for x, at in batch:
-            if _has_order(x, at) and x.shape[at] == samples:
+            has_strides = bool(x.ndim) and x.layout == torch.strided and not x.is_nested
+            if has_strides and x.stride(at) != 0 and x.shape[at] == samples:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.key = self._key()
 
@@ -374,11 +375,6 @@ class Reader:
             found.takers = [k for k, ahead in enumerate(edges) if any(e is not None and e[0] in own for e in ahead)]
         ran.takers = found.takers
         ran.uses |= {nodes[k]: use for k, use in found.planned.items()}
-
-
-def _has_order(x: Tensor, axis: int) -> bool:
-    """Whether strides show a tensor's samples."""
-    return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and x.stride(axis) != 0
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

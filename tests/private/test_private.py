@@ -1,5 +1,6 @@
 """The private step against rows of one backward pass per sample, clipped and added up by hand."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -201,6 +202,63 @@ def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param
                 step(model, 1.0)
             assert torch.equal(torch.get_rng_state(), state)
             assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0)
+
+
+class Divided(torch.autograd.Function):
+    """x, whose gradient is divided by a statistic of the batch."""
+
+    is_on = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / (1 + ctx.saved_tensors[0].abs().mean()) if Divided.is_on else g * 1
+
+
+def _prehook(h: Tensor) -> Tensor:
+    mean, node = h.detach().abs().mean(), h.grad_fn
+    assert node is not None
+    node.register_prehook(lambda g: (g[0] / (1 + mean),))
+    return h
+
+
+def _hook(h: Tensor) -> Tensor:
+    mean = h.detach().abs().mean()
+    h.register_hook(lambda g: g / (1 + mean))
+    return h
+
+
+@pytest.mark.parametrize("how", [Divided.apply, _prehook, _hook])
+def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forward(how: Any) -> None:
+    model = Bare(lambda m, x: m.b(how(m.a(x)).tanh().sum(1)), a=nn.Linear(4, 3), b=nn.Linear(3, 2))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for length in (5, 5, 6, 7):
+            backward(model, torch.randn(6, length, 4))
+            with pytest.raises(SamplesMixed):
+                step(model)
+
+
+def test_what_begins_to_know_of_other_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Function that was harmless before, or by a number that Python had read for a log."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = Divided.apply(m.a(x))
+        mean = h.detach().abs().mean().item()
+        return m.b(h / (1 + mean) if m.divides else h)
+
+    model = Bare(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 2))
+    for begins in ("function", "number"):
+        with autograd_hacks.add_hooks(model, independent=True):
+            for n in range(5):
+                monkeypatch.setattr(Divided, "is_on", n > 2 and begins == "function")
+                model.divides = n > 2 and begins == "number"  # type: ignore[assignment]
+                backward(model, torch.randn(6, 4))
+                with pytest.raises(SamplesMixed) if n > 2 else nullcontext():
+                    step(model)
 
 
 @crossed(param_grad=[True, False], probe=[True, False])
