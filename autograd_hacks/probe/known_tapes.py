@@ -30,7 +30,7 @@ class Tapes:
 
     def how(self, tape: Tape) -> str:
         """How an equal tape was shown to be independent; "" if none was."""
-        for key, known in reversed(self._known.items()):
+        for key, known in reversed(self._known.items()) if not tape.untold else ():
             is_same = known.entries == tape.entries and known.sources == tape.sources and known.sites == tape.sites
             if is_same and known.has_values_of(tape):
                 self._known.move_to_end(key)

@@ -87,6 +87,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
         self.has_backwards = False  # whether its sites have what a backward pass will run
+        self.untold: set[Site] = set()  # of that, what can't be called alone, so that no forward is known by it
         self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
         self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked

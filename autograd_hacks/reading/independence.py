@@ -6,7 +6,6 @@ computes a loss itself, the rows are compared too."""
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
@@ -66,7 +65,8 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         return False
     is_packed = within.counted_at is not None
     sites = _sites(tape, is_packed)
-    unknown = (sites - tapes.sites) | tape.read_of_arguments()  # which may decide what comes later, of each new tape
+    # What Python reads may decide what comes later, of each new tape.
+    unknown = (sites - tapes.sites) | tape.read_of_arguments() | tape.untold
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
@@ -100,24 +100,26 @@ def _sites(tape: Tape, is_packed: bool) -> set[Site]:
 
 def _note_backwards(recorder: Recorder, own: Tape, ran: Ran) -> None:
     """Notes what a pass will run that is not on the tape: hooks of this forward, and functions' backwards, each with the
-    operations that it would run now."""
+    operations that it would run now.  What can't be called alone is compared in each forward."""
     if own.has_backwards:
         return
     own.has_backwards = True
     own.sites |= {(OF_HOOKS, name) for name in recorder.hooks_of_forward()}
     for node in ran.trace.nodes:
         if is_users(node):
-            tape = Tape(own.model, (), Constants())
-            with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(), suppress(Exception):  # as it may in a pass
-                if not is_recomputed(node):
-                    ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
+            tape, is_told = Tape(own.model, (), Constants()), not is_recomputed(node)
+            if is_told:
+                ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
+                with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng():
                     tape.start()
                     try:
                         call_node(node, ones)
+                    except Exception:  # a user's backward may raise anything outside of a pass: then nothing is told
+                        is_told = False
                     finally:
                         tape.stop()
             steps = str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])
-            own.sites.add((OF_FUNCTIONS, type(node), steps))
+            (own.sites if is_told else own.untold).add((OF_FUNCTIONS, type(node), steps))
 
 
 def _said(site: Site) -> str:

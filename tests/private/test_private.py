@@ -13,6 +13,7 @@ from refused import check_each
 from steps import rows_of
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
@@ -219,22 +220,20 @@ class Divided(torch.autograd.Function):
         return g / (1 + ctx.saved_tensors[0].abs().mean()) if Divided.is_on else g * 1
 
 
-def _prehook(h: Tensor) -> Tensor:
-    mean, node = h.detach().abs().mean(), h.grad_fn
-    assert node is not None
-    node.register_prehook(lambda g: (g[0] / (1 + mean),))
-    return h
+BACKWARDS: dict[str, Any] = {
+    "function": lambda h, mean: Divided.apply(h),
+    "hook on a tensor": lambda h, mean: [h.register_hook(lambda g: g / (1 + mean)), h][1],
+    "hook on a node": lambda h, mean: [h.grad_fn.register_prehook(lambda g: (g[0] / (1 + mean),)), h][1],
+}
 
 
-def _hook(h: Tensor) -> Tensor:
-    mean = h.detach().abs().mean()
-    h.register_hook(lambda g: g / (1 + mean))
-    return h
+@pytest.mark.parametrize("how", BACKWARDS)
+def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forward(how: str) -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.b(BACKWARDS[how](h, h.detach().abs().mean()).tanh().sum(1))
 
-
-@pytest.mark.parametrize("how", [Divided.apply, _prehook, _hook])
-def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forward(how: Any) -> None:
-    model = Bare(lambda m, x: m.b(how(m.a(x)).tanh().sum(1)), a=nn.Linear(4, 3), b=nn.Linear(3, 2))
+    model = Bare(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 2))
     with autograd_hacks.add_hooks(model, independent=True):
         for length in (5, 5, 6, 7):
             backward(model, torch.randn(6, length, 4))
@@ -246,15 +245,17 @@ def test_what_begins_to_know_of_other_samples_is_refused(monkeypatch: pytest.Mon
     """In a Function that was harmless before, or by a number that Python had read for a log."""
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
-        h = Divided.apply(m.a(x))
+        h = m.a(x)
+        h = checkpoint(Divided.apply, h, use_reentrant=False) if m.is_checkpointed else Divided.apply(h)
         mean = h.detach().abs().mean().item()
         return m.b(h / (1 + mean) if m.divides else h)
 
     model = Bare(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 2))
-    for begins in ("function", "number"):
+    for begins in ("function", "checkpointed", "number"):
+        model.is_checkpointed = begins == "checkpointed"  # type: ignore[assignment]
         with autograd_hacks.add_hooks(model, independent=True):
             for n in range(5):
-                monkeypatch.setattr(Divided, "is_on", n > 2 and begins == "function")
+                monkeypatch.setattr(Divided, "is_on", n > 2 and begins != "number")
                 model.divides = n > 2 and begins == "number"  # type: ignore[assignment]
                 backward(model, torch.randn(6, 4))
                 with pytest.raises(SamplesMixed) if n > 2 else nullcontext():
