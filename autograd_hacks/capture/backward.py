@@ -55,7 +55,7 @@ class Backward:
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
-        self._looked: tuple[int, int] | None = None  # the counts of hooks when the last forward had ended
+        self.looked = hook_counts()  # when the last forward had ended, or before the first one
         # Watches the user's hooks that were registered since a count.
         self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
         self.watch_more: Callable[[int], None] = lambda _: None
@@ -120,21 +120,17 @@ class Backward:
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
-        return self._looked is not None and are_new(self._looked)
+        return are_new(self.looked)
 
     def has_looked(self) -> None:
         """Says that the hooks that there are now are known."""
-        self._looked = hook_counts()
-
-    def looked_from(self) -> int:
-        """The number of the first hook that isn't known."""
-        return self._looked[0] if self._looked is not None else 0
+        self.looked = hook_counts()
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self._looked is not None and are_new(self._looked):
-                self.watch_more(self._looked[0])
+            if self.has_new_hooks():
+                self.watch_more(self.looked[0])
                 self.has_looked()
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said)

@@ -138,9 +138,9 @@ def _backward(
     if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
         asked = _asked(roots)
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
-        hooks = since(min(own.looked_from() for own in watching))
+        hooks = since(min(own.looked[0] for own in watching))
         for own in watching:
-            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked_from()])
+            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked[0]])
             own.has_looked()
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
