@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ ANNOUNCED: dict[int, Announcement] = {}
 OWN_HOOKS = [0]
 """How many hooks the library has registered on nodes and parameters before a pass, of all models."""
 
+
+Handle = TypeVar("Handle")
 
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
@@ -181,7 +183,7 @@ def may_skip(parameter: Tensor) -> bool:
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:
     """Puts a hook on a node, where `on_node` finds it."""
-    hook_before(node, hook)
+    own_hook(node.register_prehook(hook))
     notes: Any = node.metadata  # torch's types declare it as a method
     notes[put_on] = (*notes.get(put_on, ()), hook)
 
@@ -264,10 +266,10 @@ def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
-def hook_before(node: Node, hook: Callable[..., None]) -> RemovableHandle:
-    """Registers a hook of the library's own, which is no new hook of a user's."""
+def own_hook(handle: Handle) -> Handle:
+    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
     OWN_HOOKS[0] += 1
-    return node.register_prehook(hook)
+    return handle
 
 
 @contextmanager
@@ -279,7 +281,7 @@ def noted(roots: Sequence[Node], notes: dict[int, Any], note: object) -> Iterato
         tasks.append(current_task())
         notes[tasks[-1]] = note
 
-    handles = [hook_before(root, begin) for root in roots]
+    handles = [own_hook(root.register_prehook(begin)) for root in roots]
     for handle in handles:  # a root may be a use's node
         hooks: Any = handle.hooks_dict_ref()
         for key in [key for key in hooks if key != handle.id]:

@@ -17,13 +17,13 @@ from autograd_hacks.capture.arrivals import (
     ASKED,
     BEGAN,
     CAPTURED,
-    OWN_HOOKS,
     AtNode,
     AtOutput,
     AtParameter,
     are_new,
     hook_counts,
     may_skip,
+    own_hook,
     reach_of,
 )
 from autograd_hacks.capture.calls import LayerCall
@@ -101,8 +101,7 @@ class Backward:
         """Puts a hook on the parameter, which sees every gradient that arrives there."""
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
-            self.watched[parameter] = (parameter.register_hook(AtParameter(self, parameter)),)
-            OWN_HOOKS[0] += 1
+            self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
             self._watch_behind(parameter)
 
     def watch_behind(self) -> None:
@@ -115,8 +114,7 @@ class Backward:
     def _watch_behind(self, parameter: Tensor) -> None:
         if self.is_behind and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
             hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
-            self.watched[parameter] = (*handles, hook)
-            OWN_HOOKS[0] += 1
+            self.watched[parameter] = (*handles, own_hook(hook))
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
@@ -268,7 +266,7 @@ class Backward:
         The gradients of these come to the parameters by what the Function returns."""
         if _spoken not in node.metadata:
             node.metadata[_spoken] = True
-            node.register_hook(partial(_spoken, weakref.ref(self)))
+            own_hook(node.register_hook(partial(_spoken, weakref.ref(self))))
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
@@ -336,7 +334,7 @@ class Backward:
             return None
         seen = grad.view_as(grad)
         if seen.grad_fn is not None:
-            seen.grad_fn.register_prehook(self._note_sum)
+            own_hook(seen.grad_fn.register_prehook(self._note_sum))
         return seen
 
     def skips(self, parameter: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, on_node
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, on_node, own_hook
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
@@ -92,7 +92,7 @@ class Watch(NamedTuple):
         self.over(hooks)
         for hook in hooked:
             use, number = (hook.use, 0) if isinstance(hook, AtNode) else (hook.call, hook.number - hook.slot)
-            node.register_hook(partial(_compare, self.backward, use, number))
+            own_hook(node.register_hook(partial(_compare, self.backward, use, number)))
 
 
 def _compare(backward: weakref.ref[Backward], use: Any, first: int, made: object, given: Sequence[Tensor | None]) -> None:

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, put_on, reach_of
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, own_hook, put_on, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
 from autograd_hacks.capture.kinds import Kind, Whose, Within
@@ -229,7 +229,7 @@ class Forward:
         note = partial(_note_inside, weakref.ref(self.backward), self.backward.enter(current_task()), parameters)
         for x in outputs:
             if x.grad_fn is not None:
-                x.grad_fn.register_prehook(note)
+                own_hook(x.grad_fn.register_prehook(note))
 
 
 def _note_inside(backward: "weakref.ref[Backward]", outer: Pass, parameters: Sequence[Tensor], _: object) -> None:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtNode, put_on
+from autograd_hacks.capture.arrivals import AtNode, own_hook, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Known, Within
 from autograd_hacks.capture.log import Noted
@@ -144,8 +144,8 @@ class Ran:
             if self.outputs[slot].grad_fn is not None:
                 own, at = list[Tensor](), self.value(slot)
                 for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
-                    taker.node.register_hook(partial(_note_brought, own, taker.place))
-                at.node.register_prehook(partial(_note_mixed, receiver, why, own, at.number))
+                    own_hook(taker.node.register_hook(partial(_note_brought, own, taker.place)))
+                own_hook(at.node.register_prehook(partial(_note_mixed, receiver, why, own, at.number)))
 
 
 def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
@@ -170,4 +170,4 @@ def watch_penalty(backward: Backward, node: Node, names: Collection[str]) -> Non
         if backward.hears() and any(grad is not None for grad in grads):
             backward.enter(current_task()).beside.update(names)
 
-    node.register_prehook(note)
+    own_hook(node.register_prehook(note))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, Returned, on_node, returned_in
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Returned, on_node, own_hook, returned_in
 from autograd_hacks.capture.calls import LayerCall, packed_into
 from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.ran import Ran
@@ -165,7 +165,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         at.metadata[Met] = True
         edges = {n: edge for n, edge in enumerate(trace.edges[k]) if edge is not None and n not in taken}
         inputs = {n: (trace.shapes[j][number] or (), walk.labels[j][number]) for n, (j, number) in edges.items()}
-        at.register_hook(partial(_computed, recorder, Met(use.within.forward, samples, inputs)))
+        own_hook(at.register_hook(partial(_computed, recorder, Met(use.within.forward, samples, inputs))))
 
 
 def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Value, Label]]:

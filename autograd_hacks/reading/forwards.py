@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import Passed
+from autograd_hacks.capture.arrivals import Passed, own_hook
 from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
@@ -148,7 +148,7 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         if found.linked != len(walk.compared):
             found.linked, found.links = len(walk.compared), best.reader.links(found)
         for link in found.links:
-            nodes[link.node].register_hook(Passed(recorder.backward, link))
+            own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     within.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at

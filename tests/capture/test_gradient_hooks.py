@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.capture import lean
 from autograd_hacks.errors import SamplesMixed
 
 Change = Callable[[Tensor], Tensor]
@@ -194,6 +195,22 @@ def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where:
             (squares(kept["out"]) + losses).sum().backward()
             with pytest.raises(SamplesMixed, match=r"lambda.*not sample by sample"):
                 autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for a user's new hooks goes through all objects."""
+    models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
+    for n, model in enumerate(models):
+        autograd_hacks.add_hooks(model, param_grad=n != 1)
+    looked: list[int] = []
+    monkeypatch.setattr(lean, "since", lambda first: looked.append(first) or [])
+    for _ in range(5):
+        looked.clear()
+        for model in models:
+            check(model, torch.randn(5, 3).double())
+    assert not looked
+    for model in models:
+        autograd_hacks.remove_hooks(model)
 
 
 @pytest.mark.parametrize("how", WAYS)
