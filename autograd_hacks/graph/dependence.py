@@ -12,6 +12,7 @@ gives entries other places if other samples change, so nothing may depend on a p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -25,6 +26,7 @@ from autograd_hacks.graph.label import (
     At,
     Entries,
     Label,
+    One,
     Owned,
     Several,
     entries,
@@ -66,6 +68,16 @@ def read_values(
         raise unshown from error
 
 
+def keeps(tape: Tape, axes: Sequence[int | None] | None) -> str:
+    """How a forward leaves what depends on its arguments in parameters or buffers, as text; "" if nothing shows that.
+
+    Laws of values don't matter for that, so it also holds for one sample.  axes: see `read_values`"""
+    reading = _Reading(tape, axes, 1)
+    with suppress(Unshown):
+        reading.leave()
+    return reading.kept
+
+
 @dataclass
 class _Memory:
     """Memory of which parts are written: which sample's outputs each of its entries reaches.
@@ -91,24 +103,37 @@ class _Reading:
         self.read: set[int] = set()
         self.at: int | None = None  # the number of the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
+        self.unknown: tuple[str, int] | None = None  # what no law shows, and the operation's number: others may show more
+        self.kept = ""  # what of the arguments stays in parameters or buffers
+
+    def leave(self) -> list[int]:
+        """Returns the numbers of what the forward has written to parameters and buffers, where it stays."""
+        tape, kept = self.tape, self._forwards()
+        for name, x in (*tape.model.named_parameters(), *tape.model.named_buffers()):
+            if (number := tape.number(x)) is not None and number not in tape.sources:
+                kept.append(number)
+                if self._is_reached(number):
+                    self.kept = f"writes what depends on samples to {name}, which the next forward reads"
+        return kept
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
-        kept = self._forwards()
+        kept = self.leave()
         for x, label in roots:
             number = self.tape.number(x)
             if number is None:
                 raise Unshown("the forward returns a tensor that no operation of PyTorch made")
             self._add(number, label)
-        for x in (*self.tape.model.parameters(), *self.tape.model.buffers()):  # what the forward has written there stays
-            if (number := self.tape.number(x)) is not None and number not in self.tape.sources:
-                self._add(number, MIXED)
-        for owner in kept:
-            self._add(owner, MIXED)
+        for number in kept:
+            self._add(number, MIXED)
         for k in reversed(range(len(self.tape.entries))):
             self.at = k
             self._backwards(self.tape.entries[k])
         self.at = self.lost
-        self._check_arguments()
+        if self.unknown is None or self.lost is not None:
+            self._check_arguments()
+        if self.unknown is not None:
+            why, self.at = self.unknown
+            raise Unshown(why)
         if self.axes is None or self.is_ragged:
             self._check_places()
         return self.read
@@ -139,10 +164,11 @@ class _Reading:
                 if base in unwritten:
                     unwritten.update(numbers)
             if any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
-                raise Unshown(f"{own.name} reads a tensor that is not an argument, a parameter or a buffer")
+                self.unknown = f"{own.name} reads a tensor that is not an argument, a parameter or a buffer", k
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
-                raise Unshown(f"{own.name} writes what buffers keep of samples")
+                self.kept = f"writes what depends on samples to buffers, by {own.name}"
+                raise Unshown(f"the forward {self.kept}")
             reaches = any(self._is_reached(n) for n in there)
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
@@ -158,7 +184,9 @@ class _Reading:
                 self.reached.update(numbers)
         for owner in viewed & written:
             self._follow(owner)
-        sources = (n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH))
+        sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
+        if any(n in self.reached for n in sources):
+            self.kept = "writes what depends on samples to memory that was there before"
         return [n for n in sources if n in self.memory]
 
     def _is_whole(self, own: Operation, base: int, views: Sequence[int]) -> bool:
@@ -257,13 +285,13 @@ class _Reading:
             return
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
             if at is not None and self._is_reached(at):
-                if isinstance(label, Several) and self.lost is None and not any(isinstance(x, Several) for x in labels):
-                    self.lost = self.at
                 self._add(at, label)
+                if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
+                    self.lost = self.at
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
-        if any(isinstance(label, Several) for label in labels):
+        if any(map(_is_lost, labels)):
             return [MIXED] * len(ins)
         step = self._step(entry, own, ins)
         found: list[Label] = [None] * len(ins)
@@ -272,7 +300,8 @@ class _Reading:
                 try:
                     answer = step.labels(label, o, self.samples)
                 except Unshown:
-                    raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
+                    self.unknown = f"there is no law for the operation {entry.func._schema.name}", self.at or 0
+                    answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found
 
@@ -340,6 +369,20 @@ class _Reading:
             ins = self._ins(entry, own)
             places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
         places.check_uses()
+
+
+def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
+    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
+    if isinstance(label, Entries) and label.samples.numel() == 1:
+        label = One(int(label.samples))
+    if shape == out or isinstance(label, One):
+        return label
+    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
+    return label if is_there else None
+
+
+def _is_lost(label: Label) -> bool:
+    return isinstance(label, Several)
 
 
 def _narrowed(found: Tensor) -> Tensor:
