@@ -12,7 +12,6 @@ gives entries other places if other samples change, so nothing may depend on a p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -68,14 +67,16 @@ def read_values(
         raise unshown from error
 
 
-def keeps(tape: Tape, axes: Sequence[int | None] | None) -> str:
-    """How a forward leaves what depends on its arguments in parameters or buffers, as text; "" if nothing shows that.
+def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
+    """Whether what a forward has written to parameters or buffers may depend on its arguments.
 
     Laws of values don't matter for that, so it also holds for one sample.  axes: see `read_values`"""
     reading = _Reading(tape, axes, 1)
-    with suppress(Unshown):
+    try:
         reading.leave()
-    return reading.kept
+    except Unshown:
+        return True
+    return reading.is_kept or bool(tape.read_of_arguments())
 
 
 @dataclass
@@ -104,16 +105,14 @@ class _Reading:
         self.at: int | None = None  # the number of the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
         self.unknown: tuple[str, int] | None = None  # what no law shows, and the operation's number: others may show more
-        self.kept = ""  # what of the arguments stays in parameters or buffers
+        self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
 
     def leave(self) -> list[int]:
         """Returns the numbers of what the forward has written to parameters and buffers, where it stays."""
         tape, kept = self.tape, self._forwards()
-        for name, x in (*tape.model.named_parameters(), *tape.model.named_buffers()):
-            if (number := tape.number(x)) is not None and number not in tape.sources:
-                kept.append(number)
-                if self._is_reached(number):
-                    self.kept = f"writes what depends on samples to {name}, which the next forward reads"
+        numbers = map(tape.number, (*tape.model.parameters(), *tape.model.buffers()))
+        kept += [number for number in numbers if number is not None and number not in tape.sources]
+        self.is_kept |= any(map(self._is_reached, kept))
         return kept
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
@@ -167,8 +166,7 @@ class _Reading:
                 self.unknown = f"{own.name} reads a tensor that is not an argument, a parameter or a buffer", k
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
-                self.kept = f"writes what depends on samples to buffers, by {own.name}"
-                raise Unshown(f"the forward {self.kept}")
+                raise Unshown(f"{own.name} writes what buffers keep of samples")
             reaches = any(self._is_reached(n) for n in there)
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
@@ -185,8 +183,7 @@ class _Reading:
         for owner in viewed & written:
             self._follow(owner)
         sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
-        if any(n in self.reached for n in sources):
-            self.kept = "writes what depends on samples to memory that was there before"
+        self.is_kept = any(n in self.reached for n in sources)
         return [n for n in sources if n in self.memory]
 
     def _is_whole(self, own: Operation, base: int, views: Sequence[int]) -> bool:

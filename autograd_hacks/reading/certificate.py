@@ -134,6 +134,9 @@ class Certificate:
             for n, relative in enumerate((most / length).nan_to_num(0.0).tolist()):
                 at = compared[n]
                 if relative > at.unit and not self._is_rounding(at, float(most[n]), float(length[n])):
+                    for use, _, _ in at.told:  # what agreed before is compared again
+                        if use.within.walk is not None:
+                            use.within.walk.compared.discard(at.known)
                     raise unexplained(at.name, self._record)
             for own in compared:
                 if own.is_new and all(bool(terms.any()) for terms in own.parts):  # two zeros agree whatever the rule

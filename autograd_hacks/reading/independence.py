@@ -19,7 +19,7 @@ from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
-from autograd_hacks.graph.dependence import keeps, read_values
+from autograd_hacks.graph.dependence import is_kept, read_values
 from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
@@ -52,7 +52,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if tape.refused is not None:
         raise tape.refused
     if samples == 1:
-        return bool(within.kind.tapes.how(tape)) or not _kept(tape, ran)
+        return bool(within.kind.tapes.how(tape)) or not _kept(recorder, tape, ran)
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
     _note_backwards(recorder, tape, ran)
@@ -60,12 +60,21 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
 
 
-def _kept(tape: Tape, ran: Ran) -> str:
-    """How a forward of one sample leaves something of it for the next one."""
+def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
+    """The parameters and buffers in which a forward of one sample may leave something of it for the next one."""
     assert ran.known is not None
-    found = keeps(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1))
-    if not found:
+    assert recorder.marks is not None
+    same = {None, *tape.sources}.difference(
+        # Operations on lists of tensors return none, and count no version.
+        n
+        for entry in tape.entries
+        if entry.func._schema.is_mutable and not entry.outputs
+        for n in numbers_of(entry)
+    )
+    found = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
+    if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):
         ran.within.kind.tapes.add(tape, (), BY_LABELS)
+        return []
     return found
 
 
@@ -159,8 +168,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         _check_opaque(tape)
     if tape is not None:
         _note_backwards(recorder, tape, ran)
-    if samples == 1 and tape is not None and (how := _kept(tape, ran)):
-        _note_mixing(within, f"the forward {how}.", range(ran.count))
+    if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
+        what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
+        _note_mixing(within, what, range(ran.count))
     if samples < 2 or within.mixing:
         kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):

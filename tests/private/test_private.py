@@ -266,6 +266,9 @@ KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
     "a part": lambda m, h: m.seen[1:].copy_(h[0, 1:]),
     "another buffer": lambda m, h: setattr(m, "seen", 0.9 * m.seen + h.mean(0)),
     "a parameter": lambda m, h: m.frozen.copy_(h[0]),
+    "into an argument": lambda m, h: torch.lerp(m.seen, h.mean(0), 0.1, out=m.seen),
+    "several": lambda m, h: torch._foreach_add_([m.seen], [h.mean(0)]),
+    "a number": lambda m, h: m.seen.fill_(float(h.mean())),
     "nothing": lambda m, h: m.seen.add_(1),
 }
 
