@@ -61,7 +61,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
 
 
 def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
-    """The parameters and buffers in which a forward of one sample may leave something of it for the next one."""
+    """The parameters, buffers and attributes in which a forward of one sample may leave something of it for the next one."""
     assert ran.known is not None
     assert recorder.marks is not None
     same = {None, *tape.sources}.difference(

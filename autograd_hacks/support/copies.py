@@ -299,12 +299,14 @@ class Marks:
         self._versions = {id(x): (x, version_of(x)) for x in owned}
 
     def written(self, model: nn.Module, is_made: Callable[[Tensor], bool]) -> list[str]:
-        """The names of the parameters and buffers that are others since, or overwritten.
+        """The names of the parameters, buffers and plain attributes that are others since, or overwritten.
 
         is_made: whether something has made a tensor's present memory since"""
         named = (*model.named_parameters(), *model.named_buffers())
         before = ((name, x, self._versions.get(id(x), (None, 0))) for name, x in named)
-        return [name for name, x, (own, version) in before if own is not x or version_of(x) != version or is_made(x)]
+        found = [name for name, x, (own, version) in before if own is not x or version_of(x) != version or is_made(x)]
+        plain = ((name, x, vars(own).get(name)) for own, held in self.attributes for name, x in held.items())
+        return found + [name for name, x, now in plain if type(x) is not type(now) or x != now]
 
     def put_on(self) -> None:
         """Sets the attributes, and Python's random numbers."""

@@ -269,7 +269,8 @@ KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
     "into an argument": lambda m, h: torch.lerp(m.seen, h.mean(0), 0.1, out=m.seen),
     "several": lambda m, h: torch._foreach_add_([m.seen], [h.mean(0)]),
     "a number": lambda m, h: m.seen.fill_(float(h.mean())),
-    "nothing": lambda m, h: m.seen.add_(1),
+    "a module's number": lambda m, h: setattr(m, "most", float(h.max())),
+    "nothing": lambda m, h: [m.seen.add_(1), setattr(m, "most", m.most + 1)],
 }
 
 
@@ -279,11 +280,11 @@ def test_what_a_forward_leaves_behind_is_refused_for_one_sample_too(how: str, sa
         h = m.a(x)
         with torch.no_grad():
             KEEPS[how](m, h)
-        return h - m.seen - m.frozen
+        return (h - m.seen - m.frozen) / m.most
 
     model: Any = Bare(forward, a=nn.Linear(4, 3))
     model.register_buffer("seen", torch.zeros(3))
-    model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    model.frozen, model.most = nn.Parameter(torch.zeros(3), requires_grad=False), 1.0
     with autograd_hacks.add_hooks(model, independent=True):
         for _ in range(2):
             backward(model, torch.randn(samples, 4))
