@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import batch, check, check_batches, check_losses, mlp
+from steps import batch, check_batches, check_hooked, mlp
 from torch import Tensor
 from torch.nn.parallel import DataParallel
 from torch.testing import assert_close
@@ -124,8 +124,7 @@ def test_in_place_operations_on_an_output_that_is_a_view() -> None:
         return early + out.pow(2).mean((1, 2))
 
     layer, x = linear_on_positions()
-    with autograd_hacks.add_hooks(layer):
-        check_losses(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
+    check_hooked(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,7 @@ def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int
 
     for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
         x = x.to(memory_format=memory_format)
-        with autograd_hacks.add_hooks(model):
-            check(model, x)
+        check_batches(model, x)
 
 
 @pytest.mark.parametrize("which", ["out", "state", "both"])
@@ -159,5 +157,4 @@ def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
             out += 1
         return out, h[0]
 
-    with autograd_hacks.add_hooks(layer):
-        check(layer, x, run=run)
+    check_batches(layer, x, run=run)

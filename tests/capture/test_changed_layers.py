@@ -8,7 +8,7 @@ import torch.nn as nn
 from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
-from steps import batch, check, mlp, step
+from steps import batch, check, check_batches, mlp, step
 from twin import Bare
 
 import autograd_hacks
@@ -202,6 +202,4 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
     monkeypatch.setitem(RULES, Powered, Rule(single_input(lambda own, x, g: {"weight": Dense(g * x**own.power)})))
     model, x = TWICE[kind]()
     model, x = model.double(), x.double() if x.is_floating_point() else x
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(4):
-            check(model, x)
+    check_batches(model, *[x] * 4, param_grad=param_grad)

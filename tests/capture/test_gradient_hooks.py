@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
-from steps import check
+from steps import check, check_batches
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.testing import assert_close
@@ -131,9 +131,7 @@ def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begin
 def test_a_hook_that_works_sample_by_sample_is_followed(how: str, what: str, param_grad: bool) -> None:
     model = Hooked(how)
     model.change = KEEP[what]
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(4):
-            check(model, torch.randn(5, 3).double(), "sum")
+    check_batches(model, *(torch.randn(5, 3).double() for _ in range(4)), loss_type="sum", param_grad=param_grad)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -26,30 +26,6 @@ def weights() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
-def test_few_samples_alive_at_first(where: str, living: int) -> None:
-    """Then all of a sum over samples is somebody's, too."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = (x[:, 1:] @ (m.a[:2] + m.b.mT[:, :4] * 0.1)) * m.scale
-        if where == "relu":
-            h = (h.square() * x[:, :1].clamp(min=0)).relu()
-        elif where == "mask":
-            h = h * (x[:, :1] > 0)
-        else:
-            return (x[:, 0] * (1 + (h @ m.w).square().sum(1))).clamp(min=0)
-        return h.cumsum(1) @ m.w
-
-    def batch(alive: int) -> Tensor:
-        x = torch.randn(5, 3)
-        x[:, 0] = -1 - torch.rand(5)
-        x[torch.randperm(5)[:alive], 0] = 1 + torch.rand(1)
-        return x
-
-    own = {name: x for name, x in weights().items() if name != "c"}
-    check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
-
-
 @pytest.mark.parametrize("layers", [True, False])
 def test_an_expert_that_one_sample_reaches(layers: bool) -> None:
     def how(m: Bare, x: Tensor) -> Tensor:
@@ -90,19 +66,6 @@ def test_a_grid_of_as_many_points_as_samples(given: bool) -> None:
     model.register_buffer("grid", torch.linspace(-1, 1, 4)[:, None])
     model.register_buffer("mask", torch.ones(4, 2).tril())
     check_right(model, *[(torch.randn(n, 3),) for n in (4, 4, 3, 4, 1, 8)])
-
-
-@crossed(made=["buffer", "here", "of ones"], samples=[3, 4, 6])
-def test_a_mask_on_a_weight(made: str, samples: int) -> None:
-    """As many rows as samples or a divisor of them, and no data."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        mask = m.mask if made == "buffer" else torch.rand(3, 4).bernoulli() if made == "here" else torch.ones(3, 4).triu()
-        return (x @ (m.a * mask)).tanh() * m.scale
-
-    model = Bare(how, a=torch.randn(3, 4), scale=torch.randn(4))
-    model.register_buffer("mask", torch.rand(3, 4).bernoulli())
-    check_right(model, *[(torch.randn(samples, 3),) for _ in range(2)])
 
 
 DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]] = {
@@ -260,34 +223,6 @@ def hyper(m: Bare, x: Tensor) -> Tensor:
     return own @ m.of_all(m.code).view(4, 2)
 
 
-def solver(m: Bare, x: Tensor) -> Tensor:
-    """Of an ordinary differential equation."""
-
-    def slope(t: Tensor, x: Tensor) -> Tensor:
-        return m.net(torch.cat([x, t.expand(len(x), 1)], 1)) * m.rate
-
-    t, h = torch.zeros(1, 1, dtype=x.dtype), 0.25
-    for _ in range(3):
-        one = slope(t, x)
-        x, t = x + h * slope(t + h / 2, x + h / 2 * one), t + h
-    return x
-
-
-def ponder(m: Bare, x: Tensor) -> Tensor:
-    """Each sample stops when it is sure."""
-    h, out, alive = x, torch.zeros_like(x), torch.ones(len(x), dtype=torch.bool)
-    for _ in range(5):
-        rows = alive.nonzero()[:, 0]
-        if not len(rows):
-            break
-        own = (m.cell(h[rows]) * m.scale).tanh()
-        h = h.index_copy(0, rows, own)
-        stop = m.halt(own)[:, 0] > 0.2
-        out = out.index_add(0, rows, own * m.halt(own).sigmoid())
-        alive = alive.index_put((rows[stop],), torch.tensor(False))
-    return out
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
@@ -298,12 +233,6 @@ PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[st
     ),
     "a hypernetwork": (
         hyper, lambda: {"of_sample": nn.Linear(3, 8), "of_all": nn.Linear(2, 8), "code": normal(2)}, (4, 4, 4),
-    ),
-    "a solver": (
-        solver, lambda: {"net": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "rate": normal()}, (4, 4, 4),
-    ),
-    "an early exit": (
-        ponder, lambda: {"cell": nn.Linear(3, 3), "halt": nn.Linear(3, 1), "scale": normal(3)}, (6, 6, 6, 6, 6),
     ),
 }  # fmt: skip
 

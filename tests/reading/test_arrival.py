@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from mixing import check_refused
 from oracle import squares
-from steps import at_most, batch, check, mlp
+from steps import at_most, batch, check, check_batches, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
@@ -79,8 +79,7 @@ def test_gradient_that_arrives_more_than_once_in_a_pass_is_compared(penalised: i
         says = r"shared\.weight: the rows don't add up"
         check_refused(model, (x,), error=UnseenGradient, match=says, probe=False)
         return
-    with autograd_hacks.add_hooks(model, probe=False):
-        check(model, x)
+    check_batches(model, x, probe=False)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from one_graph import data
 from oracle import squares
 from rarely import crossed
-from steps import check, check_losses
+from steps import check, check_batches, check_losses
 from torch import Tensor
 from twin import Bare
 
@@ -84,9 +84,7 @@ def test_a_weight_of_as_many_rows_as_samples_is_no_output_of_samples(kind: str, 
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples in (4, 3, 1, 4, 4):
-            check(model, data(samples, 4), run=run)
+    check_batches(model, *(data(samples, 4) for samples in (4, 3, 1, 4, 4)), run=run, param_grad=param_grad)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
