@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import batch, check_batches, check_hooked, mlp
+from steps import batch, check_batches, mlp
 from torch import Tensor
 from torch.nn.parallel import DataParallel
 from torch.testing import assert_close
@@ -108,23 +108,6 @@ def test_views_of_every_kind_from_a_layer_of_ones_own(
         autograd_hacks.compute_grad1(model)
         assert_close(model.offset.grad1.mean(0), model.offset.grad)
         assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
-
-
-def linear_on_positions() -> tuple[nn.Module, Tensor]:
-    return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
-
-
-def test_in_place_operations_on_an_output_that_is_a_view() -> None:
-    """They give the view another node in the graph."""
-
-    def once(out: Tensor) -> Tensor:
-        early = out.exp().mean((1, 2))
-        out.mul_(2)
-        out[:, 0] = 0
-        return early + out.pow(2).mean((1, 2))
-
-    layer, x = linear_on_positions()
-    check_hooked(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
 
 
 @pytest.mark.parametrize(

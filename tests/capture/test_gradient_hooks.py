@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
+from rarely import crossed
 from steps import check, check_batches
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
@@ -107,9 +108,7 @@ def hooking(model: Hooked, how: str) -> Iterator[None]:
 OF_MODULES = ("of a module", "before a module", "of all modules", "before all modules")
 
 
-@pytest.mark.parametrize("begins", [0, 3])
-@pytest.mark.parametrize("what", MOVE)
-@pytest.mark.parametrize("how", WAYS)
+@crossed(how=WAYS, what=MOVE, begins=[0, 3])
 def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begins: int) -> None:
     model = Hooked(how)
     with autograd_hacks.add_hooks(model):
@@ -125,9 +124,7 @@ def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begin
             model.change = None
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("what", KEEP)
-@pytest.mark.parametrize("how", WAYS)
+@crossed(how=WAYS, what=KEEP, param_grad=[True, False])
 def test_a_hook_that_works_sample_by_sample_is_followed(how: str, what: str, param_grad: bool) -> None:
     model = Hooked(how)
     model.change = KEEP[what]

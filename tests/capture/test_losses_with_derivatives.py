@@ -65,23 +65,6 @@ def test_streaming_and_accumulating() -> None:
         assert_same(found(model), rows)
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
-    model, x = made("mlp")
-    given: list[Tensor] = []
-
-    def losses() -> Tensor:
-        handle = model[2].register_forward_hook(lambda layer, args, out: given.append(args[0]))
-        y = model(x)
-        handle.remove()
-        (slope,) = torch.autograd.grad(y.sin().sum(), given.pop(), create_graph=True)
-        return slope.square().sum(1)
-
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(2):
-            check_step(model, losses)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of forward_ad
 def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> None:
     """is_grads_batched, and torch.autograd.forward_ad."""
@@ -138,16 +121,7 @@ def test_nothing_is_left_of_a_step() -> None:
             assert alive() is None or (gc.collect() and alive() is None)
 
 
-# Derivatives without a probe, and those that are refused
-
-
-def test_without_a_probe() -> None:
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, probe=False):
-        check_loss(model, gradient_penalty, x)
-
-
-# Functions of torch itself, other verbs, and every way to meet the batch
+# Other verbs, and every way to meet the batch
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "attention"])

@@ -53,13 +53,6 @@ def test_a_part_with_a_bare_parameter(encoder: Callable[[], nn.Module], param_gr
             check(model, x, run=lambda x: model.encoder(x) + model.encoder(2 * x))
 
 
-def test_a_part_of_a_part() -> None:
-    model = whole_net(scaled()).double()
-    check_batches(
-        model, *(torch.randn(n, 4).double() for n in (4, 3, 1)), loss_type="sum", run=lambda x: model.encoder.inner(x)
-    )
-
-
 def test_a_part_with_time_first() -> None:
     model = whole_net(Bare(lambda m, x: m.layer(x)[0] * m.scale, scale=torch.randn(4), layer=nn.GRU(3, 4))).double()
     check_batches(model, torch.randn(4, 5, 3).double(), run=lambda x: model.encoder(x.transpose(0, 1)).transpose(0, 1))

@@ -62,6 +62,9 @@ def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
     _, walk = walk_of([out], N, net, [x])
     assert walk.mixes
     assert len(walk.mixed) == 2
+    for axis in (0, 1):  # noise that a parameter scales has no owners, and is none of the parameter's own either
+        _, walk = walk_of([net[0](x) + (torch.randn(N, D).double() * net[1].bias).softmax(axis)], N, net, [x])
+        assert bool(walk.mixes) == (axis == 0)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
