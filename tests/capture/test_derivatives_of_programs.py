@@ -9,7 +9,7 @@ import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, step
 from oracle import assert_same, one_loss_at_a_time, squares
 from rarely import crossed
-from test_derivatives import check_loss, check_step, found, made
+from test_derivatives import check_loss, found, made
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare
@@ -38,21 +38,6 @@ def test_hooks_of_the_users_on_a_layer(hook: str, late: bool, param_grad: bool) 
             if number == (3 if late else 0):
                 USERS[hook](model[2])
             _penalty(model, x)
-
-
-@PARAM_GRAD
-@pytest.mark.parametrize("name", ["mlp", "norms"])
-def test_layers_that_begin_to_train(name: str, param_grad: bool) -> None:
-    model, x = made(name)
-    for part in list(model)[:2]:
-        part.requires_grad_(False)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(3):
-            _penalty(model, x)
-        model.requires_grad_(True)
-        autograd_hacks.add_hooks(model, param_grad=param_grad)
-        check_step(model, lambda: squares(model(x)))
-        _penalty(model, x)
 
 
 @PARAM_GRAD

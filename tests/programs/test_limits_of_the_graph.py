@@ -103,64 +103,6 @@ def test_data_without_a_gradient(what: str, samples: int) -> None:
         check_right(model, *batches)
 
 
-# Branches that bring no gradient at first: behind a factor of zero, or for samples that none are left of
-
-
-def by_token(m: Any, x: Tensor) -> Tensor:
-    """Rows of the tokens that are chosen, so many for each sample."""
-    chosen = x > -0.3
-    chosen[:, 0] = True
-    h = m.inner(m.token(x[chosen][:, None]).tanh())
-    return torch.zeros(len(x), 4).index_add(0, torch.where(chosen)[0], h)
-
-
-def time_first(m: Any, x: Tensor) -> Tensor:
-    return m.inner(m.token(x.t().reshape(-1, 1)).tanh()).view(6, len(x), 4).sum(0)
-
-
-def sorted_samples(m: Any, x: Tensor) -> Tensor:
-    order = x[:, 0].argsort()
-    h = m.inner(m.token(x[order].reshape(-1, 1)).tanh()).view(len(x), 6, 4).sum(1)
-    return h[order.argsort()]
-
-
-def at_a_node(m: Any, x: Tensor) -> Tensor:
-    return (x.t().reshape(-1, 1) * m.scale).tanh().view(6, len(x), 4).sum(0)
-
-
-@crossed(branch=[by_token, time_first, sorted_samples, at_a_node], opens=[2, 3, 5])
-def test_a_gate_that_opens_is_never_read_by_guess(branch: Callable[..., Tensor], opens: int) -> None:
-    def run(model: Any, x: Tensor, gate: float) -> Tensor:
-        model.gate = gate
-        return squares(model(x))
-
-    model = Bare(
-        lambda m, x: m.base(x) + m.gate * branch(m, x),
-        token=nn.Linear(1, 4), inner=nn.Linear(4, 4), base=nn.Linear(6, 4), scale=torch.randn(4),
-    )  # fmt: skip
-    check_right(model, *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
-
-
-@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
-def test_exits_at_which_nobody_leaves(sure: float) -> None:
-    """Samples leave at the first exit that is sure of them."""
-
-    def leaving(m: Any, x: Tensor) -> Tensor:
-        out, left = torch.zeros(len(x), 3), torch.arange(len(x))
-        for n, (layer, leave) in enumerate(zip(m.layers, m.exits)):
-            x = layer(x).tanh()
-            y = leave(x)
-            done = (y.detach().amax(1) > sure) | (n == 3)
-            out = out.index_copy(0, left[done], y[done])
-            x, left = x[~done], left[~done]
-            if not len(left):
-                break
-        return out
-
-    layers, exits = (nn.ModuleList([nn.Linear(6, size) for _ in range(4)]) for size in (6, 3))
-    check_right(Bare(leaving, layers=layers, exits=exits), *[(torch.randn(5, 6),) for _ in range(6)])
-
-
 @pytest.mark.parametrize("picked", [([0, 3], [], [2], [0, 1, 2, 3, 4], []), ([],)])
 def test_attention_for_which_no_sample_is_picked(picked: tuple[list[int], ...]) -> None:
     """Attention for the samples that a router picks.  Without rows torch adds up its parts to a number."""

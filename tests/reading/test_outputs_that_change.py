@@ -55,17 +55,6 @@ def test_an_output_that_begins_in_a_later_step_is_refused_if_samples_mix(kind: s
         autograd_hacks.compute_grad1(model, "sum")
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_an_output_that_begins_in_a_later_step_is_read(param_grad: bool) -> None:
-    model = Bare(
-        lambda m, x: (m.last(h := m.first(x)), *([m.last(h.flip(1))] if m.begun else [])),
-        first=nn.Linear(4, 4), last=nn.Linear(4, 4), begun=False,
-    ).double()  # fmt: skip
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for model.begun in (False, False, True, False, True):
-            check(model, data(4, 4))
-
-
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),

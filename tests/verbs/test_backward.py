@@ -188,23 +188,6 @@ def returning() -> nn.Module:
     )
 
 
-def test_uses_of_returned_parameters_that_begin() -> None:
-    def losses(model: nn.Module, x: Tensor, number: int) -> Tensor:
-        out, log_scale, weight = model(x)
-        found = squares(out)
-        if number > 0:
-            found = found + squares(out * log_scale.exp())
-        if number > 1:
-            found = found + squares(torch.tanh(out) @ weight)
-        if number > 2:
-            x = x.requires_grad_()
-            out, log_scale, weight = model(x)
-            found = found + _slope((out * log_scale.exp()) @ weight, x).square().sum(1)
-        return found
-
-    check_right(returning(), *[(x, number) for number, x in enumerate(_batches())], run=losses, total="each")
-
-
 def test_returned_parameters_in_two_passes_of_one_graph() -> None:
     model = returning()
     with autograd_hacks.add_hooks(model):
