@@ -16,6 +16,8 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.graph.label import At, Entries, entries
+from autograd_hacks.reading.reader import label_of, layout_of
 
 
 def two_layers(how: Callable[..., Any], features: int = 4, **more: Any) -> Bare:
@@ -114,3 +116,16 @@ def test_a_scale_that_is_used_and_returned_in_a_batch_of_one(param_grad: bool) -
             losses(x).sum().backward()
             with pytest.raises(SamplesMixed, match="output number 1"):
                 autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("label", [At(0), At(1), At(0, 1, 5), At(1, 5, 1), At(0, 5, 2)])
+def test_a_layout_has_the_samples_where_its_label_has_them(label: At) -> None:
+    shape = [label.outer * 3 * label.inner if axis == label.dim else 2 for axis in (0, 1)]
+    layout, whose = layout_of(label, shape, 3), entries(label, shape, 3).expand(shape)
+    if min(label.outer, label.inner) > 1:
+        assert layout is None
+        return
+    assert layout is not None
+    assert label_of(layout, shape, 3) == label
+    assert [set(own.flatten().tolist()) for own in layout.samples_first(whose, 3)] == [{0}, {1}, {2}]
+    assert layout_of(Entries(whose), shape, 3) is None
