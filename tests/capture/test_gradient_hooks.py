@@ -192,6 +192,28 @@ def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where:
                 autograd_hacks.compute_grad1(model, "sum")
 
 
+@pytest.mark.parametrize("where", ["middle", "first", "at a node"])
+def test_a_hook_that_another_registers_as_the_pass_begins(where: str) -> None:
+    """It is on a tensor that the pass has yet to reach, or on the node where the rows' gradient is taken, after that."""
+    model, kept = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), dict[str, Tensor]()
+    model[1].register_forward_hook(lambda layer, args, out: kept.update(middle=out, first=args[0]))
+
+    def register(g: Tensor) -> None:
+        if where == "at a node":
+            node_of(kept["out"]).register_prehook(lambda grads: (grads[0].flip(0),))
+        else:
+            kept[where].register_hook(lambda g: g.flip(0))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            kept["out"] = model(torch.randn(5, 3).double())
+            loss = squares(kept["out"]).sum()
+            loss.register_hook(register)
+            loss.backward()
+            with pytest.raises(SamplesMixed, match="a hook changes gradient at Addmm" if "node" in where else "lambda"):
+                autograd_hacks.compute_grad1(model, "sum")
+
+
 def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look for a user's new hooks goes through all objects."""
     models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
