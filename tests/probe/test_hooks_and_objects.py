@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from nets import BareVector
 from oracle import squares
-from steps import assert_right, check
+from steps import assert_right, check_batches
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import autograd_hacks
@@ -34,9 +34,7 @@ def test_hooks_that_change_something_are_a_part_of_the_model(how: str) -> None:
         prune.l1_unstructured(inner, "weight", 3)
     if how == "spectral":
         spectral_norm(inner).eval()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.randn(3, 4).double())
+    check_batches(model, *(torch.randn(3, 4).double() for _ in range(2)))
 
 
 @pytest.mark.parametrize("make", [
