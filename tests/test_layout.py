@@ -24,12 +24,8 @@ DOORS = ["__init__.py", "extending.py", "forms/__init__.py", "formulas/__init__.
 KEYS = {
     # Tools have several rooms in one.
     "integrations": ["private", "curvature", "attribution", "compiled"],
-    # EK-FAC as a metric.
-    "curvature": ["attribution"],
     # Compiled graphs are labelled by the laws of graph/, and the tapes of probe/ by labels: a second reader of both.
     "compiled": ["graph", "probe", "forms", "formulas", "capture/above.py", "reading/certificate.py"],
-    # It registers itself for several processes, where the core has one.
-    "distributed": ["capture/above.py", "capture/recorder.py", "capture/wrappers.py", "reading/processes.py"],
 }
 """Floors and files that a room imports, too."""
 CELLAR = ["support", "errors"]

@@ -16,13 +16,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
-from autograd_hacks.reading.processes import Spread, Where
+from autograd_hacks.extending import ABOVE, Recorder, Spread, Where, gathering, has_processes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
