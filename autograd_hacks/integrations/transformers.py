@@ -14,13 +14,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.compiled.face import compile
+from autograd_hacks.compiled import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.extending import assumed, kind_of
 from autograd_hacks.integrations.steps import Steps, mean_of
-from autograd_hacks.private.clip_and_noise import PrivateStep
+from autograd_hacks.private import PrivateStep, PrivateTraining
 from autograd_hacks.private.poisson import N_LOSSES, WOULD_CLIP
-from autograd_hacks.private.training import PrivateTraining
 
 with needed("transformers"):
     from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -295,9 +295,3 @@ class Marks:
         every = (pair for own in modules for pair in vars(own).items())
         held = [x for k, x in every if type(x) is Tensor or (type(x) in _BOXES and x and k not in OF_MODULE)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
-
-    def put_on(self) -> None:
-        """Sets the attributes, and Python's random numbers."""
-        random.setstate(self.python)
-        for module, own in self.attributes:
-            vars(module).update(own)
