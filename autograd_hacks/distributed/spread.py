@@ -100,9 +100,9 @@ class OverMesh(Sharded):
 
 def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
     """sums: by name, each with a tensor that has the result's placement"""
-    from autograd_hacks.distributed.buckets import Own, reduced
+    from autograd_hacks.distributed.buckets import OwnSum, reduced
 
-    return reduced((Own(*own) for own in sums), mesh)
+    return reduced((OwnSum(*own) for own in sums), mesh)
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where) -> Spread:

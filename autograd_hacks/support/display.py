@@ -47,7 +47,7 @@ class Hinting:
             close = get_close_matches(name, [own for own in dir(self) if own[0] != "_"], 1)
             meant = f"; did you mean {close[0]}?" if close and name[0] != "_" else ""
             if not meant and name[0] != "_" and hasattr(Tensor, name):
-                meant = "; it is not a tensor. dense() returns its rows as tensors"
+                meant = "; it is not a tensor. dense() returns its rows as tensors, weighted_sum(w) their sums"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}")
 
 
