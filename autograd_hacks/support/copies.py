@@ -310,9 +310,3 @@ class Marks:
         found = [name for name, x, (own, version) in before if own is not x or version_of(x) != version or is_made(x)]
         plain = ((name, x, vars(own).get(name)) for own, held in self.attributes for name, x in held.items())
         return found + [name for name, x, now in plain if type(x) is not type(now) or x != now]
-
-    def put_on(self) -> None:
-        """Sets the attributes, and Python's random numbers."""
-        random.setstate(self.python)
-        for module, own in self.attributes:
-            vars(module).update(own)
