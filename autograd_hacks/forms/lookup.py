@@ -38,8 +38,11 @@ class Lookup(Paired):
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
             return out.copy_(self.dense(factor=factor))
-        values, *_ = self._times(factor)
-        rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
+        return self.added_to(self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_(), factor)
+
+    def added_to(self, rows: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+        """rows + factor · J, in the memory of the rows, which must be contiguous."""
+        values = self._times(factor)[0].to(rows.dtype)
         if self.samples > 1 and not self.index.stride(0):  # one index for all: 48 µs instead of 93, of 16 × 289 entries of 4
             rows.view(self.samples, self.entries, self.g.shape[2]).index_add_(1, self.index[0], values)
         else:

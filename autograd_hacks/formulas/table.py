@@ -91,7 +91,8 @@ def _repeated(met: Met) -> Form | None:
     if not fold:
         del times[axis], sizes[axis]
     rows = rows.reshape(len(rows), *[n for pair in zip(times, sizes) for n in pair])
-    return Dense((rows.sum([*range(1, rows.ndim, 2)]) if times else rows).reshape(len(rows), *met.shape))
+    over = [2 * n + 1 for n, count in enumerate(times) if count != 1]
+    return Dense((rows.sum(over) if over else rows).reshape(len(rows), *met.shape))
 
 
 def _prelu(met: Met) -> Form | None:

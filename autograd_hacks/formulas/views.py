@@ -53,9 +53,6 @@ class Before:
 def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     """The form of a parameter, from the form of its transpose.  dims: the axes that were exchanged"""
     first, second = sorted(dim % len(shape) for dim in dims)
-    if isinstance(form, Placed) and first:
-        cut = {at: torch.Size((at[1] - at[0], *shape[1:])) for at in form.entries}
-        return Placed({at: transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
         return form.transposed(shape)
