@@ -36,8 +36,6 @@ class Rule:
     covers: Callable[[Any], Sequence[str]] | None = None
     #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
     mixes: Callable[[Any, bool], str | None] | None = None
-    #: whether the output may be a loss of the whole batch, so that only the first argument shows where the samples are
-    by_input: bool = False
     #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
@@ -116,15 +114,6 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
 }
 """{layer type: rule}"""
-
-if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
-    RULES[nn.LinearCrossEntropyLoss] = Rule(
-        matrices.linear_cross_entropy,
-        count=lambda layer, args, kwargs: len(args[0] if args else kwargs["input"]),
-        covers=lambda layer: ("linear",),
-        by_input=True,
-        recomputes=True,
-    )
 
 NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),
