@@ -234,13 +234,6 @@ class Grouping(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Grouping(parts[0], self.rows, self.samples)
 
-    def _below(self, others: Sequence[Form]) -> Form | None:
-        parts = [part for part in (self, *others) if isinstance(part, Grouping) and _same(part.rows, self.rows)]
-        if len(parts) <= len(others):
-            return None
-        rows = torch.cat([self.rows + k * self.samples for k in range(len(parts))])
-        return Grouping(Concatenation.of([part.form for part in parts]), rows, len(parts) * self.samples)
-
     def held_size(self) -> int:
         return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
 

@@ -4,7 +4,7 @@ Nothing of the parameter's size is written.  These functions work on tensors; fo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -64,11 +64,6 @@ class Windows:
     @property
     def device(self) -> torch.device:
         return self.x.device
-
-    @property
-    def settings(self) -> tuple[Hashable, ...]:
-        """What costs depend on besides its shape."""
-        return self.x.shape, self.kernel, self.stride, self.padding, self.dilation, self.counts, self.x.device
 
     @property
     def shifts(self) -> int:
