@@ -15,7 +15,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
-from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
@@ -125,7 +124,6 @@ class Stepwise:
 
     def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
-        self.pulls: dict[str, Pull] = {}
 
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
@@ -137,8 +135,7 @@ class Stepwise:
         held = form.samples * form.held_size()
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
             return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
-        pulls = {name: self.pulls.setdefault(name, partial(self._pulled, name, p.dtype)) for name, p in parameters.items()}
-        return {name: Chained(form, pulls[name], p.shape, p) for name, p in parameters.items()}
+        return {name: Chained(form, partial(self._pulled, name, p.dtype), p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
         found, wanted, ends = {(0, self.way.output): form}, set(names), self.way.ends.values()
@@ -150,9 +147,8 @@ class Stepwise:
                 found[at] = add([found[at], own]) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
 
-    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor, batched: bool) -> Tensor:
-        found = _cast(self._back(Dense(rows if batched else rows[None]), [name])[name], dtype).dense()
-        return found if batched else found[0]
+    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor) -> Tensor:
+        return _cast(self._back(Dense(rows), [name])[name], dtype).dense()
 
 
 def _cast(form: Form, dtype: torch.dtype) -> Form:

@@ -10,13 +10,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_RULES
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Dense, Form
 from autograd_hacks.formulas import matrices, norms
 from autograd_hacks.formulas.call import LayerFormula
 from autograd_hacks.formulas.conv import conv, padded
 from autograd_hacks.formulas.embedding import embedding, embedding_bag, indexed, table
 from autograd_hacks.formulas.met import Formula, Met, of_layer
 from autograd_hacks.formulas.recurrent import cell, count_sequences, recurrent
+from autograd_hacks.support.layout import POSITIONS
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,26 @@ def positionwise(features: Callable[[Any], int]) -> Callable[[LayerFormula], Rul
     return lambda formula: Rule(formula, features=features)
 
 
-# Values that meet the batch entry by entry.
+# Values that meet the batch entry by entry, or are repeated over it.
 
 
 def _divided(met: Met) -> Form | None:
     other = met.kept("other").conj()
     return met.summed(met.grad / other if met.place == 0 else -met.grad * met.kept("self").conj() / other.square())
+
+
+def _repeated(met: Met) -> Form | None:
+    """The value, repeated along each axis."""
+    times, axis, fold = list(met.kept("repeats")), met.layout.axis, met.layout.fold
+    sizes, count = [1] * (len(times) - len(met.shape)) + list(met.shape), max(1, met.samples)
+    if fold == POSITIONS or times[axis] % count or (sizes[axis] != 1 and fold != "N·T"):
+        return None  # an entry belongs to one sample
+    rows = met.first(met.grad)
+    times[axis] //= count  # of each sample
+    if not fold:
+        del times[axis], sizes[axis]
+    rows = rows.reshape(len(rows), *[n for pair in zip(times, sizes) for n in pair])
+    return Dense((rows.sum([*range(1, rows.ndim, 2)]) if times else rows).reshape(len(rows), *met.shape))
 
 
 def _prelu(met: Met) -> Form | None:
@@ -125,6 +140,7 @@ NODES: dict[str, Formula] = {
     "SubBackward0": lambda met: met.summed(-met.grad_times("alpha") if met.place else met.grad),
     "DivBackward0": _divided,
     "ExpandBackward0": lambda met: met.summed(met.grad),
+    "RepeatBackward0": _repeated,
     "PreluKernelBackward0": _prelu,
     "ConvolutionBackward0": conv,
     "EmbeddingBackward0": embedding,
