@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
@@ -53,10 +53,8 @@ class Form(Hinting, Shown, ABC):
         """A tensor with the rows' dtype and device."""
 
     @abstractmethod
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given.
-
-        factor: one number for all rows"""
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
@@ -297,16 +295,6 @@ class Form(Hinting, Shown, ABC):
                 random.add_to(found[samples], block.matrix(), rows)
         return found
 
-    def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
-        """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.
-
-        Returns ``(P, Q)`` for parameters of P and Q numbers."""
-        total = self.new_sums(self.shape.numel(), other.shape.numel())
-        for samples, part in self.chunks(budget, self.row_size() + other.row_size()):
-            theirs = part if other is self else other[samples].wide()
-            total.addmm_(part.matrix().mT, theirs.matrix().to(total.dtype))
-        return total
-
     def _table(self) -> Table:
         kinds = f" of {kinds_of(self)}" if self.parts else ""
         size = f"holds {with_unit(held_bytes(self))}, {with_unit(written_bytes(self))} written out"
@@ -351,10 +339,8 @@ class Dense(Form):
     def row_size(self) -> int:
         return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written if J is there already
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        if isinstance(factor, Tensor) or factor != 1:
-            return torch.mul(self.values, factor, out=out)
-        return self.values.clone() if out is None else out.copy_(self.values)
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        return put(self.values.clone() if out is None and factor == 1 else self.values, out, factor)
 
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())

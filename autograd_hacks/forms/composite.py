@@ -17,17 +17,21 @@ from autograd_hacks.forms.projection import AnyMap
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
-    if type(form) is Scaled and form.by_row is None and not (isinstance(factor, Tensor) and factor.ndim):
-        factor, form = form.factor * factor, form.form  # isinstance takes three times as long for abstract classes
+    if isinstance(factor, Tensor) and not factor.ndim:
+        factor = factor.expand(form.samples)
+    if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
+        factor, form = form.factor * factor, form.form
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
     """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
-    numbers = {name: form.number for name, form in forms.items() if type(form) is Scaled and form.number is not None}
-    plain = {name: form.form if type(form) is Scaled and name in numbers else form for name, form in forms.items()}
-    factors = {number for name, number in numbers.items() if type(plain[name]) is not Zero}
-    factors |= {1.0 for name, form in plain.items() if name not in numbers and type(form) is not Zero}
+    plain, factors = dict[str, Form](), set[float]()
+    for name, form in forms.items():
+        factor, plain[name] = 1.0, form
+        if type(form) is Scaled and not isinstance(form.factor, Tensor):
+            factor, plain[name] = form.factor, form.form
+        factors |= set() if type(plain[name]) is Zero else {factor}
     return (plain, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 
@@ -151,14 +155,13 @@ class Scaled(Composite):
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
-        of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
-        if of_rows is not None and of_rows.shape != (form.samples,):
+        if isinstance(factor, Tensor) and factor.shape != (form.samples,):
             raise ValueError(
-                f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
+                f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
         self.cuts_well, self.writes_in_place = form.cuts_well, form.writes_in_place
-        self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
+        self.form, self.factor = form, factor
 
     @property
     def size(self) -> float | Tensor:
@@ -167,13 +170,13 @@ class Scaled(Composite):
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
-        if self.by_row is None:
+        if not isinstance(self.factor, Tensor):
             return self.factor
-        return self.by_row.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        is_plain = self.number is not None and not value.requires_grad
+        is_plain = not (isinstance(self.factor, Tensor) or value.requires_grad)
         return value.mul_(self.factor) if is_plain else value * self._factor(value)
 
     def _split(self, w: Tensor) -> Sequence[Tensor]:
@@ -183,17 +186,17 @@ class Scaled(Composite):
         return Scaled(parts[0], self.factor)
 
     def __getitem__(self, index: Index) -> Form:
-        return Scaled(self.form[index], self.factor if self.by_row is None else self.by_row[index])
+        return Scaled(self.form[index], self.factor[index] if isinstance(self.factor, Tensor) else self.factor)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         # A form's terms needn't be one for each row.
-        return super().terms(u, v) * self.factor if self.by_row is None else Form.terms(self, u, v)
+        return Form.terms(self, u, v) if isinstance(self.factor, Tensor) else super().terms(u, v) * self.factor
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        if self.by_row is None:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        if not isinstance(self.factor, Tensor):
             return self.form.dense(out, self.factor * factor)
         rows = self.form.dense(out, factor)
         return self._join([rows]) if out is None else rows.mul_(self._factor(rows))
@@ -202,7 +205,7 @@ class Scaled(Composite):
         return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if about is not None and not self.number:
+        if about is not None and (isinstance(self.factor, Tensor) or not self.factor):
             return super().second_moment(w, about, budget)
         inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
         return self.form.second_moment(weights * self.size**2, inside, budget)
@@ -240,7 +243,7 @@ class Grouping(Composite):
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         total = self.like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
         for piece in slices_of(self.form.samples, max(1, self.samples)):  # as much again as the result
             total.index_add_(0, self.rows[piece], self.form[piece].dense(factor=factor))
@@ -315,7 +318,7 @@ class Concatenation(Composite):
         others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
         return Concatenation([own, *others], self.varying)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is None:
             return torch.cat([part.dense(factor=factor) for part in self.parts])
         for part, piece in zip(self.parts, out.split([part.samples for part in self.parts])):

@@ -70,7 +70,7 @@ class Convolution(Factored):
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy their inputs and reorder their outputs
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         by_windows = self.by_windows and (out is None or self.groups == 1 or out.is_contiguous())
@@ -79,9 +79,7 @@ class Convolution(Factored):
         )
         if self.samples > 1 and self.samples * each > most and not self.is_depthwise:
             pieces = slices_of(self.samples, most // max(1, each))
-            if out is None and not (
-                torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in (self.x, self.g, factor))
-            ):
+            if out is None and not (torch.is_grad_enabled() and any(f.requires_grad for f in self.held)):
                 out = self.x.new_empty(self.samples, *self.shape)
             found = [self[piece].dense(None if out is None else out[piece], factor) for piece in pieces]
             return torch.cat(found) if out is None else out

@@ -35,7 +35,7 @@ class Lookup(Paired):
         g, index, *present = held
         return Lookup(index, g, self.entries, self.shape, *present)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
             return out.copy_(self.dense(factor=factor))
         values, *_ = self._times(factor)
@@ -153,7 +153,7 @@ class Bags(Factored):
         inside = ((self.index >= first) & (self.index < last)).nonzero()[:, 0]
         return Bags(self.g, self.scale[inside], self.index[inside] - first, self.bags[inside], max(0, last - first))
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
             return out.copy_(self.dense(factor=factor))
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()

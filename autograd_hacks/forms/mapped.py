@@ -239,7 +239,7 @@ class Mapped(Form):
     def row_size(self) -> int:
         return self.form.row_size() + self.form.shape.numel() + 2 * self.shape.numel()
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         out = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for piece in slices_of(self.samples, BUDGET // max(1, self.row_size() * self.sum_dtype.itemsize)):
             out[piece] = self.by(self.form[piece].dense(factor=factor), self.form.shape)

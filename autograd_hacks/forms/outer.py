@@ -55,14 +55,14 @@ class Outer(Paired):
         """The rows of the parameter's transpose.  shape: the transpose's"""
         return Outer(self.right, self.left, shape, 1 - self.gradient, self.present)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         is_matrix, left, right = self.shape == (self.fan_out, self.fan_in), self.left, self.right
         target = out if out is None or is_matrix else out.view(self.samples, self.fan_out, self.fan_in)
         # A matrix kernel has a larger overhead than a multiplication, but doesn't read the memory that it writes.  Measured
         # on two cores, multiplication first, in ms: 302 MB, 16.8 and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
         size = self.samples * self.fan_out * self.fan_in * left.dtype.itemsize
         is_multiplied = self.positions == 1 and not (left.is_cpu and size > 128 * 2**20)
-        if is_multiplied or isinstance(factor, Tensor):
+        if is_multiplied:
             (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)

@@ -52,7 +52,7 @@ class Sum(Composite):
     def saving(self, fresh: bool = False) -> float:
         return sum(part.saving(fresh) for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         total = self.parts[0].dense(out, factor)
         # What is added passes through little memory: 36 ms and 53, of 16 samples of 256 -> 256 channels, 3×3, twice.
         fits = cache_budget(BUDGET, total) // max(1, self.row_size() * total.element_size())
@@ -128,7 +128,7 @@ class Placed(Composite):
     def row_size(self) -> int:
         return self.shape.numel() + max(part.shape.numel() + part.row_size() for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         rows = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for (_, end), (start, _) in pairwise([(0, 0), *self.entries, (self.shape[0], 0)]):
             rows[:, end:start] = 0
