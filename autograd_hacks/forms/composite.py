@@ -129,23 +129,23 @@ class Composite(Form):
     def block(self, rows: slice) -> Form:
         return self._of([part.block(rows) for part in self.parts])
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self._join(part.dot(own, budget) for part, own in zip(self.parts, self._cut(v)))
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.dot(own, max_bytes) for part, own in zip(self.parts, self._cut(v)))
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         for part, own in zip(self.parts, self._split(w)):
-            total = part.weighted_sum(own, budget, total)
+            total = part.weighted_sum(own, max_bytes, total)
         assert total is not None  # there is a part
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        return self._join(part.gram(other, budget) for part in self.parts)
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.gram(other, max_bytes) for part in self.parts)
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
-        return self._join(part.project(random, budget) for part in self.parts)
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.project(random, max_bytes) for part in self.parts)
 
 
 class Scaled(Composite):
@@ -204,14 +204,14 @@ class Scaled(Composite):
     def written(self, out: Tensor) -> Form:
         return self._of([self.form.written(out)])
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         if about is not None and (isinstance(self.factor, Tensor) or not self.factor):
-            return super().second_moment(w, about, budget)
+            return super().second_moment(w, about, max_bytes)
         inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
-        return self.form.second_moment(weights * self.size**2, inside, budget)
+        return self.form.second_moment(weights * self.size**2, inside, max_bytes)
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        norms = self.form.norms(budget)
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        norms = self.form.norms(max_bytes)
         return (norms * self.size).to(norms.dtype)
 
 
@@ -260,15 +260,15 @@ class Grouping(Composite):
             return ()
         return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
         if len(self.rows) == len(self.rows.unique()):  # nothing is added up
-            return self._join([self.form.norms(budget)])
+            return self._join([self.form.norms(max_bytes)])
         if not isinstance(self.form, Paired):
-            return super().norms(budget)
-        pieces = slices_of(self.samples, budget // max(1, 8 * self.held_size()))
+            return super().norms(max_bytes)
+        pieces = slices_of(self.samples, max_bytes // max(1, 8 * self.held_size()))
         if len(pieces) > 1:
-            return torch.cat([self[piece].norms(budget) for piece in pieces])
-        return gathered(self.form, self.rows, self.samples).norms(budget)
+            return torch.cat([self[piece].norms(max_bytes) for piece in pieces])
+        return gathered(self.form, self.rows, self.samples).norms(max_bytes)
 
 
 class Concatenation(Composite):
@@ -337,51 +337,51 @@ class Concatenation(Composite):
         pieces = [self.parts[p][torch.tensor(run, device=self.like.device)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         total = self.new_sums(*self.shape).abs()
         for part, piece in zip(self.parts, self._split(w)):
-            total += part.second_moment(piece, about, budget)
+            total += part.second_moment(piece, about, max_bytes)
         return total
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._join(part.norms(budget) for part in self.parts)
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.norms(max_bytes) for part in self.parts)
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
+            return Form.gram(self, other, max_bytes)
+        return super().gram(other, max_bytes)
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         if self.varying is None:
-            return super().dot(v, budget)
+            return super().dot(v, max_bytes)
         found = []
-        for _, form, factors in self._pieces(self.varying, budget // 2):
+        for _, form, factors in self._pieces(self.varying, max_bytes // 2):
             tangent = form.tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
             found.append(torch.stack([torch.einsum("nf,nf->n", factor, tangent) for factor in factors]))
         return torch.cat(found, dim=1).flatten()
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if self.varying is None:
-            return super().weighted_sum(w, budget, total)
+            return super().weighted_sum(w, max_bytes, total)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
-            for piece, form, factors in self._pieces(self.varying, budget // 4):
+            for piece, form, factors in self._pieces(self.varying, max_bytes // 4):
                 combined = next(factors) * by_pass[0, piece]
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
                 form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
-                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+                form.weighted_sum(weights.new_ones(form.samples), max_bytes // 2, each)
         return total
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         first = next(iter(self._sharing), None)
         return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
 
-    def _pieces(self, varying: int, budget: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
+    def _pieces(self, varying: int, max_bytes: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
         """Some samples at a time, with a form of theirs, and the factors that differ, pass by pass: N F."""
         first, *_ = factors = [part.held[varying] for part in self._sharing]
-        for piece in slices_of(self.each, budget // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
+        for piece in slices_of(self.each, max_bytes // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
             yield piece, self._sharing[0][piece].wide(), (own[piece].flatten(1).to(self.sum_dtype) for own in factors)
 
 

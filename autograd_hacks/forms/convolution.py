@@ -123,12 +123,12 @@ class Convolution(Factored):
     def saving(self, fresh: bool = False) -> float:
         return float(self.positions) if self.pair is None else saving([self.pair], fresh)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # torch has no summed weight gradient for complex convolutions.  Writing out costs as much as one such sum, or a
         # tenth of it for depthwise convolutions (16 samples, 40 channels, 56×56, 7×7: 29 ms and 340 ms).
         if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
-            return super().weighted_sum(w, budget, total)
-        for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
+            return super().weighted_sum(w, max_bytes, total)
+        for samples, part in self.chunks(max_bytes, self.g.shape[1:].numel()):
             found = self._weight_gradient(1, *part._times(w[samples].to(self.sum_dtype)))
             total = found.contiguous() if total is None else total.add_(found)
         assert total is not None  # there is a chunk
@@ -136,12 +136,12 @@ class Convolution(Factored):
 
     norms = norms_by_positions
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         check_is_map(random)
         if self.pair is None or not random.takes_factors(self.pair):
-            return super().project(random, budget)
+            return super().project(random, max_bytes)
         each = max(1, 8 * self.windows.shape[1:].numel())
-        return torch.cat([self[p]._product().project(random, budget) for p in slices_of(self.samples, budget // each)])
+        return torch.cat([self[p]._product().project(random, max_bytes) for p in slices_of(self.samples, max_bytes // each)])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:

@@ -182,9 +182,9 @@ def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in:
     return by_factors < fan_out * fan_in * (positions + costs.write + costs.scatter)
 
 
-def cache_budget(budget: int, like: Tensor) -> int:
+def cache_budget(max_bytes: int, like: Tensor) -> int:
     """The part of a budget whose memory malloc can reuse at once, and that stays in the cache."""
-    return min(budget, MAPPED // 4) if like.is_cpu else budget
+    return min(max_bytes, MAPPED // 4) if like.is_cpu else max_bytes
 
 
 def memory_of_products(pairs: Sequence[Pair]) -> int:

@@ -254,16 +254,16 @@ class Mapped(Form):
         inside = dtype.to_complex() if self.form.like.is_complex() else dtype.to_real()
         return self._of(self.form.to(inside), self.by.to(self.like.new_empty(0, dtype=dtype)))
 
-    def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[slice, Form]]:
         yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.dot(self.by.to(self.new_sums()).transposed(v.to(self.sum_dtype), self.form.shape), budget)
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
+        return self.form.dot(self.by.to(self.new_sums()).transposed(v.to(self.sum_dtype), self.form.shape), max_bytes)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):
-            return super().weighted_sum(w, budget, total)
-        found = self.by.to(self.new_sums())(self.form.weighted_sum(w, budget), self.form.shape).to(self.sum_dtype)
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > max_bytes):
+            return super().weighted_sum(w, max_bytes, total)
+        found = self.by.to(self.new_sums())(self.form.weighted_sum(w, max_bytes), self.form.shape).to(self.sum_dtype)
         return found.contiguous() if total is None else total.add_(found)
 
 

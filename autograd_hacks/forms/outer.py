@@ -88,19 +88,19 @@ class Outer(Paired):
     def saving(self, fresh: bool = False) -> float:
         return 0.0 if self.positions == 1 else saving([self.pair], fresh)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications per sample and entry: K·T for one sum after the other, T + K with written rows.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
-            return super().weighted_sum(w, budget, total)
+            return super().weighted_sum(w, max_bytes, total)
         size = self.positions * min(self.fan_in, self.fan_out)
         if w.ndim == 1 and total is None:
-            (_, part), *more = self.chunks(budget, size)
+            (_, part), *more = self.chunks(max_bytes, size)
             if not more:  # no zeros have to be written and read
                 return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
-            for samples, part in self.chunks(budget, size):
+            for samples, part in self.chunks(max_bytes, size):
                 sums.addmm_(*part._matrices(weights[samples].to(total.dtype)))
         return total
 
@@ -117,19 +117,19 @@ class Outer(Paired):
         left, right = (self.left.flatten(0, 1), self.right.flatten(0, 1)) if self.flat is None else self.flat
         return (u @ left.mT).to(self.sum_dtype) * (v @ right.mT)
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         if self.positions > 1 or about is not None or self.like.is_complex():
-            return super().second_moment(w, about, budget)
+            return super().second_moment(w, about, max_bytes)
         total = self.new_sums(*self.shape)
-        for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
-            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
+        for samples, part in self.chunks(max_bytes // 2, self.fan_in + self.fan_out):
+            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], max_bytes // 2, total)
         return total
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
         if self.positions == 1:
-            sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
+            sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(max_bytes, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
-        return norms_by_positions(self, budget)
+        return norms_by_positions(self, max_bytes)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)

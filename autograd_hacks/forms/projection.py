@@ -90,7 +90,7 @@ class RandomMap(_Map):
         """Numbers that `of_factors` holds for a sample."""
         return 3 * pair[1].shape[1] * self.COLUMNS
 
-    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, max_bytes: int) -> Tensor:
         """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
         found = right.new_zeros(len(right), self.dim)
         for columns, u, v in self.columns(found):
@@ -191,12 +191,12 @@ class SparseMap(_Map):
         each = 4 * self.fans[1] if isinstance(pair[0], OneHot) else 4 * self.dim + sum(self.fans)
         return pair[1].shape[1] * each + 2 * self.dim
 
-    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, max_bytes: int) -> Tensor:
         """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
         positions, own = right.shape[1], self.hashes(right.device)
         if not len(right) * positions:  # which transforms refuse
             return right.new_zeros(len(right), self.dim)
-        pieces = slices_of(positions, budget * positions // (self.memory_of_factors((left, right)) * right.itemsize))
+        pieces = slices_of(positions, max_bytes * positions // (self.memory_of_factors((left, right)) * right.itemsize))
         if isinstance(left, OneHot):  # each position's left factor is a row's number
             both = right.new_zeros(len(right), 2 * self.dim)  # for sums of places, which are folded at the end
             for piece in pieces:

@@ -52,7 +52,7 @@ def over(
     total: bool = False,
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
-    budget: int = KEPT,
+    max_bytes: int = KEPT,
 ) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
@@ -72,9 +72,9 @@ def over(
     dictionary, and ``.progress``. `Store` searches both. After an interruption, the same call with the same loss and verb
     resumes. With several processes the name must contain {rank}
     only: as in `per_sample_grads`
-    budget: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
+    max_bytes: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
     are recomputed when the weights change. If the loss depends on anything else that changes, pass
-    ``budget=0``
+    ``max_bytes=0``
 
     With ``add_hooks(segments=...)``, for samples that pack several documents, ``loss`` returns one loss for each document.
 
@@ -102,7 +102,7 @@ def over(
             origin = digest_of(other, before=origin)
         file = RowFiles(_of_process(out), origin, weights)
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
-    step = _Step(model, loss, verb, against, only, budget)
+    step = _Step(model, loss, verb, against, only, max_bytes)
     pieces: list[dict[str, Tensor]] = []
     batches = 0
     for batch in progress(loader, "gradients", "batch"):
@@ -163,11 +163,11 @@ class _Step:
     verb: Callable[..., Any]
     against: Iterable[Any] | None
     only: str | Iterable[str] | None
-    budget: int
+    max_bytes: int
 
     def __post_init__(self) -> None:
         self._kept: list[PerSampleGrads] = []  # gradients of the other data's first batches
-        self._left = self.budget
+        self._left = self.max_bytes
         self._weights = ""  # a digest of the kept gradients' weights
         self._seen: list[str] = []  # digests of the other data's batches
 
@@ -197,7 +197,7 @@ class _Step:
         own = [*self.model.parameters(), *self.model.buffers()]
         weights = digest_of([part_of(x) for x in own], [x.requires_grad for x in own])  # also sees writes through ``.data``
         if weights != self._weights:
-            self._kept, self._left, self._weights = [], self.budget, weights
+            self._kept, self._left, self._weights = [], self.max_bytes, weights
         kept = self._kept
         yield from kept[:]
         first = len(kept)
