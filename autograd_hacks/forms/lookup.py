@@ -40,7 +40,10 @@ class Lookup(Paired):
             return out.copy_(self.dense(factor=factor))
         values, *_ = self._times(factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
-        rows.view(self.samples * self.entries, self.g.shape[2]).index_add_(0, self._slots(), values.flatten(0, 1))
+        if self.samples > 1 and not self.index.stride(0):  # one index for all, without a copy for each
+            rows.view(self.samples, self.entries, self.g.shape[2]).index_add_(1, self.index[0], values)
+        else:
+            rows.view(self.samples * self.entries, self.g.shape[2]).index_add_(0, self._slots(), values.flatten(0, 1))
         return rows
 
     def block(self, rows: slice) -> Form:
