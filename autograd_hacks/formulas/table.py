@@ -33,8 +33,6 @@ class Rule:
     axes: Callable[[Any], Sequence[int]] | None = None
     #: ``count(layer, args, kwargs)``: the number of samples in a call.  None: the size of axis 0 of the output
     count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None
-    #: ``covers(layer)``: submodules whose parameters the layer reads itself, so that the formula has forms for them too
-    covers: Callable[[Any], Sequence[str]] | None = None
     #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
     mixes: Callable[[Any, bool], str | None] | None = None
     #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
@@ -46,14 +44,6 @@ class Rule:
     def name(self) -> str:
         """The formula's name, for messages."""
         return getattr(self.formula, "__name__", "of yours")
-
-    def parameters_of(self, layer: nn.Module) -> dict[str, nn.Parameter]:
-        """{name: parameter} for which the formula gives forms: the layer's own, and those of submodules that it covers."""
-        found = {name: p for name, p in layer._parameters.items() if p is not None}
-        for part in self.covers(layer) if self.covers is not None else ():
-            owner = layer.get_submodule(part)
-            found |= {f"{part}.{name}": p for name, p in owner._parameters.items() if p is not None}
-        return found
 
     def axes_of(self, layer: nn.Module, ndim: int) -> Sequence[int]:
         """The axes of the first output on which the formula accepts the samples, the usual one first.  ndim: the output's"""
