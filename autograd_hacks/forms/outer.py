@@ -93,21 +93,13 @@ class Outer(Paired):
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
             return super().weighted_sum(w, max_bytes, total)
         size = self.positions * min(self.fan_in, self.fan_out)
-        if w.ndim == 1 and total is None:
-            (_, part), *more = self.chunks(max_bytes, size)
-            if not more:  # no zeros have to be written and read
-                return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
             for samples, part in self.chunks(max_bytes, size):
-                sums.addmm_(*part._matrices(weights[samples].to(total.dtype)))
+                left, right, *_ = part._times(weights[samples].to(total.dtype))
+                sums.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
         return total
-
-    def _matrices(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is Jᵀ w, O (N T) and (N T) I."""
-        left, right, *_ = self._times(w)
-        return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if self.shape == (1, self.fan_out, self.fan_in):  # one of several matrices, for which v is a product

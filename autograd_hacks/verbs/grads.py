@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_METRICS, ON_NOISE, ON_VERBS
-from autograd_hacks.forms import BUDGET, Dense, Form, LinearMap, group, scale
+from autograd_hacks.forms import BUDGET, Dense, Form, Grouping, LinearMap, scale
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
@@ -213,7 +213,7 @@ class PerSampleGrads(Matrix):
         """
         ids, groups = arguments.numbered(ids, groups, self.samples)
         ids = self._rows_of(ids, groups)
-        forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
+        forms = {n: Grouping(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
         return self.with_forms(forms, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:

@@ -113,7 +113,7 @@ def test_what_it_refuses() -> None:
     check_each((NothingRecorded, "", lambda: during(0)))
     with autograd_hacks.add_hooks(model):
         check_each(
-            (ValueError, r"no entry for '0\.weight'", lambda: during(0, dot={})),
+            (ValueError, r"without '0\.weight'", lambda: during(0, dot={})),
             (ValueError, "project=0", lambda: during(0, project=0)),
             (RuntimeError, r"leave accumulate\(model\) first", within_accumulate),
             (NothingRecorded, "", lambda: during(0)),
