@@ -6,6 +6,7 @@ they saved, it becomes steps (`Stepwise`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Way(NamedTuple):
             if step is None:
                 before = turn.before
                 make = STEPS.get(before.kind)
-                step = make and make(before.with_saved(kept(nodes[turn.node], held)))
+                step = make and make(replace(before, kept=kept(nodes[turn.node], held)))
                 if step is None:
                     return None
             steps.append(step)
@@ -104,7 +105,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
                     is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
-                    steps.append(STEPS[before.kind](before.with_saved(partial(kept_by, node))) if is_known else None)
+                    steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)

@@ -41,10 +41,6 @@ class Before:
         """The input's shape."""
         return self.given[self.place] or torch.Size()
 
-    def with_saved(self, kept: Kept) -> "Before":
-        """The same, with what the node saves."""
-        return Before(kept, self.kind, self.number, self.place, self.made, self.given)
-
     def axis(self, name: str = "dim", axes: int | None = None) -> int:
         """An axis that the node saves, counted from the front."""
         return int(signed(self.kept(name)) % (len(self.made) if axes is None else axes))
