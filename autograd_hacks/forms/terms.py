@@ -53,7 +53,7 @@ class Sum(Composite):
     def saving(self, fresh: bool = False) -> float:
         return sum(part.saving(fresh) for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         # A table comes last: its entries are added to rows that others have written, since it has few and rows are large.
         first, *others = sorted(self.parts, key=lambda part: isinstance(part, Lookup))
         total = first.dense(out, factor)
@@ -67,19 +67,19 @@ class Sum(Composite):
                     total[piece] += part[piece].dense(factor=factor)
         return total
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if isinstance(other, Scaled):
-            return other.gram(self, budget).mH
+            return other.gram(self, max_bytes).mH
         are_pairs = all(leaf.pair is not None for form in (self, other) for leaf in form.leaves())
         is_slow = are_pairs and not takes_positions(self, other)
-        if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
+        if is_slow or any(form._cancels(max_bytes) for form in (self, other) if isinstance(form, Sum)):
+            return Form.gram(self, other, max_bytes)
+        return super().gram(other, max_bytes)
 
-    def _cancels(self, budget: int) -> bool:
+    def _cancels(self, max_bytes: int) -> bool:
         """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
-        size = self._join(part.norms(budget) for part in self.parts).detach()
-        square = self.norms(budget).detach() ** 2
+        size = self._join(part.norms(max_bytes) for part in self.parts).detach()
+        square = self.norms(max_bytes).detach() ** 2
         return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
 
     norms = norms_by_positions
@@ -131,7 +131,7 @@ class Placed(Composite):
     def row_size(self) -> int:
         return self.shape.numel() + max(part.shape.numel() + part.row_size() for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         rows = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for (_, end), (start, _) in pairwise([(0, 0), *self.entries, (self.shape[0], 0)]):
             rows[:, end:start] = 0
@@ -165,32 +165,32 @@ class Placed(Composite):
             return Sum([self, *others])
         return Placed({bounds: add(forms) for bounds, forms in found.items()}, self.shape)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         leads_back = any(x.requires_grad for x in (w, *self.held))
         for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
             if leads_back:  # after a first in-place write torch may treat a view as a leaf
-                own.add_(form.weighted_sum(w, budget))
+                own.add_(form.weighted_sum(w, max_bytes))
             else:
-                form.weighted_sum(w, budget, own)
+                form.weighted_sum(w, max_bytes, own)
         return total
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        total = Zero(self.samples, self.shape, self.like).second_moment(w, about, budget)
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
+        total = Zero(self.samples, self.shape, self.like).second_moment(w, about, max_bytes)
         for (start, stop), form in self.entries.items():
-            total[start:stop] = form.second_moment(w, None if about is None else about[start:stop], budget)
+            total[start:stop] = form.second_moment(w, None if about is None else about[start:stop], max_bytes)
         return total
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if isinstance(other, Composite) and not isinstance(other, Placed):
-            return other.gram(self, budget).mH  # the other form knows whether its terms cancel
+            return other.gram(self, max_bytes).mH  # the other form knows whether its terms cancel
         is_alike = isinstance(other, Placed) and other.entries.keys() == self.entries.keys()
         if not (is_alike or (self.cuts_well and other.cuts_well)):
-            return Form.gram(self, other, budget)
-        return self._join(form.gram(other.block(slice(*bounds)), budget) for bounds, form in self.entries.items())
+            return Form.gram(self, other, max_bytes)
+        return self._join(form.gram(other.block(slice(*bounds)), max_bytes) for bounds, form in self.entries.items())
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return row_norms(torch.stack([part.norms(budget) for part in self.parts], dim=1))
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        return row_norms(torch.stack([part.norms(max_bytes) for part in self.parts], dim=1))
 
     project = Form.project  # a map is drawn for the whole parameter
 
