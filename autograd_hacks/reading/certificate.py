@@ -156,7 +156,7 @@ class Certificate:
         if any(not apart > own.unit * (length + 2 * more) for more in received):
             return True
         # Equal terms, added up one by one, are all rounded to the same side.
-        unit = torch.finfo(own.parts[0].dtype).eps * max(_added(grads, form) for _, grads, form in own.told) / 4
+        unit = torch.finfo(own.parts[0].dtype).eps * max(_added(grads, form) for _, grads, form in own.told) / 2
         return apart <= unit * float(torch.cat([*own.parts], 1).sum(1).abs().max())
 
 
