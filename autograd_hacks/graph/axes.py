@@ -162,11 +162,6 @@ def _(sizes: Sizes, dim: Any = None, keepdim: bool = False) -> list[Links]:
     return [[ALONE if d in over else d if keepdim else kept.index(d) for d in range(n)]]
 
 
-@axes("trace dot vdot dist pdist _pdist_forward")
-def _(sizes: Sizes) -> list[Links]:
-    return [[MIX] * len(s or ()) for s in sizes.ins]
-
-
 @axes("nll_loss_forward nll_loss multi_margin_loss multilabel_margin_loss_forward nll_loss2d nll_loss2d_forward")
 def _(sizes: Sizes) -> list[Links]:
     """Scores by class on axis 1, or on the only axis."""
@@ -208,17 +203,6 @@ def _(sizes: Sizes, dim: Any = -1) -> list[Links]:
     return [of(s or ()) for s in sizes.ins]
 
 
-@axes("renorm", reads="dim")
-def _(sizes: Sizes, dim: int) -> list[Links]:
-    return [[d if d == axis(dim, sizes.n) else MIX for d in range(sizes.n)]]
-
-
-@axes("_weight_norm_interface", reads="dim")
-def _(sizes: Sizes, dim: int) -> list[Links]:
-    own = axis(dim, sizes.n)
-    return [[d if d == own else MIX for d in range(len(s or ()))] for s in sizes.ins]
-
-
 # Products.
 
 
@@ -246,32 +230,14 @@ def _(sizes: Sizes) -> list[Links]:
     ]
 
 
-@axes("addbmm", multiplies=True)
-def _(sizes: Sizes) -> list[Links]:
-    return [broadcast(sizes.out, sizes.ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
-
-
 @axes("mv addmv", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
     return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE,)]
 
 
-@axes("addr")
-def _(sizes: Sizes) -> list[Links]:
-    return [broadcast(sizes.out, sizes.ins[0]), (0,), (1,)]
-
-
 @axes("linear mkldnn_linear", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
     return [[*range(sizes.n - 1), ALONE], (sizes.n - 1, ALONE), (sizes.n - 1,)][: len(sizes.ins)]
-
-
-@axes("_trilinear", reads="expand1 expand2 expand3 sumdim", multiplies=True)
-def _(sizes: Sizes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
-    expanded = [[signed(d) for d in e] for e in (expand1, expand2, expand3)]
-    full = next(len(s) + len(e) for s, e in zip(sizes.ins, expanded) if s is not None)
-    kept = [d for d in range(full) if d not in [signed(s) for s in sumdim]]
-    return [[kept.index(d) if d in kept else ALONE for d in range(full) if d not in e] for e in expanded]
 
 
 @axes("_cdist_forward cdist _euclidean_dist", multiplies=True)
@@ -401,11 +367,6 @@ def _(sizes: Sizes) -> list[Links]:
     return [[0 if d == 0 and sizes.n == 7 - n else MIX for d in range(n)]]
 
 
-@axes("channel_shuffle")
-def _(sizes: Sizes) -> list[Links]:
-    return [[MIX if d == 1 else d for d in range(sizes.n)]]
-
-
 @axes(
     """linalg_det linalg_slogdet linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_svd _linalg_svd
     linalg_eigh linalg_eig linalg_qr linalg_lu_factor_ex linalg_lu lu_unpack linalg_matrix_exp linalg_pinv linalg_solve_ex
@@ -422,11 +383,3 @@ def _(sizes: Sizes) -> list[Links]:
         return [*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own)
 
     return [of(s or ()) for s in sizes.ins]
-
-
-@axes("mkldnn_rnn_layer")
-def _(sizes: Sizes) -> list[Links]:
-    """Time first: T N C, and states N C or 1 N C."""
-    batch = 1 if sizes.n == 3 else 0
-    states = [[batch if d == len(s or ()) - 2 else ALONE for d in range(len(s or ()))] for s in sizes.ins[5:]]
-    return [[ALONE if sizes.o else MIX, batch, ALONE], *[[ALONE] * len(s or ()) for s in sizes.ins[1:5]], *states]

@@ -22,15 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
-from autograd_hacks.graph.laws import Deferred, Law, asked, law_of
+from autograd_hacks.graph.label import MIXED, NOBODY, SUM, Entries, Label, One, Several, joined
+from autograd_hacks.graph.laws import Answer, Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
 
 OWN, OPEN, BATCH = "parameters alone", "parameters and tensors without a graph", "the batch"
-ORDERS, ZEROS = "orders", "zeros"
-"""What nodes with saved values are asked for: where the samples are; also which entries get nothing."""
 
 
 class Meeting(NamedTuple):
@@ -104,7 +102,8 @@ class Walk:
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:
-        return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
+        values = [x for *_, own in self.read for x in (own if type(own) is list else [own])]
+        return any(isinstance(x, Tensor | Entries) for x in (*values, *(label for outs in self.labels for label in outs)))
 
 
 def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
@@ -117,8 +116,8 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     """
     walk = _walked(trace, roots, samples, memory, settled)
-    for exact in (ORDERS, ZEROS) if walk.mixes else ():
-        again = _walked(trace, roots, samples, memory, settled, exact)
+    if walk.mixes:
+        again = _walked(trace, roots, samples, memory, settled, exact=True)
         if not again.mixes:
             again.by_values = True
             return again
@@ -126,7 +125,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
 
 
 def _walked(
-    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: str = ""
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: bool = False
 ) -> Walk:
     walk = Walk([[None] * len(own) for own in trace.shapes])
     if samples == 0:
@@ -135,7 +134,7 @@ def _walked(
     own = walk.own = _own(trace, order, memory, walk)
     lost: list[Meeting] = []  # edges at which owners are lost, to values that aren't of parameters alone
     owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
-    answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
+    answers: dict[Hashable, Answer] = {}  # of nodes so far, by all that laws by rule read
     meetings: dict[int, list[Meeting]] = {}  # by value of parameters alone: edges from nodes that have owners
     labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
     for number, label in roots.items():
@@ -163,7 +162,7 @@ def _walked(
         ahead, like = edges[k], None
         ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
         alone = [edge is not None and own[edge[0]] for edge in ahead]
-        asks = exact if has_owners and (kind.has_operands or kind.law is not None) else ""
+        asks = exact and has_owners and (kind.has_operands or kind.law is not None)
         if not (asks or Entries in there):
             like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
         try:
@@ -210,21 +209,21 @@ def _walked(
 
 def _answer(
     trace: Trace, k: int, outs: Sequence[Label], ins: Sequence[Any], alone: Sequence[bool], samples: int,
-    may_recompute: bool, asks: str,
-) -> Law:  # fmt: skip
+    may_recompute: bool, asks: bool,
+) -> Answer:  # fmt: skip
     """What a node does to labels.  Raises Deferred.
 
     outs: the labels at its outputs    ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
     node, ahead = trace.nodes[k], trace.edges[k]
     if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, trace.shapes[k])):  # no gradient has an entry
-        return Law(
+        return Answer(
             [
                 None if edge is None else SUM if is_own else _of_nobody(sizes or (), samples)
                 for edge, is_own, sizes in zip(ahead, alone, ins)
             ]
         )
     if asks and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-        return asked(node, outs, samples, may_recompute, asks == ZEROS)
+        return asked(node, outs, samples, may_recompute, keeps_zeros=True)
     return law_of(trace.kinds[k], node, trace.numbers[k], outs, trace.shapes[k], ins, alone, samples, may_recompute)
 
 
@@ -272,16 +271,14 @@ def _decide(
 ) -> None:
     """Tells uses of values that no sample owns from places where samples mix."""
     of_batch = [False] * len(order)
+    are_sized = list(own)  # whether its axes are those of parameters, as those of ``table + buffer``
     for k in reversed(order):
-        kind = trace.kinds[k]
+        kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
         if own[k]:
             continue
-        if (
-            k in owned
-            or kind is LEAF
-            or kind is END
-            or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k])
-        ):
+        if kind.is_entrywise:
+            are_sized[k] = any(are_sized[j] and trace.shapes[j][n] == trace.shapes[k][0] for j, n in ahead)
+        if k in owned or kind is LEAF or kind is END or any(of_batch[j] for j, _ in ahead):
             of_batch[k] = True
         elif any(label is not None for label in walk.labels[k]):
             walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.read_by(k))
@@ -290,7 +287,8 @@ def _decide(
     for node, place, label, why in lost:
         edge = trace.edges[node][place]
         assert edge is not None
-        if walk.labels[edge[0]][edge[1]] is SUM and not of_batch[edge[0]]:
+        met, is_table = walk.labels[edge[0]][edge[1]], are_sized[edge[0]] and not why
+        if not of_batch[edge[0]] and (met is SUM or (met is MIXED and is_table)):
             walk.uses.append(Meeting(node, place, label))
         else:
             walk.mixes.append(Meeting(node, place, why=why))
@@ -307,4 +305,4 @@ def _kept(x: Any) -> Any:
     """A copy, since a tensor of indices may be written to before the next forward."""
     if isinstance(x, Tensor):
         return x.clone()
-    return [_kept(own) for own in x] if isinstance(x, list | tuple) else x
+    return [_kept(own) for own in x] if type(x) in (list, tuple) else x

@@ -5,17 +5,18 @@ operations laws show it.  If that is not possible, copies of the model run with 
 computes a loss itself, the rows are compared too."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Within
+from autograd_hacks.capture.kinds import Kind, Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
@@ -72,10 +73,9 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
     places = zip_longest(ran.outputs[: ran.count], within.outputs[: ran.count])
     roots = [(x, at or likeliest(x.shape, samples, range(x.ndim))) for x, at in places]
+    labels = [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
     try:
-        read = read_values(
-            tape, axes, samples, [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
-        )
+        read = read_values(tape, axes, samples, labels, _packed(recorder, within))
     except Unshown as why:
         within.kind.why_unshown, within.unshown_at, within.meet = str(why), why.at, why.meet
         return False
@@ -86,6 +86,19 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     within.kind.why_unshown, within.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
     tapes.add(tape, read, within.kind.shown)
     return True
+
+
+def _packed(recorder: Recorder, within: Within) -> dict[int, frozenset[int]]:
+    """By argument, the axes along which samples were packed in this kind of forward.
+
+    If it is new, as with a single entry, other kinds with the same arguments say it.
+    """
+    kinds: Mapping[Any, Kind] = recorder.kinds.seen
+    tapes, arguments = within.kind.tapes, {kind.tapes: (path, tree) for (path, (tree, *_), *_), kind in kinds.items()}
+    for other, own in arguments.items():
+        if own == arguments.get(tapes):
+            tapes.packed = other.packed | tapes.packed
+    return tapes.packed
 
 
 def _is_spread() -> bool:

@@ -18,7 +18,6 @@ from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.graph.laws import kind_of, law_of, node_name
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.probed import CannotAsk, probed
-from autograd_hacks.graph.values import VALUES
 from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.sweep import call_node, fitted
 
@@ -179,5 +178,5 @@ def test_all_kinds_of_the_tables_that_torch_makes_here_are_among_the_examples() 
 
 
 def kind_of_class(name: str) -> bool:
-    tables = {node_name(n) for n in (*AXES, *MOVES, *VALUES)}
+    tables = {node_name(n) for n in (*AXES, *MOVES)}
     return name.split("Backward0")[0] in tables
