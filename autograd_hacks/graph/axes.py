@@ -383,3 +383,11 @@ def _(sizes: Sizes) -> list[Links]:
         return [*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own)
 
     return [of(s or ()) for s in sizes.ins]
+
+
+@axes("mkldnn_rnn_layer")
+def _(sizes: Sizes) -> list[Links]:
+    """Time first: T N C, and states N C or 1 N C."""
+    batch = 1 if sizes.n == 3 else 0
+    states = [[batch if d == len(s or ()) - 2 else ALONE for d in range(len(s or ()))] for s in sizes.ins[5:]]
+    return [[ALONE if sizes.o else MIX, batch, ALONE], *[[ALONE] * len(s or ()) for s in sizes.ins[1:5]], *states]
