@@ -33,7 +33,7 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import AXES, Axes, axis
-from autograd_hacks.graph.label import ALONE, MIX, At, Entries, tidied, viewed
+from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import TAKING
 from autograd_hacks.graph.values import MASKS, Indexed
@@ -88,7 +88,7 @@ def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
                 if name.endswith("_scatter") and k == 0
                 else [
                     _tidied(own, size, labels.samples)
-                    for own, size in zip(move.law(at, k, ins, outs, labels.samples, **numbers), outs)  # type: ignore[arg-type]
+                    for own, size in zip(move.law(at, Sizes(k, ins, outs), labels.samples, **numbers), outs)  # type: ignore[arg-type]
                 ]
             )
     if not all(at is None or isinstance(at, At) for own in found for at in own):
@@ -134,9 +134,8 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
-    assert axes.rule is not None
     numbers = {key: number(given[key]) for key in axes.reads if key in given}
-    links = axes.rule(o, outs, [None if x is None else shape(x) for x in ins], **numbers)
+    links = axes.links(o, outs, [None if x is None else shape(x) for x in ins], numbers)
     owned, lost = list[At](), dict[fx.Node, At]()
     for k, x in enumerate(ins):
         if x is None or (at := labels[x]) is None:
@@ -313,7 +312,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
     label, numbers = next(iter(owned.values())), {key: number(given[key]) for key in law.reads}
     for d, length in enumerate(out):
         if all(shapes[k][at.dim] == length for k, at in owned.items()):  # type: ignore[index]  # it has a shape
-            found: Any = law.law(label.moved(d), 0, [out], shapes, labels.samples, read=lambda *_: read, **numbers)
+            found: Any = law.law(label.moved(d), Sizes(0, [out], shapes), labels.samples, read=lambda *_: read, **numbers)
             if all(_tidied(found[k], shapes[k], labels.samples) == at for k, at in owned.items()):
                 return label.moved(d)
     added: Any = given.get("values", given.get("source", given.get("src")))

@@ -10,7 +10,7 @@ A rule gets only shapes and the saved numbers that its entry names, so these and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from autograd_hacks.graph.label import ALONE, MIX, Links, Shape, Shapes, Sizes
 from autograd_hacks.support.graph import signed
 
 Rule = Callable[..., "list[Links]"]
-"""``rule(o, outs, ins, **numbers)``: the links of each input to output number o.  Rules below get the first three as
-`Sizes`."""
+"""``rule(sizes, **numbers)``: the links of each input to the output of which `Sizes` tell."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,19 @@ class Axes:
     reads: tuple[str, ...] = ()
     multiplies: bool = False
 
+    def links(self, o: int, outs: Shapes, ins: Shapes, numbers: Mapping[str, Any]) -> Sequence[Links]:
+        """For each axis of each input the axis of output number o with which it is walked in step."""
+        if self.rule is None:
+            return [broadcast(outs[o] or (), own) for own in ins]
+        return self.rule(Sizes(o, outs, ins), **numbers)
+
 
 AXES: dict[str, Axes] = {}
 
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        def of(o: int, outs: Shapes, ins: Shapes, **numbers: Any) -> list[Links]:
-            return rule(Sizes(o, outs, ins), **numbers)
-
-        AXES.update(dict.fromkeys(names.split(), Axes(of, tuple(reads.split()), multiplies)))
+        AXES.update(dict.fromkeys(names.split(), Axes(rule, tuple(reads.split()), multiplies)))
         return rule
 
     return enter
@@ -164,10 +166,13 @@ def _(sizes: Sizes, dim: Any = None, keepdim: bool = False) -> list[Links]:
 
 @axes("nll_loss_forward nll_loss multi_margin_loss multilabel_margin_loss_forward nll_loss2d nll_loss2d_forward")
 def _(sizes: Sizes) -> list[Links]:
-    """Scores by class on axis 1, or on the only axis."""
+    """Scores by class on axis 1, or on the only axis; on tapes a target for each of the others, and perhaps weights."""
     out, n = sizes.out, len(sizes.own)
     links = [0, ALONE, *range(1, n - 1)] if len(out) == n - 1 and out else [ALONE] * n
-    return [links, *[[ALONE] * len(s or ()) for s in sizes.ins[1:]]]
+    more: list[Links] = [[ALONE] * len(s or ()) for s in sizes.ins[1:]]
+    if len(more) == 2 and sizes.ins[1] is not None:
+        more[0] = [d if d < len(out) else ALONE for d in range(len(sizes.ins[1]))]
+    return [links, *more]
 
 
 @axes("nll_loss_backward nll_loss2d_backward")
@@ -334,9 +339,9 @@ def _(sizes: Sizes, C: int, group: int) -> list[Links]:
 
 
 def _places(last: int) -> Rule:
-    def rule(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-        n = len(ins[0] or outs[o] or ()) if ins[0] is not None else next(len(s) for s in ins if s is not None)
-        return [within(last, len(s or ())) if len(s or ()) == n else [MIX] * len(s or ()) for s in ins]
+    def rule(sizes: Sizes) -> list[Links]:
+        n = next(len(s) for s in sizes.ins if s is not None)
+        return [within(last, len(s or ())) if len(s or ()) == n else [MIX] * len(s or ()) for s in sizes.ins]
 
     return rule
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 
-from autograd_hacks.graph.axes import AXES, Axes, broadcast
+from autograd_hacks.graph.axes import AXES, Axes
 from autograd_hacks.graph.label import (
     MIXED,
     SUM,
@@ -29,6 +29,7 @@ from autograd_hacks.graph.label import (
     Owned,
     Several,
     Shapes,
+    Sizes,
     joined,
     linked,
     tidied,
@@ -73,10 +74,8 @@ class Kind:
         return self.entry is not None and self.entry.rule is None
 
     def links(self, o: int, outs: Shapes, ins: Shapes, values: Any) -> Sequence[Links]:
-        """For each axis of each input the axis of output number o with which it is walked in step."""
-        if self.entry is None or self.entry.rule is None:
-            return [broadcast(outs[o] or (), own) for own in ins]
-        return self.entry.rule(o, outs, ins, **self.named(values))
+        """See `Axes`; values: those of its numbers."""
+        return [] if self.entry is None else self.entry.links(o, outs, ins, self.named(values))
 
     def named(self, values: Any) -> dict[str, Any]:
         if not self.numbers:
@@ -130,8 +129,8 @@ def kind_of(node: Any) -> Kind:
     return found
 
 
-def _identity(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int) -> list[Label]:
-    return [label if k == o else None for k in range(len(ins))]
+def _identity(label: Owned, sizes: Sizes, samples: int) -> list[Label]:
+    return [label if k == sizes.o else None for k in range(len(sizes.ins))]
 
 
 class Deferred(Exception):
@@ -194,6 +193,14 @@ def law_of(
         return Answer([None if own is None else SUM for own in ins])
     if kind.law is None:
         return asked(node, labels, samples, may_recompute)
+    return _by_move(kind.law, kind, node, numbers, labels, outs, ins, samples, may_recompute)
+
+
+def _by_move(
+    law: Law, kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, samples: int,
+    may_recompute: bool,
+) -> Answer:  # fmt: skip
+    """The answer of a law that moves labels; the node is asked where that has none."""
     given, seen = kind.named(numbers), dict[str, Any]()
 
     def read(name: str, notes_values: bool = True) -> Any:
@@ -207,7 +214,7 @@ def law_of(
     for o, label in enumerate(labels):
         if label is None:
             continue
-        of_output = kind.law(label, o, outs, ins, samples, **given)
+        of_output = law(label, Sizes(o, outs, ins), samples, **given)
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
         for k, (more, shape) in enumerate(zip(of_output, ins)):

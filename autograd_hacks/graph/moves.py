@@ -1,7 +1,7 @@
 """Laws of operations that move entries, by shapes and saved numbers alone: views, parts of an axis, copies side by side.
 
-``law(label, o, outs, ins, samples, **numbers)`` gives the labels of the inputs from that of output number o.  It is called
-with owned labels only.  Laws below get the three in the middle as `Sizes`.
+``law(label, sizes, samples, **numbers)`` gives the labels of the inputs from that of the output of which `Sizes` tell.  It
+is called with owned labels only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from autograd_hacks.graph.label import (
     Label,
     Owned,
     Shape,
-    Shapes,
     Sizes,
     linked,
     spread,
@@ -51,10 +50,7 @@ MOVES: dict[str, Move] = {}
 
 def move(names: str, reads: str = "", by_values: bool = False) -> Callable[[Law], Law]:
     def enter(law: Law) -> Law:
-        def of(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int, **given: Any) -> list[Label] | None:
-            return law(label, Sizes(o, outs, ins), samples, **given)
-
-        MOVES.update(dict.fromkeys(names.split(), Move(of, tuple(reads.split()), by_values)))
+        MOVES.update(dict.fromkeys(names.split(), Move(law, tuple(reads.split()), by_values)))
         return law
 
     return enter
@@ -62,9 +58,7 @@ def move(names: str, reads: str = "", by_values: bool = False) -> Callable[[Law]
 
 def by_axes(name: str, label: Owned, sizes: Sizes, **numbers: Any) -> list[Label]:
     """The labels of an operation's inputs by its entry in `AXES`."""
-    rule = AXES[name].rule
-    assert rule is not None
-    return [linked(label, links, own or ()) for links, own in zip(rule(*sizes, **numbers), sizes.ins)]
+    return [linked(label, links, own or ()) for links, own in zip(AXES[name].links(*sizes, numbers), sizes.ins)]
 
 
 @move("view _unsafe_view _reshape_alias _mkldnn_reshape _reshape_copy reshape unflatten flatten")

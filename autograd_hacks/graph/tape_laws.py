@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import AXES, broadcast
+from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
@@ -23,10 +23,12 @@ from autograd_hacks.graph.label import (
     Links,
     Owned,
     Shapes,
+    Sizes,
     entries,
     is_owned,
     linked,
     spread,
+    taken,
 )
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.values import MASKS, of_mask
@@ -135,21 +137,10 @@ class Step:
         """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
-        if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
-            return self._of_loss(o)
         entry = AXES.get(self.name)
         if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             return None
-        if entry.rule is None:
-            return [broadcast(self.outs[o] or (), own) for own in self.ins]
-        return entry.rule(o, self.outs, self.ins, **self._numbers(entry.reads))
-
-    def _of_loss(self, o: int) -> list[Links]:
-        """Scores by class on axis 1; a target for each of the others."""
-        out, n = self.outs[o] or (), len(self.ins[0] or ())
-        if not out:
-            return [[ALONE] * len(s or ()) for s in self.ins]
-        return [[0, ALONE, *range(1, n - 1)], range(len(self.ins[1] or ())), [ALONE]]
+        return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
 
     def _numbers(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: self.given[name] for name in names if name in self.given}
@@ -164,7 +155,7 @@ class Step:
             ins, given = [None, *self.ins[1:]] if is_apart else self.ins, self._numbers(move.reads)
             if move.by_values:
                 given["read"] = lambda *_: self.values
-            found = move.law(label, o, self.outs, ins, samples, **given)
+            found = move.law(label, Sizes(o, self.outs, ins), samples, **given)
             if found is not None:
                 return found
         links = self.links(o)
@@ -208,8 +199,8 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
 
 @_law("bincount")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    at = entries(label, step.outs[0] or (), samples, step.values.device).expand(*(step.outs[0] or ()))
-    return [Entries(at[step.values])] * len(step.ins)
+    places, out = step.values, step.outs[0] or ()
+    return [taken(label, [ALONE], out, places.shape, samples, lambda x: x[places], places.device)] * len(step.ins)
 
 
 @_law("repeat_interleave")

@@ -161,9 +161,7 @@ def of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
     """The label of a mask, from that of the entries that it chooses."""
     if not is_owned(rows):
         return rows
-    found = torch.full(mask.shape, NOBODY, device=mask.device)
-    found[mask.bool()] = entries(rows, shape, samples, mask.device).expand(*shape)
-    return Entries(found)
+    return spread(rows, [ALONE] * mask.ndim, shape, mask.shape, samples, lambda x: x[mask.bool()], device=mask.device)
 
 
 class Indexed:
