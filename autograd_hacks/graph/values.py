@@ -179,6 +179,7 @@ class Indexed:
         self.whole, self.axes = whole, len(self.shape)
         self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
         self.left = [d for d in range(len(whole)) if d not in self.dims]
+        self.links = [ALONE if d in self.dims else self.place_of(d) for d in range(len(whole))]
 
     def place_of(self, d: int) -> int:
         """The axis in the result of an axis that isn't indexed."""
@@ -187,8 +188,7 @@ class Indexed:
 
     def spread(self, label: Owned, out: Shape, samples: int) -> Label:
         """The label of the whole, from that of the result."""
-        links = [ALONE if d in self.dims else self.place_of(d) for d in range(len(self.whole))]
-        return spread(label, links, out, self.whole, samples, self.read, device=self.indices[0].device)
+        return spread(label, self.links, out, self.whole, samples, self.read, device=self.indices[0].device)
 
     def labels(self, indices: Sequence[Tensor | None], label: Owned, samples: int) -> list[Label]:
         """The labels of indices, from that of the entries that they point to."""
@@ -217,10 +217,11 @@ class Indexed:
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     indices, found = read("indices", False), _first(label, sizes)
     by = Indexed(indices, sizes.own)
-    moved = range(by.start, by.start + by.axes)
-    if found is not None and _is_moved(label, moved):
+    if found is not None and _is_moved(label, range(by.start, by.start + by.axes)):
         read("indices")
-    found = by.spread(label, sizes.out, samples) if found is not None else None
+        found = by.spread(label, sizes.out, samples)
+    elif found is not None:
+        found = linked(label, by.links, sizes.own)
     return [found, *(by.labels(indices, label, samples) if len(sizes.ins) > 1 else ())]
 
 

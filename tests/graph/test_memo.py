@@ -78,15 +78,22 @@ def test_another_size_is_another_key_and_their_number_is_bounded() -> None:
     assert (len(memo), memo.misses) == (3, 8)
 
 
-@pytest.mark.parametrize(("features", "hits"), [(False, 0), (True, 3)])
-def test_an_index_that_is_written_to_between_forwards_is_seen_if_it_moves_samples(features: bool, hits: int) -> None:
+INDEXED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "samples": (lambda h, index: h[index], 0),
+    "features": (lambda h, index: h[:, index], 3),
+    "some features of permuted samples": (lambda h, index: torch.cat([h.t()[index[:2]][:, PERMUTED]] * 2).t(), 3),
+}
+
+
+@pytest.mark.parametrize("what", INDEXED)
+def test_an_index_that_is_written_to_between_forwards_is_seen_if_it_moves_samples(what: str) -> None:
     net, memo, index = layers(), Memo(), torch.arange(N)
     for order in (ORDER, PERMUTED, ORDER, PERMUTED.flip(0)):
         index.copy_(order)
         h = net[0](torch.randn(N, 4).double())
-        out = net[1](h[:, index] if features else h[index])
+        out = net[1](INDEXED[what][0](h, index))
         check([out], N, net, **by_memo(memo, out, N, net))
-    assert memo.hits == hits
+    assert memo.hits == INDEXED[what][1]
 
 
 ZEROS = {
