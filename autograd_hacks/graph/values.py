@@ -159,9 +159,8 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 
 def of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
     """The label of a mask, from that of the entries that it chooses."""
-    if not is_owned(rows):
-        return rows
-    return spread(rows, [ALONE] * mask.ndim, shape, mask.shape, samples, lambda x: x[mask.bool()], device=mask.device)
+    take, links = (lambda x: x[mask.bool()]), [ALONE] * mask.ndim
+    return spread(rows, links, shape, mask.shape, samples, take, device=mask.device) if is_owned(rows) else rows
 
 
 class Indexed:

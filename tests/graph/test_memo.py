@@ -90,8 +90,7 @@ def test_an_index_that_is_written_to_between_forwards_is_seen_if_it_moves_sample
     net, memo, index = layers(), Memo(), torch.arange(N)
     for order in (ORDER, PERMUTED, ORDER, PERMUTED.flip(0)):
         index.copy_(order)
-        h = net[0](torch.randn(N, 4).double())
-        out = net[1](INDEXED[what][0](h, index))
+        out = net[1](INDEXED[what][0](net[0](torch.randn(N, 4).double()), index))
         check([out], N, net, **by_memo(memo, out, N, net))
     assert memo.hits == INDEXED[what][1]
 
