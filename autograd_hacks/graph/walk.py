@@ -6,7 +6,7 @@ of which nothing says that they are of the batch (a table of positions).  The ro
 forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
 samples contribute to any other value, samples mix there.
 
-Two words are near each other: *own* is what parameters alone make, *owned* is what has owners, which are samples.
+Two words are near each other: *own* is what parameters alone make, *owned* is a label with owners, which are samples.
 
 The labels are a function of the trace's key and of the values in ``read``; which tensors are the model's own or the batch's
 memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
@@ -82,7 +82,7 @@ class Walk:
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     by_values: whether rules alone would say that samples mix
-    own: whether each node's outputs are made of parameters and buffers alone
+    of_parameters: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
     compared: the parameters whose rows by it agreed with gradients that were not zero, or can't be compared
@@ -96,7 +96,7 @@ class Walk:
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    of_parameters: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
@@ -129,7 +129,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
 class _Walking:
     """A walk that is under way.
 
-    own: see `Walk`
+    of_parameters: see `Walk`
     of_batch: nodes of the batch: some gradient that arrives there has owners
     lost: edges at which owners are lost, to values that aren't of parameters alone
     met: by value of parameters alone, edges from nodes that have owners
@@ -147,7 +147,7 @@ class _Walking:
         if self.samples == 0:
             return walk
         self.order = trace.order()
-        self.own = walk.own = self._made_of_parameters()
+        self.of_parameters = walk.of_parameters = self._made_of_parameters()
         for number, label in roots.items():
             self._begin(number, label)
         for k in self.order:
@@ -160,7 +160,7 @@ class _Walking:
                 walk.uses += met
         if self.lost:
             self._tell_uses_from_mixes()
-        outputs = {k: number for number in roots if self.own[k := trace.roots[number][0]]}
+        outputs = {k: number for number in roots if self.of_parameters[k := trace.roots[number][0]]}
         if outputs:
             self._part(outputs)
         return walk
@@ -185,7 +185,7 @@ class _Walking:
         k, at = self.trace.roots[number]
         labels = self.walk.labels[k]
         labels[at] = joined(labels[at], label, self.trace.shapes[k][at] or (), self.samples)
-        if self.own[k]:
+        if self.of_parameters[k]:
             self.met.setdefault(k, []).append(Meeting(-1, number, label))
             return
         self.of_batch.add(k)
@@ -201,11 +201,11 @@ class _Walking:
         trace, walk, outs = self.trace, self.walk, self.walk.labels[k]
         there = {*map(type, outs)}
         has_owners = Several not in there
-        if there <= {NoneType} or (self.own[k] and (self.samples == 1 or not has_owners)):
+        if there <= {NoneType} or (self.of_parameters[k] and (self.samples == 1 or not has_owners)):
             return
         kind, ahead, like = trace.kinds[k], trace.edges[k], None
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in ahead]
-        alone = [edge is not None and self.own[edge[0]] for edge in ahead]
+        alone = [edge is not None and self.of_parameters[edge[0]] for edge in ahead]
         asks = has_owners and (kind.has_operands or kind.law is not None) and bool(self.exact)
         if not (asks or Entries in there):
             like = kind, trace.numbers[k], tuple(outs), trace.shapes[k], tuple(ins), tuple(alone)
@@ -246,7 +246,7 @@ class _Walking:
         labels[number] = now = label if before is None else joined(before, label, shape, self.samples)
         if not has_owners:
             return
-        if self.own[j]:
+        if self.of_parameters[j]:
             self.met.setdefault(j, []).append(at)
         elif type(label) is not Several:
             self.of_batch.add(j)
@@ -258,10 +258,10 @@ class _Walking:
     def _tell_uses_from_mixes(self) -> None:
         """Tells uses of values that no sample owns from places where samples mix."""
         trace, walk, of_batch = self.trace, self.walk, self.of_batch
-        are_sized = list(self.own)  # whether its axes are those of parameters, as those of ``table + buffer``
+        are_sized = list(self.of_parameters)  # whether its axes are those of parameters, as those of ``table + buffer``
         for k in reversed(self.order):
             kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
-            if self.own[k]:
+            if self.of_parameters[k]:
                 continue
             if kind.is_entrywise:
                 are_sized[k] = any(are_sized[j] and trace.shapes[j][n] == trace.shapes[k][0] for j, n in ahead)
@@ -288,7 +288,7 @@ class _Walking:
 
         outputs: their numbers, by node
         """
-        trace, walk, own = self.trace, self.walk, self.own
+        trace, walk, own = self.trace, self.walk, self.of_parameters
         at = [trace.edges[use.node][use.place] for use in walk.uses if use.node >= 0 and not own[use.node]]
         behind = trace.behind([edge[0] for edge in at if edge is not None])
         for k, number in outputs.items():
@@ -300,7 +300,7 @@ class _Walking:
 
     def _leaves(self, starts: list[int]) -> set[int]:
         """The parameters behind some nodes."""
-        return {k for k in self.trace.behind(starts) if self.trace.kinds[k] is LEAF and self.own[k]}
+        return {k for k in self.trace.behind(starts) if self.trace.kinds[k] is LEAF and self.of_parameters[k]}
 
 
 def _is_of_nobody(label: Label) -> bool:
