@@ -168,7 +168,7 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
             recorder.backward.watch(parameter)
         else:  # rows of an earlier step, before the parameter was left out
             vars(parameter).pop("grad1", None)
-    recorder.bare = None
+    recorder.bare = recorder.trained_before = None  # with the names that replaced parameters had
     put_around_all(model, recorder)
 
 

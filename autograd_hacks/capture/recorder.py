@@ -74,7 +74,7 @@ class Recorder:
         self._ran: Ran | None = None  # the running forward
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
-        self._trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
+        self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
         self._kept = ByTensor[bool]()  # the samples' tensors with a graph that modules kept when a forward had ended
 
     @property
@@ -84,7 +84,7 @@ class Recorder:
     def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
         self.kinds, self.backward.wants_grad, self.record.left_out, self.segments = settings
-        self._trained_before, self.forward.static = None, self.kinds.static
+        self.trained_before, self.forward.static = None, self.kinds.static
         self.record.last = Within(self.record.forwards, self.kinds.static)
 
     def attach(self) -> None:
@@ -193,9 +193,9 @@ class Recorder:
 
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
-        trains, known = [p.requires_grad for p in parameters.values()], self._trained_before
+        trains, known = [p.requires_grad for p in parameters.values()], self.trained_before
         if path or self.record.gathered or known is None or known[0] is not parameters or known[1] != trains:
-            known = self._trained_before = parameters, trains, self.record.trained(parameters, path)
+            known = self.trained_before = parameters, trains, self.record.trained(parameters, path)
         return known[2]
 
     def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:

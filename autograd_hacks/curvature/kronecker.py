@@ -134,10 +134,11 @@ def products_of(form: Form, lay: Matricised, batches: Sequence[int]) -> Iterator
 
 def rows_by(form: Form, lay: Matricised) -> Iterator[tuple[slice, Tensor]]:
     """The gradients piece by piece: some rows of the parameter, and (samples, rows, D) of these."""
-    each = lay.fan_in // form.shape[:1].numel()  # of an entry of the first axis
+    each = lay.fan_in // max(1, form.shape[:1].numel())  # of an entry of the first axis
     for _, part in form.chunks(BUDGET):
         for entries, block in part.blocks(BUDGET):
-            yield slice(entries.start * each, entries.stop * each), block.matrix().view(block.samples, -1, lay.fan_out)
+            rows = slice(entries.start * each, entries.stop * each)
+            yield rows, block.matrix().view(block.samples, rows.stop - rows.start, lay.fan_out)
 
 
 Memory = Callable[[tuple[int, ...], Tensor], Tensor]

@@ -169,7 +169,7 @@ class Sums:
         if self.kind == "diag":
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
-            return [form.cross(form).view(*form.shape, *form.shape)]
+            return [form.cross(form).view((*form.shape, *form.shape))]
         memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
         return [*factors_of(form, self.lays[name], grads.batches, memory)]
 

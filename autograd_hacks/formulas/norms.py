@@ -91,7 +91,7 @@ def _by_running(kept: Kept) -> Tensor:
 
 def groups(layer: nn.GroupNorm, call: Call, x: Tensor) -> Mapping[str, Any]:
     found = [*(call.saved or {}).values()] or torch.native_group_norm(
-        x, None, None, len(x), x.shape[1], x.shape[2:].numel(), layer.num_groups, layer.eps
+        x.contiguous(), None, None, len(x), x.shape[1], x.shape[2:].numel(), layer.num_groups, layer.eps
     )[1:]
     return {"input": x, "forms": _sums(call, x, *found)}
 

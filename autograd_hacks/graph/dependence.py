@@ -25,6 +25,7 @@ from autograd_hacks.graph.label import (
     At,
     Entries,
     Label,
+    One,
     Owned,
     Several,
     entries,
@@ -68,6 +69,18 @@ def read_values(
         raise unshown from error
 
 
+def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
+    """Whether what a forward has written to parameters or buffers may depend on its arguments.
+
+    Laws of values don't matter for that, so it also holds for one sample.  axes: see `read_values`"""
+    reading = _Reading(tape, axes, 1, {})
+    try:
+        reading.leave()
+    except Unshown:
+        return True
+    return reading.is_kept or bool(tape.read_of_arguments())
+
+
 @dataclass
 class _Memory:
     """Memory of which parts are written: which sample's outputs each of its entries reaches.
@@ -95,24 +108,35 @@ class _Reading:
         self.read: set[int] = set()
         self.at: int | None = None  # the number of the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
+        self.unknown: tuple[str, int] | None = None  # what no law shows, and the operation's number: others may show more
+        self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
+
+    def leave(self) -> list[int]:
+        """Returns the numbers of what the forward has written to parameters and buffers, where it stays."""
+        tape, kept = self.tape, self._forwards()
+        numbers = map(tape.number, (*tape.model.parameters(), *tape.model.buffers()))
+        kept += [number for number in numbers if number is not None and number not in tape.sources]
+        self.is_kept |= any(map(self._is_reached, kept))
+        return kept
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
-        kept = self._forwards()
+        kept = self.leave()
         for x, label in roots:
             number = self.tape.number(x)
             if number is None:
                 raise Unshown("the forward returns a tensor that no operation of PyTorch made")
             self._add(number, label)
-        for x in (*self.tape.model.parameters(), *self.tape.model.buffers()):  # what the forward has written there stays
-            if (number := self.tape.number(x)) is not None and number not in self.tape.sources:
-                self._add(number, MIXED)
-        for owner in kept:
-            self._add(owner, MIXED)
+        for number in kept:
+            self._add(number, MIXED)
         for k in reversed(range(len(self.tape.entries))):
             self.at = k
             self._backwards(self.tape.entries[k])
         self.at = self.lost
-        self._check_arguments()
+        if self.unknown is None or self.lost is not None:
+            self._check_arguments()
+        if self.unknown is not None:
+            why, self.at = self.unknown
+            raise Unshown(why)
         if self.axes is None or self.is_ragged:
             self._check_places()
         return self.read
@@ -143,7 +167,7 @@ class _Reading:
                 if base in unwritten:
                     unwritten.update(numbers)
             if any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
-                raise Unshown(f"{own.name} reads a tensor that is not an argument, a parameter or a buffer")
+                self.unknown = f"{own.name} reads a tensor that is not an argument, a parameter or a buffer", k
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
@@ -162,7 +186,8 @@ class _Reading:
                 self.reached.update(numbers)
         for owner in viewed & written:
             self._follow(owner)
-        sources = (n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH))
+        sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
+        self.is_kept = any(n in self.reached for n in sources)
         return [n for n in sources if n in self.memory]
 
     def _is_whole(self, own: Operation, base: int, views: Sequence[int]) -> bool:
@@ -261,13 +286,13 @@ class _Reading:
             return
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
             if at is not None and self._is_reached(at):
-                if isinstance(label, Several) and self.lost is None and not any(isinstance(x, Several) for x in labels):
-                    self.lost = self.at
                 self._add(at, label)
+                if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
+                    self.lost = self.at
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
-        if any(isinstance(label, Several) for label in labels):
+        if any(map(_is_lost, labels)):
             return [MIXED] * len(ins)
         step = self._step(entry, own, ins)
         found: list[Label] = [None] * len(ins)
@@ -276,7 +301,8 @@ class _Reading:
                 try:
                     answer = step.labels(label, o, self.samples)
                 except Unshown:
-                    raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
+                    self.unknown = f"there is no law for the operation {entry.func._schema.name}", self.at or 0
+                    answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found
 
@@ -347,6 +373,20 @@ class _Reading:
             ins = self._ins(entry, own)
             places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
         places.check_uses()
+
+
+def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
+    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
+    if isinstance(label, Entries) and label.samples.numel() == 1:
+        label = One(int(label.samples))
+    if shape == out or isinstance(label, One):
+        return label
+    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
+    return label if is_there else None
+
+
+def _is_lost(label: Label) -> bool:
+    return isinstance(label, Several)
 
 
 def _narrowed(found: Tensor) -> Tensor:

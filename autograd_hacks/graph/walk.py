@@ -118,7 +118,7 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     """
     walk = _Walking(trace, samples, memory, settled).run(roots)
-    for exact in (ORDERS, ZEROS) if walk.mixes else ():
+    for exact in (ORDERS, ZEROS) if walk.mixes and samples > 1 else ():
         again = _Walking(trace, samples, memory, settled, exact).run(roots)
         if not again.mixes:
             again.by_values = True

@@ -17,6 +17,7 @@ from autograd_hacks.extending import (
     CLIPPING_BUDGET,
     Spread,
     Where,
+    accumulation_dtype,
     ask_independent,
     check_kind,
     check_may_set,
@@ -34,7 +35,7 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.ranges import check, check_bound, check_word, checked
-from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.support.trees import ByTensor, map_tensors, version_of
 
 RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 """{relation of two neighbouring data sets: the distance of their sums, in bounds}"""
@@ -193,12 +194,19 @@ def clip_and_noise_(
             drop_grads(spread.parameters)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
-            sums |= own.weighted_sum(w / float(expected_batch_size), max(1, budget // 4))
-    set_grads(spread.parameters, sums, set(sums), add, recorder)
+            sums |= own.wide_sum(w / float(expected_batch_size), max(1, budget // 4))
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
+    if add:
+        sums = {name: x + _unrounded(name, spread.parameters[name]) for name, x in sums.items()}
     if multiplier:
-        _add_noise(model, spread, deviation, noise)
+        named = [(name, sums[name]) for name in spread.parameters if name in sums]
+        for (name, x), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
+            sums[name] = x + sharded_as(found, x)
+    set_grads(spread.parameters, sums, set(sums), recorder=recorder)
+    for grad, x in ((spread.parameters[name].grad, x) for name, x in sums.items() if not multiplier):
+        if grad is not None and grad.dtype != x.dtype:
+            _SUMS[grad] = version_of(grad), x
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w) for w in weights]
@@ -290,8 +298,18 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         raise ValueError(f"clip_and_noise_: {apart}. Send all samples of a group to one process." + ON_CLIPPING)
 
 
-def _add_noise(model: nn.Module, spread: Spread, deviation: float, noise: Noise) -> None:
-    """Adds noise to ``.grad``.  Processes that share a batch use the first one's, each its part."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]
-    for (_, p), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
-        p.grad += sharded_as(found, p)  # type: ignore[operator]
+_SUMS = ByTensor[tuple[int, Tensor]]()
+"""What was rounded to a ``.grad`` in half precision before it had noise, with the version of that ``.grad``.
+
+One sample could move rounded sums by more than the bound.  Rounding comes after the noise."""
+
+
+def _unrounded(name: str, p: Tensor) -> Tensor | float:
+    """What micro-batches have added to ``.grad`` so far."""
+    if p.grad is None or accumulation_dtype(p.dtype) == p.dtype:
+        return 0.0 if p.grad is None else p.grad
+    version, found = _SUMS.get(p.grad) or (-1, p.grad)
+    if version != version_of(p.grad):
+        given = f"clip_and_noise_ was given add=True, but .grad of {name} is in {p.dtype} and isn't what it has set"
+        raise ValueError(f"{given}; expected None, or the sum of the step's earlier micro-batches" + ON_CLIPPING)
+    return found

@@ -75,7 +75,7 @@ class NoisyGrads:
         self._step, self._due, self._done = step, {}, set()
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
         for p in self.model.parameters():
-            if p.grad is None:
+            if p.grad is None or not p.requires_grad:  # what is frozen has got no noise
                 continue
             if scale is None:
                 self._due[p] = _sum(p.grad), None

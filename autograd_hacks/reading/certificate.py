@@ -47,7 +47,7 @@ class _Compared(NamedTuple):
     """A parameter that is compared.
 
     known: its name in the record    unit: the tolerance    told: what gives its rows    received: see `received_by`; None
-    where the host may ask at once    parts: where the rows of some uses are compared for the first time, the terms of each
+    where the host may ask at once    parts: the terms of each use    is_new: whether some are compared for the first time
     """
 
     name: str
@@ -56,6 +56,7 @@ class _Compared(NamedTuple):
     told: Sequence[Told]
     received: Tensor | float | None
     parts: Sequence[Tensor]
+    is_new: bool
 
 
 class Certificate:
@@ -89,7 +90,7 @@ class Certificate:
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
         is_new = any(use.within.walk is not None and known not in use.within.walk.compared for use, _, _ in told)
-        one = _Compared(name, known, unit, told, None if looks_free(form.like) else _received(told), terms if is_new else ())
+        one = _Compared(name, known, unit, told, None if looks_free(form.like) else _received(told), terms, is_new)
         self._found.setdefault(key, []).append((one, own, total, at[1]))
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
@@ -99,7 +100,7 @@ class Certificate:
         }
         unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
         if unit < 1e-6:
-            added = max(grads.first.numel() / max([1, *form.shape[:1]]) for _, grads, form in told)
+            added = max(_added(grads, form) for _, grads, form in told)
             kinds = {_products_of(use) for use, _, _ in told}
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *(rounding_of_products(kind, like) for kind in kinds))
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
@@ -133,9 +134,12 @@ class Certificate:
             for n, relative in enumerate((most / length).nan_to_num(0.0).tolist()):
                 at = compared[n]
                 if relative > at.unit and not self._is_rounding(at, float(most[n]), float(length[n])):
+                    for use, _, _ in at.told:  # what agreed before is compared again
+                        if use.within.walk is not None:
+                            use.within.walk.compared.discard(at.known)
                     raise unexplained(at.name, self._record)
             for own in compared:
-                if own.parts and all(bool(terms.any()) for terms in own.parts):  # two zeros agree whatever the rule
+                if own.is_new and all(bool(terms.any()) for terms in own.parts):  # two zeros agree whatever the rule
                     note_compared(own.known, own.told)
         for recorded in self._record.passes:
             if recorded.finished:  # what was compared is needed no more
@@ -149,7 +153,11 @@ class Certificate:
             return False
         # The first one, the length of one use's gradient, is less and takes far less time.
         received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
-        return any(not apart > own.unit * (length + 2 * more) for more in received)
+        if any(not apart > own.unit * (length + 2 * more) for more in received):
+            return True
+        # Equal terms, added up one by one, are all rounded to the same side.
+        unit = torch.finfo(own.parts[0].dtype).eps * max(_added(grads, form) for _, grads, form in own.told) / 4
+        return apart <= unit * float(torch.cat([*own.parts], 1).sum(1).abs().max())
 
 
 def note_compared(known: str, told: Sequence[Told]) -> None:
@@ -161,6 +169,11 @@ def note_compared(known: str, told: Sequence[Told]) -> None:
 
 def _received(told: Sequence[Told]) -> Tensor | float:
     return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
+
+
+def _added(grads: OutputGrads, form: Form) -> float:
+    """How many terms an entry of the gradient has."""
+    return grads.first.numel() / max([1, *form.shape[:1]])
 
 
 def _as_used(use: Use, form: Form) -> Form:

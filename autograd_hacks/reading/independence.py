@@ -20,7 +20,7 @@ from autograd_hacks.capture.kinds import Kind, Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
-from autograd_hacks.graph.dependence import read_values
+from autograd_hacks.graph.dependence import is_kept, read_values
 from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
@@ -48,15 +48,35 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     A tape that is new needs a check, before the forward's gradients are read.
     """
     tape, within, samples = recorder.tape, ran.within, ran.within.samples
-    if tape is None or not samples or samples < 2:
+    if tape is None or not samples or (samples == 1 and ran.known is None):
         return True
     if tape.refused is not None:
         raise tape.refused
+    if samples == 1:
+        return bool(within.kind.tapes.how(tape)) or not _kept(recorder, tape, ran)
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
     _note_backwards(recorder, tape, ran)
     within.kind.shown = within.kind.tapes.how(tape)
     return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
+
+
+def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
+    """The parameters, buffers and attributes in which a forward of one sample may leave something of it for the next one."""
+    assert ran.known is not None
+    assert recorder.marks is not None
+    same = {None, *tape.sources}.difference(
+        # Operations on lists of tensors return none, and count no version.
+        n
+        for entry in tape.entries
+        if entry.func._schema.is_mutable and not entry.outputs
+        for n in numbers_of(entry)
+    )
+    found = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
+    if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):
+        ran.within.kind.tapes.add(tape, (), BY_LABELS)
+        return []
+    return found
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
@@ -161,6 +181,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         _check_opaque(tape)
     if tape is not None:
         _note_backwards(recorder, tape, ran)
+    if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
+        what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
+        _note_mixing(within, what, range(ran.count))
     if samples < 2 or within.mixing:
         kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):

@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     """The results of one run."""
 
     outputs: list[Tensor]
-    left: dict[str, Tensor]  # by name, the buffers, and parameters that were written
+    left: dict[str, Tensor]  # by name, the buffers, and parameters and modules' numbers that were written
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
@@ -77,6 +77,7 @@ class Runs:
                     p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
             args, kwargs = own.given
             before = [(name, p, _sum_of(p)) for name, p in model.named_parameters() if not is_part(p)]
+            numbers = _numbers(model)
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs, kept)
@@ -92,6 +93,7 @@ class Runs:
                     "private can leave the check out: independent=False."
                 ) from error
             left = [*model.named_buffers(), *((name, p) for name, p, own in before if not torch.equal(_sum_of(p), own))]
+            left += [(name, torch.tensor(x)) for name, x in _numbers(model).items() if numbers.get(name) != x]
             return Seen([x.detach().clone() for x in outputs], {name: x.detach().clone() for name, x in left}, rows)
 
     def _with_rows(
@@ -166,6 +168,12 @@ class Runs:
 
     def _by_size(self, shape: Sequence[int]) -> Layout | None:
         return likeliest(shape, self.samples, range(len(shape)))
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """The numbers among modules' attributes."""
+    every = ((f"{path}.{name}", x) for path, own in model.named_modules() for name, x in vars(own).items())
+    return {name.lstrip("."): x for name, x in every if type(x) in (bool, int, float)}
 
 
 def _sum_of(p: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from autograd_hacks.support.contexts import as_written, cuda_devices_of, without
 from autograd_hacks.support.internals import rebuilt
 from autograd_hacks.support.parts import memory_of, part_of
 from autograd_hacks.support.restored import restored, switches_kept
-from autograd_hacks.support.trees import OF_MODULE, like_its_kind, slots_of, tensors_of
+from autograd_hacks.support.trees import OF_MODULE, like_its_kind, slots_of, tensors_of, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
@@ -295,6 +295,18 @@ class Marks:
         every = (pair for own in modules for pair in vars(own).items())
         held = [x for k, x in every if type(x) is Tensor or (type(x) in _BOXES and x and k not in OF_MODULE)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
+        owned = (x for own in modules for x in (*own._parameters.values(), *own._buffers.values()) if x is not None)
+        self._versions = {id(x): (x, version_of(x)) for x in owned}
+
+    def written(self, model: nn.Module, is_made: Callable[[Tensor], bool]) -> list[str]:
+        """The names of the parameters, buffers and plain attributes that are others since, or overwritten.
+
+        is_made: whether something has made a tensor's present memory since"""
+        named = (*model.named_parameters(), *model.named_buffers())
+        before = ((name, x, self._versions.get(id(x), (None, 0))) for name, x in named)
+        found = [name for name, x, (own, version) in before if own is not x or version_of(x) != version or is_made(x)]
+        plain = ((name, x, vars(own).get(name)) for own, held in self.attributes for name, x in held.items())
+        return found + [name for name, x, now in plain if type(x) is not type(now) or x != now]
 
     def put_on(self) -> None:
         """Sets the attributes, and Python's random numbers."""

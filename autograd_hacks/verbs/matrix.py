@@ -301,8 +301,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             total = form.weighted_sum(given(like := form.like), budget)
             yield name, total.to(like.dtype) if narrow else total
 
-    def wide_sum(self, w: Tensor) -> dict[str, Tensor]:
+    def wide_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
-        w = self._by_row(w)
-        with self.reading():
-            return self.spread.settled(self._totals(w, BUDGET))
+        with self.summing(lambda: self._by_row(w)) as (by_row, _):
+            return self.spread.settled(self._totals(by_row, budget), narrow=False)

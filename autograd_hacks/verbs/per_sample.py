@@ -179,7 +179,7 @@ def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     rows = vars(parameter)["grad1"]
     if not form.saving():  # rows that nobody writes for their sum: products of one position, tables
-        return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
+        return form.weighted_sum(form.new_sums(form.samples).real + share).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)
 
 

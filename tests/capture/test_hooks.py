@@ -204,6 +204,10 @@ def test_hooks_that_are_off_cost_and_record_nothing(param_grad: bool) -> None:
     model.append(nn.Linear(2, 2))
     hooked.on()
     hooked.on()
+    model[0].bias = nn.Parameter(torch.randn(4))
+    autograd_hacks.backward(model(x).square().sum(1))
+    hooked.off()
+    hooked.on()
     for _ in range(3):
         model.zero_grad()
         model(x).square().sum().backward()

@@ -66,6 +66,17 @@ def test_blocks_beyond_the_limit_are_skipped() -> None:
     assert model.turned.weight.hess.shape == (3, 5, 3, 5)
 
 
+@pytest.mark.parametrize("kind", ["full", "diag", "kfac", "ekfac"])
+def test_parameters_of_one_number_and_of_none(kind: str) -> None:
+    model: Any = Bare(lambda m, x: m.a(x + m.none.sum(0)) * m.scale, a=nn.Linear(3, 2))
+    model.scale, model.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+    autograd_hacks.add_hooks(model)
+    out = model(torch.randn(4, 3))
+    curve(model, out, "Jacobian", kind=kind, skip=True)
+    if kind == "full":
+        assert_close(model.scale.hess, (out / model.scale).square().sum().detach() / 4)
+
+
 def test_a_parameter_that_is_read_otherwise_later_is_left_out() -> None:
     def sometimes(m: Any, words: Tensor) -> Tensor:
         """Reads its matrix twice where a word is 0."""

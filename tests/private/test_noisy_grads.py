@@ -119,6 +119,21 @@ def test_a_gradient_without_noise_is_refused() -> None:
     optimizer.step()
 
 
+def test_an_old_gradient_of_a_frozen_parameter_is_refused() -> None:
+    private, model = training(), net()
+    model(torch.randn(4, model[0].in_features)).sum().backward()
+    model[2].requires_grad_(False).zero_grad()
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(model, optimizer):
+        x, y = next(iter(private.loader(dataset())))
+        private.backward(losses(model, x, y))
+        private.step()
+        with pytest.raises(RuntimeError, match=r"without noise, of '0\.weight'"):
+            optimizer.step()
+
+
 class Clips(torch.optim.Optimizer):
     """Gives its step to another optimizer, as ZeroRedundancyOptimizer does, and may clip before."""
 

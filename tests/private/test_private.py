@@ -1,5 +1,6 @@
 """The private step against rows of one backward pass per sample, clipped and added up by hand."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -241,6 +242,56 @@ def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forwa
                 step(model)
 
 
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "two uses": lambda x: (x > 3).float() + 9 * (x > 3).float().flip(0),
+    "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
+    "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
+    "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
+}
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_samples_that_meet_are_refused_where_runs_see_nothing(how: str) -> None:
+    """A rare value tells of the others; in runs with other samples of this batch none is there."""
+    model = Bare(lambda m, x: m.b(m.a(x) * (1 + UNSEEN[how](x))), a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for _ in range(2):
+            backward(model, torch.rand(6, 4))
+            with pytest.raises(SamplesMixed, match="laws of operations"):
+                step(model)
+
+
+KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
+    "in place": lambda m, h: m.seen.mul_(0.9).add_(h.mean(0)),
+    "a part": lambda m, h: m.seen[1:].copy_(h[0, 1:]),
+    "another buffer": lambda m, h: setattr(m, "seen", 0.9 * m.seen + h.mean(0)),
+    "a parameter": lambda m, h: m.frozen.copy_(h[0]),
+    "into an argument": lambda m, h: torch.lerp(m.seen, h.mean(0), 0.1, out=m.seen),
+    "several": lambda m, h: torch._foreach_add_([m.seen], [h.mean(0)]),
+    "a number": lambda m, h: m.seen.fill_(float(h.mean())),
+    "a module's number": lambda m, h: setattr(m, "most", float(h.max())),
+    "nothing": lambda m, h: [m.seen.add_(1), setattr(m, "most", m.most + 1)],
+}
+
+
+@crossed(how=KEEPS, samples=[1, 4])
+def test_what_a_forward_leaves_behind_is_refused_for_one_sample_too(how: str, samples: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        with torch.no_grad():
+            KEEPS[how](m, h)
+        return (h - m.seen - m.frozen) / m.most
+
+    model: Any = Bare(forward, a=nn.Linear(4, 3))
+    model.register_buffer("seen", torch.zeros(3))
+    model.frozen, model.most = nn.Parameter(torch.zeros(3), requires_grad=False), 1.0
+    with autograd_hacks.add_hooks(model, independent=True):
+        for _ in range(2):
+            backward(model, torch.randn(samples, 4))
+            with nullcontext() if how == "nothing" else pytest.raises(SamplesMixed):
+                step(model)
+
+
 def test_what_begins_to_know_of_other_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a Function that was harmless before, or by a number that Python had read for a log."""
 
@@ -296,3 +347,25 @@ def test_layers_called_by_themselves_are_not_shown_independent() -> None:
         autograd_hacks.backward(squares(h))
         with pytest.raises(ProbeFailed, match="clip_and_noise_ needs" if mixes else "called by itself"):
             step(model)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_half_precision_is_rounded_after_the_noise(parts: int) -> None:
+    """Rounded before it, the sum of many samples would move by many bounds with one sample more."""
+    model, x = nn.Linear(4, 2).to(torch.bfloat16), torch.ones(1040, 4, dtype=torch.bfloat16)
+    row = {p: own[0].float() for p, own in zip(model.parameters(), rows_of(model, x[:1]).values())}
+    row = {p.shape: own * BOUND / torch.stack([g.norm() for g in row.values()]).norm() for p, own in row.items()}
+    autograd_hacks.add_hooks(model, param_grad=False)
+    for samples in range(1030, 1041):
+        # Noise that leaves one sample's part.
+        others = {shape: (1 - samples) * own / EXPECTED for shape, own in row.items()}
+        for n, part in enumerate(x[:samples].chunk(parts)):
+            autograd_hacks.backward(squares(model(part)), "sum")
+            step(model, float(n == parts - 1), add=n > 0, noise=lambda _, shape, __, others=others: others[shape])
+        for p in model.parameters():
+            assert p.grad is not None
+            assert_close(p.grad.float(), row[p.shape] / EXPECTED, rtol=0.1, atol=0.02 * BOUND / EXPECTED)
+    model.weight.grad += 1
+    backward(model, x)
+    with pytest.raises(ValueError, match="isn't what it has set"):
+        step(model, add=True)

@@ -220,6 +220,15 @@ def test_sums_of_many_terms_are_read() -> None:
                 autograd_hacks.per_sample_grads(model)
 
 
+@pytest.mark.parametrize("samples", [2000, 20001])
+def test_sums_of_equal_terms_are_read(samples: int) -> None:
+    """Products of thin matrices add them up one by one, and round each to the same side."""
+    model = nn.Linear(4, 2)
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backward(model(torch.full((samples, 4), 0.3)).square().sum(1), "sum")
+        autograd_hacks.compute_grad1(model)
+
+
 @pytest.mark.parametrize("width", [4, 160])
 def test_the_parameter_that_gets_a_penalty_is_named_among_many_like_it_whenever_it_is_asked(width: int) -> None:
     layers = [nn.Linear(width, width, dtype=torch.float64) for _ in range(6)]

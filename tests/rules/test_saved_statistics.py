@@ -9,6 +9,7 @@ from oracle import assert_rows, one_backward_per_sample, squares
 from steps import check, check_batches
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
@@ -110,6 +111,14 @@ def test_nothing_is_taken_that_hooks_have_packed_or_that_is_coarse() -> None:
         layer.zero_grad()
         squares(half(x)).sum().backward()
         assert not taken(half)
+
+
+def test_groups_of_an_input_in_another_order_in_half_precision() -> None:
+    layer, x = nn.GroupNorm(2, 4).bfloat16(), torch.randn(3, 5, 4).bfloat16().mT
+    with autograd_hacks.add_hooks(layer):
+        squares(layer(x)).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert_close(layer.weight.grad1.sum(0).float(), layer.weight.grad.float(), rtol=0.05, atol=0.05)  # type: ignore[attr-defined, union-attr]
 
 
 def test_a_checkpoint_normalises_again() -> None:

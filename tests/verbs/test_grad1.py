@@ -106,6 +106,15 @@ def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, m
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), kept))
 
 
+@pytest.mark.parametrize("samples", [41, 55])
+def test_a_mean_keeps_all_digits(samples: int) -> None:
+    model, x = nn.Linear(3, 2).double(), torch.randn(samples, 3, dtype=torch.float64)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        autograd_hacks.backward(model(x).square().sum(1))
+        autograd_hacks.compute_grad1(model, set_grad=True)
+        assert_close(model.weight.grad, model.weight.grad1.mean(0), rtol=1e-13, atol=0)  # type: ignore[attr-defined]
+
+
 def test_memory_of_the_users_is_never_written_into(model: nn.Sequential) -> None:
     def next_step() -> None:
         step(model, *batch(seed=1))
