@@ -87,4 +87,5 @@ if not _TYPE_CHECKING:  # a type checker would accept any name
         for room in (attribution, check, compiled, curvature, private):
             if name in room.__all__:
                 return getattr(room, name)
-        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__)}")
+        meant = _hint(name, __all__, [verb for verb in dir(PerSampleGrads) if verb[0] != "_"])
+        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{meant}")

@@ -56,10 +56,10 @@ def losses(model: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor, **
 
 
 def rows_of(model: nn.Module, lengths: Sequence[int], loss: Any, *given: Tensor) -> dict[str, Tensor]:
-    """A plain backward pass from each document's loss by itself.  given: of the loss, N T"""
+    """A plain backward pass from each document's loss by itself, zeros where it doesn't reach.  given: of the loss, N T"""
     alone = [own for n in range(len(given[0])) for own in zip(*(x[n : n + 1].split(lengths, 1) for x in given))]
     with autograd_hacks.pause_hooks():
-        rows = [torch.autograd.grad(loss(model, *own).sum(), list(model.parameters())) for own in alone]
+        rows = [torch.autograd.grad(loss(model, *own).sum(), [*model.parameters()], materialize_grads=True) for own in alone]
     return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
 
 

@@ -52,7 +52,21 @@ def check_losses(model: nn.Module, losses: Callable[[], Tensor]) -> None:
         assert_rows(model, one_loss_at_a_time(model, losses))
 
 
-def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options: Any) -> None:
+def check_hooked(model: nn.Module, *losses: Callable[[], Tensor], **options: Any) -> None:
+    """`check_losses`, of one after the other, under the same hooks.  options: of `add_hooks`"""
+    with autograd_hacks.add_hooks(model, **options):
+        for own in losses:
+            check_losses(model, own)
+
+
+def check_batches(
+    model: nn.Module,
+    *batches: Tensor,
+    loss_type: str | None = None,
+    run: Callable[[Tensor], Tensor] | None = None,
+    verify: int = 0,
+    **options: Any,
+) -> None:
     """Steps of one model under the same hooks.
 
     verify: of how many samples, after each step
@@ -60,7 +74,7 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
     """
     with autograd_hacks.add_hooks(model, **options):
         for x in batches:
-            check(model, x)
+            check(model, x, loss_type, run)
             if verify:
                 autograd_hacks.verify(model, rows=verify)
 

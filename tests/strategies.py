@@ -283,10 +283,15 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
         return Concatenation([draw(forms(first, shape, depth - 1)), draw(forms(samples - first, shape, depth - 1))])
     passes = draw(st.sampled_from([k for k in (1, 2, 3) if samples % k == 0])) if kind == "passes" else 1
     if passes > 1:
-        first = draw(leaf_forms(samples // passes, shape))
-        if not isinstance(first, Factored):
-            return Concatenation.of([first, *(draw(leaf_forms(samples // passes, shape)) for _ in range(passes - 1))])
-        place = draw(st.sampled_from(first.varies))
-        more = [first.varied(place, torch.randn_like(first.held[place])) for _ in range(passes - 1)]
-        return Concatenation.of([first, *more])
+        each = samples // passes
+        first = draw(leaf_forms(each, shape))
+        if isinstance(first, Factored):
+            place = draw(st.sampled_from(first.varies))
+            below = [first, *(first.varied(place, torch.randn_like(first.held[place])) for _ in range(passes - 1))]
+        else:
+            below = [first, *(draw(leaf_forms(each, shape)) for _ in range(passes - 1))]
+        if draw(st.booleans()):  # passes of ragged rows
+            rows = torch.randint(each, (each,)) if each else torch.zeros(0, dtype=torch.long)
+            below = [Grouping(form, rows, each) for form in below]
+        return Concatenation.of(below)
     return draw(leaf_forms(samples, shape))

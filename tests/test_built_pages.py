@@ -3,7 +3,6 @@
 import ast
 import configparser
 import importlib.util
-import json
 import re
 import shutil
 from pathlib import Path
@@ -32,17 +31,6 @@ def loaded(path: Path) -> Any:
     return module
 
 
-def formulas(page: Path) -> list[str]:
-    """What stands between dollar signs in a notebook's prose.  Raises ValueError where one has no partner."""
-    found = []
-    for cell in json.loads(page.read_text())["cells"]:
-        text = re.sub(r"`[^`]*`", "", "".join(cell["source"])) if cell["cell_type"] == "markdown" else ""
-        if text.count("$") % 2:
-            raise ValueError(f"{page.name}: a dollar sign without a partner in {text!r}")
-        found += re.findall(r"\$([^$]+)\$", text)
-    return found
-
-
 @pytest.fixture
 def build() -> Any:
     return loaded(DOCS / "build.py")
@@ -60,38 +48,6 @@ def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path
     assert 'const versions = ["0.10.0", "0.9.0", "0.2.1"];' in (tmp_path / "versions.js").read_text()
     assert (tmp_path / "llms.txt").read_text() == "- [Limits](0.10.0/limits.md): see [torch](https://pytorch.org)\n"
     assert build.version() == autograd_hacks.__version__
-
-
-# The search for house words finds them in pages, docstrings and messages, and nowhere else
-
-
-@pytest.fixture
-def prose() -> Any:
-    return loaded(DOCS / "prose.py")
-
-
-MODULE = '"""{}"""\nanew = 1  # anew\n{}'
-TEXTS: list[tuple[str, str, list[str]]] = [
-    # the file's name, what is in it, and what is found
-    ("page.rst", "Text ``anew``.\n\n.. code-block:: python\n\n   anew\n\nThen::\n\n    anew\n\nText.\n", []),
-    ("page.rst", "Text.\n\n.. note::\n\n   Written anew.\n", ["anew"]),
-    ("page.rst", "Text.\n\n.. doctest::\n\n   >>> anew = 1\n\nWritten anew.\n\n- anew\n", ["anew", "anew"]),
-    ("module.py", MODULE.format("Made anew.", 'raise ValueError(f"{x} is worked out")'), ["anew", "worked out"]),
-    ("module.py", MODULE.format("``anew``::\n\n    anew = 1\n\nText, taken for\n", 'NAMES = ["the name"]'), []),
-    ("script.py", '"""Title."""\n# %%\n# It is taken\n# for the mean of ``anew``.\nanew = 1  # anew\n', []),
-    (
-        "page.ipynb",
-        json.dumps({"cells": [{"cell_type": kind, "source": ["anew"]} for kind in ("markdown", "code")]}),
-        ["anew"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "expected"), TEXTS)
-def test_prose_is_told_from_code(name: str, text: str, expected: list[str], prose: Any, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    found = sorted(line.split('"')[1] for line in prose.findings_in(prose.prose_of(tmp_path / name)))
-    assert found == expected
 
 
 # What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named

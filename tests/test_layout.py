@@ -22,14 +22,13 @@ FLOORS = ["original", "extending", "verbs", "reading", "capture", "graph", "prob
 DOORS = ["__init__.py", "extending.py", "forms/__init__.py", "formulas/__init__.py"]
 """What rooms import of the core."""
 KEYS = {
-    # Tools have several rooms in one.
-    "integrations": ["private", "curvature", "attribution", "compiled"],
-    # EK-FAC as a metric.
-    "curvature": ["attribution"],
+    # Tools have several rooms in one, and use their faces.  Trainers say what private steps say of batches.
+    "integrations": [
+        *(f"{room}/__init__.py" for room in ("private", "curvature", "attribution", "compiled")),
+        "private/poisson.py",
+    ],
     # Compiled graphs are labelled by the laws of graph/, and the tapes of probe/ by labels: a second reader of both.
     "compiled": ["graph", "probe", "forms", "formulas", "capture/above.py", "reading/certificate.py"],
-    # It registers itself for several processes, where the core has one.
-    "distributed": ["capture/above.py", "capture/recorder.py", "capture/wrappers.py", "reading/processes.py"],
 }
 """Floors and files that a room imports, too."""
 CELLAR = ["support", "errors"]

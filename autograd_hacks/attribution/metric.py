@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks import forms
 from autograd_hacks.errors import ON_METRICS, NothingRecorded
 from autograd_hacks.extending import check_kind, kind_of, some
-from autograd_hacks.forms import Dense, Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.forms import Dense, Elementwise, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import whole_of
 from autograd_hacks.support.patterns import unwrapped
@@ -154,7 +154,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
                 )
             least = largest * torch.finfo(p.dtype).eps ** 1.25
             own = (SHARE * means[name].clamp(min=least) if largest else 1.0) if damping is None else damping
-            maps[name] = in_eigenbasis(block.sides, 1 / (block.values + own), p.shape)
+            maps[name] = block.map(1 / (block.values + own), p.shape)
         return cls(maps)
 
     @classmethod
@@ -193,25 +193,6 @@ _SCALINGS: dict[tuple[str, ...], Callable[[Mapping[str, Any], Mapping[str, Any]]
     ("Adagrad",): lambda state, group: 1 / (state["sum"].sqrt() + group["eps"]),
 }
 """{names of torch's classes: the scaling, from a parameter's state and its group's settings}"""
-
-
-def in_eigenbasis(sides: tuple[Tensor | None, Tensor | None], scale: Tensor, shape: torch.Size) -> LinearMap:
-    """G ↦ Q_L (D ∘ (Q_Lᵀ G Q_R)) Q_Rᵀ, with orthogonal matrices.
-
-    sides: Q_L and Q_R; None for the identity    scale: D, in the parameter's memory order    shape: the parameter's
-    """
-    left, right = sides
-    turned = [None if x is None else x.mT for x in sides]
-    return InTurn([_sides(turned[0], right, shape), Elementwise(scale.reshape(shape)), _sides(left, turned[1], shape)])
-
-
-def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> LinearMap:
-    """G ↦ L G R for a parameter that is one matrix, or several below each other."""
-    if right is None or right.ndim < 3:
-        if right is None or right.shape[0] == shape[1:].numel():
-            return Sides(left, right)
-        left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
-    return Sides(left, right)  # of a matrix whose rows are several axes, one block
 
 
 def _map_of(key: object, given: MapLike) -> LinearMap:

@@ -83,7 +83,7 @@ def check_rows(
     with _losses(first.again(first.given), loss) as (losses, parameters):
         comparison = _comparison(model, rows, known, len(losses))
         comparison.compare(partial(_gradients, losses, parameters))
-    if comparison.doubtful():
+    if comparison.doubtful().any():
         _look_again(comparison, first, loss)
     result = comparison.result()
     wrong = [line.name for line in result.parameters if not line.is_right]

@@ -76,118 +76,99 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-class _Line:
-    """The given and the right rows or norms of one parameter, or over all (index None), by sample."""
-
-    def __init__(self, name: str, given: Tensor, index: int | None = None, shape: Sequence[int] = ()) -> None:
-        self.name, self.rows, self.index, self.shape = name, given, index, tuple(shape)
-        # By sample: the distance, the right length, which it is relative to, and the given one, the inner product of both,
-        # and the distance that rounding explains.
-        self.error, self.right, self.given, self.product, self.noise = torch.zeros(
-            5, len(given), dtype=torch.float64, device="cpu"
-        )
-
-    def put(self, n: int, given: Tensor, right: Tensor) -> None:
-        """Compares a sample.  given, right: F"""
-        for own, x in ((self.error, given - right), (self.right, right), (self.given, given)):
-            own[n] = vector_norm(x)
-        self.product[n] = (given.conj() * right).sum().real
-
-    def off(self, tolerance: float) -> Tensor:
-        """Whether each sample's error is too large, or NaN."""
-        return ~(self.error <= tolerance * self.right + self.noise)
-
-    def doubtful(self, tolerance: float) -> Tensor:
-        """Whether each sample's error is too large, and may be rounding."""
-        return self.off(tolerance) & self.error.isfinite()
-
-    def checked(self, tolerance: float, digits: str) -> CheckedParameter:
-        """The line of the table.  digits: the name of the dtype whose digits count"""
-        off, is_right = self.off(tolerance), not self.off(tolerance).any()
-        relative = (self.error / self.right).nan_to_num(nan=math.inf, posinf=math.inf).where(self.error != 0, 0)
-        worst = int(relative.where(off | is_right, -1).argmax())
-        number = int((relative > tolerance if is_right else off).sum())
-        if is_right:
-            verdict = f"right; too few digits in {digits}" if number else "right"
-        elif not self.right[worst].isfinite():
-            verdict = "autograd's own is not finite"
-        else:
-            verdict = "wrong" if self.given[worst].isfinite() else "not finite"
-        verdict += f": {number} of {counted(len(off), 'sample')}" if number else ""
-        return CheckedParameter(self.name, self.shape, float(relative[worst]), worst, verdict, is_right)
-
-
-@dataclass(eq=False)
 class Comparison:
-    """Compares given numbers with those of plain backward passes."""
+    """Compares given rows or norms with those of plain backward passes, sample by sample.
 
-    # {name: (index of the parameter, N rows or norms)}; {WHOLE: (None, (N,))} for norms over all parameters
-    given: Mapping[str, tuple[int | None, Tensor]]
-    what: str  # the word for the numbers
-    parameters: Mapping[str, torch.Size]  # all trainable ones, each once
-    samples: int
-    tolerance: float  # the relative error of right numbers
-    dtype: torch.dtype  # the one whose digits they have
+    given: {name: (index of the parameter, N rows or norms)}; {WHOLE: (None, (N,))} for norms over all parameters
+    what: the word for the numbers    parameters: the shapes of all trainable ones, each once    samples: N
+    tolerance: the relative error of right numbers    dtype: the one whose digits they have
+    """
 
-    def __post_init__(self) -> None:
-        self.lengths: list[list[float | None]] = [[]] * self.samples  # of each sample's gradients, by parameter
-        self.length = [0.0] * self.samples  # of whole gradients
-        shapes = list(self.parameters.values())
-        self.lines = [_Line(name, x, n, () if n is None else shapes[n]) for name, (n, x) in self.given.items()]
-        self.is_whole = WHOLE in self.given  # then small parameters may be missing from the numbers unnoticed
-
-    def look(self, n: int, gradients: Gradients) -> None:
-        """Compares sample n."""
-        self.lengths[n] = [None if g is None else float(vector_norm(g)) for g in gradients]
-        self.length[n] = math.hypot(*(x or 0.0 for x in self.lengths[n]))
-        for line in self.lines:
-            given = exact(line.rows[n])
-            if self.is_whole or self.what == "norms":
-                right = given.new_tensor(self.length[n] if line.index is None else self.lengths[n][line.index] or 0.0)
-            else:
-                g = gradients[line.index or 0]
-                right = torch.zeros_like(given) if g is None else g.to(given.device)
-            line.put(n, given.flatten(), right.flatten())
-
-    def look_again(self, n: int, changes: Sequence[float]) -> None:
-        """Allows for rounding in sample n.  changes: of its gradients, by parameter, by rounding all weights once more"""
-        for line in self.lines:
-            if line.doubtful(self.tolerance)[n]:
-                change = math.hypot(*changes) if line.index is None else changes[line.index]
-                line.noise[n] = self.allowance(n, change, float(line.right[n]))
+    def __init__(
+        self, given: Mapping[str, tuple[int | None, Tensor]], what: str, parameters: Mapping[str, torch.Size], samples: int,
+        tolerance: float, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.what, self.parameters, self.samples, self.tolerance, self.dtype = what, parameters, samples, tolerance, dtype
+        self.lines = [(name, index, rows) for name, (index, rows) in given.items()]
+        self.is_whole = WHOLE in given  # then small parameters may be missing from the numbers unnoticed
+        # By line and sample: the distance, the right length, which it is relative to, and the given one, the inner product
+        # of both, and the distance that rounding explains.
+        zeros = torch.zeros(5, len(given), samples, dtype=torch.float64, device="cpu")
+        self.error, self.right, self.given, self.product, self.noise = zeros
+        # By parameter and sample: the length of the gradient, and whether the loss depends on the parameter.
+        self.lengths = torch.zeros(len(parameters), samples, dtype=torch.float64, device="cpu")
+        self.is_reached = self.lengths > 0
 
     def compare(self, of: GradientsOf) -> None:
         """Compares all samples."""
         for n in progress(range(self.samples), "checking rows", "sample"):
-            self.look(n, of(n))
-
-    def doubtful(self) -> list[int]:
-        """The samples whose errors are too large, to be checked again."""
-        each = torch.stack([line.doubtful(self.tolerance) for line in self.lines])
-        return list[int](each.any(0).nonzero()[:, 0].tolist())
+            gradients = of(n)
+            for index, g in enumerate(gradients):
+                if g is not None:
+                    self.is_reached[index, n], self.lengths[index, n] = True, vector_norm(g)
+            for line, (_, place, rows) in enumerate(self.lines):
+                given = exact(rows[n]).flatten()
+                if self.what == "norms":
+                    right = (self.lengths[:, n].norm() if place is None else self.lengths[place, n]).to(given)
+                else:
+                    g = gradients[place or 0]
+                    right = torch.zeros_like(given) if g is None else g.to(given.device).flatten()
+                for own, x in ((self.error, given - right), (self.right, right), (self.given, given)):
+                    own[line, n] = vector_norm(x)
+                self.product[line, n] = (given.conj() * right).sum().real
 
     def compare_again(self, of: GradientsOf, rounded: GradientsOf) -> None:
-        """Compares the doubtful samples again.  rounded: their gradients with all weights rounded once more"""
-        for n in progress(self.doubtful(), "checking again", "sample"):
+        """Allows for rounding in the doubtful samples.  rounded: their gradients with all weights rounded once more"""
+        doubtful = self.doubtful()
+        for n in progress(doubtful.any(0).nonzero()[:, 0].tolist(), "checking again", "sample"):
             pairs = zip(of(n), rounded(n))
-            self.look_again(n, [0.0 if x is None or y is None else float(vector_norm(x - y)) for x, y in pairs])
+            changes = [0.0 if x is None or y is None else float(vector_norm(x - y)) for x, y in pairs]
+            for line, (_, place, _) in enumerate(self.lines):
+                if doubtful[line, n]:
+                    change = math.hypot(*changes) if place is None else changes[place]
+                    self.noise[line, n] = self.allowance(n, change, float(self.right[line, n]))
+
+    def off(self) -> Tensor:
+        """Whether each error is too large, or NaN, by line and sample."""
+        return ~(self.error <= self.tolerance * self.right + self.noise)
+
+    def doubtful(self) -> Tensor:
+        """Whether each error is too large, and may be rounding."""
+        return self.off() & self.error.isfinite()
 
     def allowance(self, n: int, apart: float, right: float) -> float:
         """The error that sample n may have.  apart: its change by rounding all weights    right: its length"""
         # A row that cancels is a difference of numbers as large as the whole gradient, each off by a few ε.
-        few, unknown = (2 * torch.finfo(dtype).eps * self.length[n] for dtype in (self.dtype, torch.float64))
+        whole = float(self.lengths[:, n].norm())
+        few, unknown = (2 * torch.finfo(dtype).eps * whole for dtype in (self.dtype, torch.float64))
         has_digits = right > _ROUNDINGS * (apart + unknown)  # then an error must not hide behind larger parameters
         least = min(few, max(few / 32, _ROUNDINGS * self.tolerance * right)) if has_digits else few
         found = _ROUNDINGS * apart + least
         return found if math.isfinite(found) else 0.0
 
+    def checked(self, line: int) -> CheckedParameter:
+        """A line of the table."""
+        (name, index, _), off, error, right = self.lines[line], self.off()[line], self.error[line], self.right[line]
+        is_right = not off.any()
+        relative = (error / right).nan_to_num(nan=math.inf, posinf=math.inf).where(error != 0, 0)
+        worst = int(relative.where(off | is_right, -1).argmax())
+        number = int((relative > self.tolerance if is_right else off).sum())
+        if is_right:
+            verdict = f"right; too few digits in {str(self.dtype).removeprefix('torch.')}" if number else "right"
+        elif not right[worst].isfinite():
+            verdict = "autograd's own is not finite"
+        else:
+            verdict = "wrong" if self.given[line, worst].isfinite() else "not finite"
+        verdict += f": {number} of {counted(self.samples, 'sample')}" if number else ""
+        shape = () if index is None else tuple(list(self.parameters.values())[index])
+        return CheckedParameter(name, shape, float(relative[worst]), worst, verdict, is_right)
+
     def result(self) -> CheckedRows:
         """The table."""
-        digits, covered, numbers = str(self.dtype).removeprefix("torch."), 0, 0
-        checked = [line.checked(self.tolerance, digits) for line in self.lines if line.index is None]
+        covered, numbers, checked = 0, 0, [self.checked(0)] if self.is_whole else []
         for index, (name, shape) in enumerate(self.parameters.items()):
-            own = [line.checked(self.tolerance, digits) for line in self.lines if line.index == index]
-            is_reached = any(lengths[index] is not None for lengths in self.lengths)
+            own = [self.checked(line) for line, (_, place, _) in enumerate(self.lines) if place == index]
+            is_reached = bool(self.is_reached[index].any())
             lacking = "" if own else self.lacking(index, is_reached)
             if is_reached:
                 numbers += shape.numel()
@@ -206,16 +187,14 @@ class Comparison:
         """Why the given numbers may lack a parameter that has no line of its own; empty if they can't."""
         if not self.is_whole:
             return "not given" if is_reached else "not given; no loss depends on it"
-        whole = self.lines[0]
-        rest = [max(0.0, x**2 - (own[index] or 0.0) ** 2) ** 0.5 for x, own in zip(self.length, self.lengths)]
-        allowed = self.tolerance * whole.right + whole.noise
-        is_small = is_reached and bool(((whole.given - whole.given.new_tensor(rest)).abs() <= allowed).all())
-        return "unknown: too small to make a difference" if is_small else ""
+        rest = (self.lengths.square().sum(0) - self.lengths[index].square()).clamp(min=0).sqrt()
+        is_small = bool(((self.given[0] - rest).abs() <= self.tolerance * self.right[0] + self.noise[0]).all())
+        return "unknown: too small to make a difference" if is_reached and is_small else ""
 
     def hint(self) -> str:
         """A property that all wrong numbers share."""
-        squares = [(line.given, line.right.square()) for line in self.lines]
-        if self.what == "norms" and all(((given - x).abs() <= _ALIKE * x).all() for given, x in squares):
+        squares = self.right.square()
+        if self.what == "norms" and ((self.given - squares).abs() <= _ALIKE * squares).all():
             return "All norms are the squares of the right ones; take their roots."
         common, n = self._factor(slice(self.samples)), self.samples
         if common is not None:
@@ -237,8 +216,7 @@ class Comparison:
 
     def _factor(self, samples: slice) -> float | None:
         """The factor between some samples' right numbers and the given ones; None if there is no common factor."""
-        found = torch.stack([torch.stack([line.given, line.product, line.right])[:, samples] for line in self.lines], 1)
-        given, product, right = found
+        given, product, right = found = torch.stack([self.given, self.product, self.right])[:, :, samples]
         total = float(right.square().sum())
         if not (0 < total < math.inf and found.isfinite().all()):
             return None

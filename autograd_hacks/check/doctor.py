@@ -53,20 +53,14 @@ def _machine() -> list[str]:
     threads = torch.get_num_threads()
     devices = ["CPU", *(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))]
     devices += ["MPS"] if torch.backends.mps.is_available() else []
+    versions = dict.fromkeys(TOOLS, "-") | {own.name: own.version for own in importlib.metadata.distributions()}
     return [
         f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}",
         f"torch           {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         f"Python          {platform.python_version()}, {platform.platform()}",
         f"devices         {', '.join(devices)}",
-        f"tools           {', '.join(f'{name} {_version(name)}' for name in TOOLS)}",
+        f"tools           {', '.join(f'{name} {versions[name]}' for name in TOOLS)}",
     ]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "-"
 
 
 def _made_for_the_purpose() -> Example:

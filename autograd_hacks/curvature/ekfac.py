@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autograd_hacks.attribution.metric import in_eigenbasis
 from autograd_hacks.curvature.kronecker import inputs_of, products_of, rows_by
 from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.extending import OneHot, Positions, grads_of, recorder_of
-from autograd_hacks.forms import Form, Grouping, Lookup, Outer
+from autograd_hacks.forms import Elementwise, Form, Grouping, InTurn, LinearMap, Lookup, Outer, Sides
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 
 
@@ -51,11 +50,27 @@ class EKFAC(Shown):
         title = f"EKFAC of {self.name}: {size}, {with_unit(bytes_of(x for *_, x in held))}"
         return Table(title, [("", "what", "shape", "holds"), *rows])
 
+    def map(self, values: Tensor, shape: torch.Size) -> LinearMap:
+        """G ↦ Q_L (D ∘ (Q_Lᵀ G Q_R)) Q_Rᵀ, for a `Metric`.  The inverse (EKFAC + λ)⁻¹ has D = 1 / (``values`` + λ).
+
+        values: D, like ``values``    shape: the parameter's
+        """
+        left, right = self.sides
+        turned = [None if x is None else x.mT for x in self.sides]
+        return InTurn([_sides(turned[0], right, shape), Elementwise(values.reshape(shape)), _sides(left, turned[1], shape)])
+
     def matvec(self, v: Tensor) -> Tensor:
         """The product with v, a tensor of the parameter's shape or ``(..., *shape)``."""
         of = self.values.shape
-        found: Tensor = in_eigenbasis(self.sides, self.values, of)(v.to(self.values.dtype).reshape(-1, *of), of)
+        found: Tensor = self.map(self.values, of)(v.to(self.values.dtype).reshape(-1, *of), of)
         return found.view(v.shape)
+
+
+def _sides(left: Tensor | None, right: Tensor | None, shape: torch.Size) -> LinearMap:
+    """G ↦ L G R for a parameter that is one matrix, or several below each other."""
+    if right is None or right.ndim == 3 or right.shape[0] == shape[1:].numel():
+        return Sides(left, right)
+    return Sides(None if left is None else left[None], right[None])  # of a matrix whose rows are several axes, one block
 
 
 class Eigenvalues:

@@ -33,7 +33,7 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), section 3.2, for positions ("expand"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,10 +141,6 @@ def rows_by(form: Form, lay: Matricised) -> Iterator[tuple[slice, Tensor]]:
             yield rows, block.matrix().view(block.samples, rows.stop - rows.start, lay.fan_out)
 
 
-Memory = Callable[[tuple[int, ...], Tensor], Tensor]
-"""Returns memory of a shape and like a tensor."""
-
-
 class Factors(NamedTuple):
     """N T A and N B, sums over positions and over samples, which may be added up over batches."""
 
@@ -153,14 +149,9 @@ class Factors(NamedTuple):
     positions: Tensor  # how many A has; a number for each block; 0 for parameters treated by their rows
 
 
-def factors_of(form: Form, lay: Matricised, batches: Sequence[int], memory: Memory | None = None) -> Factors:
-    """The sums for a parameter that is made of matrices as ``lay`` says.
-
-    batches: the micro-batches' numbers of samples    memory: for A
-    """
-    shape_a, shape_b = lay.factors
-    b = form.new_sums(*shape_b)
-    a = b.new_zeros(shape_a) if memory is None else memory(shape_a, b).zero_()
+def factors_of(form: Form, lay: Matricised, batches: Sequence[int]) -> Factors:
+    """The sums for a parameter that is made of matrices as ``lay`` says.  batches: the micro-batches' numbers of samples"""
+    a, b = (form.new_sums(*shape) for shape in lay.factors)
     counts = torch.zeros(lay.blocks, dtype=torch.int64, device=b.device)
     if lay.is_by_rows:
         for some, rows in rows_by(form, lay):

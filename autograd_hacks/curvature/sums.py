@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -76,12 +75,10 @@ class Sums:
             self.names = self._matching(self.parameters)
         # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Matricised](), dict[str, str]()
-        self.batch, self.spread, self._pool = 0, spread_of(self.model, recorder), recorder.pool
-        for name, parameter in self.model.named_parameters():  # an earlier curvature must not be mistaken for this one
-            old = vars(parameter).pop(ATTRIBUTES[self.asked], None)
+        self.batch, self.spread = 0, spread_of(self.model, recorder)
+        for parameter in self.model.parameters():  # an earlier curvature must not be mistaken for this one
+            vars(parameter).pop(ATTRIBUTES[self.asked], None)
             vars(parameter).pop(self.asked, None)
-            if self.kind == "kfac" and old is not None and name in self.names:
-                self._pool.give_back(f"A of {name}", old[0])
 
     def _matching(self, patterns: str | Collection[str]) -> list[str]:
         """The trainable parameters that are meant.  Raises ValueError for parameters without hooks."""
@@ -170,8 +167,7 @@ class Sums:
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
             return [form.cross(form).view((*form.shape, *form.shape))]
-        memory = partial(self._pool.take, f"A of {name}") if len(form.shape) > 1 else None
-        return [*factors_of(form, self.lays[name], grads.batches, memory)]
+        return [*factors_of(form, self.lays[name], grads.batches)]
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Matricised | str | None:
         """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""

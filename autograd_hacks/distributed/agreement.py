@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
 from autograd_hacks.errors import ProcessesDisagree
+from autograd_hacks.extending import ABOVE, Recorder, gathering, has_processes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -22,7 +22,7 @@ BUCKET = 25 * 2**20
 """How many bytes are reduced at once, as in DistributedDataParallel."""
 
 
-class Own(NamedTuple):
+class OwnSum(NamedTuple):
     """A process's own sum."""
 
     name: str
@@ -34,15 +34,15 @@ class Own(NamedTuple):
         return self.parameter.placements if isinstance(self.parameter, DTensor) else (Replicate(),) * mesh.ndim
 
 
-def reduced(sums: Iterable[Own], mesh: DeviceMesh) -> dict[str, Tensor]:
+def reduced(sums: Iterable[OwnSum], mesh: DeviceMesh) -> dict[str, Tensor]:
     """The sums over all processes, {name: shape}, each like its parameter.  One is taken while earlier ones are sent."""
     found: dict[str, Tensor] = {}
-    waiting: dict[object, list[Own]] = {}
-    sent: list[tuple[list[Own], Tensor]] = []
+    waiting: dict[object, list[OwnSum]] = {}
+    sent: list[tuple[list[OwnSum], Tensor]] = []
     for own in sums:
         found[own.name], placements = own.total, own.placements(mesh)
-        if not _goes_along(own, placements):
-            found[own.name] = _alone(own, mesh, placements)
+        if not _is_bucketed(own, placements):
+            found[own.name] = _reduced_alone(own, mesh, placements)
             continue
         kind = placements, own.total.dtype, own.total.device
         bucket = waiting.setdefault(kind, [])
@@ -51,11 +51,11 @@ def reduced(sums: Iterable[Own], mesh: DeviceMesh) -> dict[str, Tensor]:
             sent.append((bucket, _send(waiting.pop(kind), mesh)))
     sent += [(bucket, _send(bucket, mesh)) for bucket in waiting.values()]
     for bucket, total in sent:
-        found.update(_unpacked(bucket, part_of(total).reshape(-1)))  # views of what has not arrived don't wait for it
+        found.update(_taken_apart(bucket, part_of(total).reshape(-1)))  # views of what has not arrived don't wait for it
     return found
 
 
-def _unpacked(bucket: Sequence[Own], total: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _taken_apart(bucket: Sequence[OwnSum], total: Tensor) -> Iterator[tuple[str, Tensor]]:
     at = 0
     for name, own, parameter in bucket:
         if not isinstance(parameter, DTensor):
@@ -69,7 +69,7 @@ def _unpacked(bucket: Sequence[Own], total: Tensor) -> Iterator[tuple[str, Tenso
         yield name, DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
-def _goes_along(own: Own, placements: Sequence[Placement]) -> bool:
+def _is_bucketed(own: OwnSum, placements: Sequence[Placement]) -> bool:
     """Whether a sum can be reduced in one piece of memory with others."""
     *others, last = placements
     if own.total.requires_grad or any(not at.is_replicate() for at in others):
@@ -77,7 +77,7 @@ def _goes_along(own: Own, placements: Sequence[Placement]) -> bool:
     return last.is_replicate() or (type(last) is Shard and last.dim == 0 and own.total.shape == own.parameter.shape)
 
 
-def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
+def _send(bucket: Sequence[OwnSum], mesh: DeviceMesh) -> Tensor:
     placements = bucket[0].placements(mesh)
     if placements[-1].is_replicate():
         flat = torch.cat([own.total.reshape(-1) for own in bucket])
@@ -89,7 +89,7 @@ def _send(bucket: Sequence[Own], mesh: DeviceMesh) -> Tensor:
     return partial.redistribute(placements=placements, async_op=True).to_local()
 
 
-def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def _reduced_alone(own: OwnSum, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     before = own.total.ndim - own.parameter.ndim  # axes before the parameter's, for several sums
     to = [Shard(at.dim + before) if isinstance(at, Shard) else at for at in placements]
     partial = DTensor.from_local(own.total, mesh, [Partial()] * mesh.ndim, run_check=False)

@@ -9,9 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering, refuse_parts
 from autograd_hacks.errors import StaleRecord
+from autograd_hacks.extending import Recorder, gathering, refuse_parts
 from autograd_hacks.formulas import rule_for
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import restored

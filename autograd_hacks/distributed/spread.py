@@ -16,13 +16,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
-from autograd_hacks.reading.processes import Spread, Where
+from autograd_hacks.extending import ABOVE, Recorder, Spread, Where, gathering, has_processes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,9 +100,9 @@ class OverMesh(Sharded):
 
 def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
     """sums: by name, each with a tensor that has the result's placement"""
-    from autograd_hacks.distributed.buckets import Own, reduced
+    from autograd_hacks.distributed.buckets import OwnSum, reduced
 
-    return reduced((Own(*own) for own in sums), mesh)
+    return reduced((OwnSum(*own) for own in sums), mesh)
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where) -> Spread:

@@ -7,9 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import add_hooks, pause_hooks, per_sample_grads, per_sample_jacobian
-from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.blocks import compute_hess
-from autograd_hacks.curvature.kronecker import KFAC
+from autograd_hacks.curvature import KFAC, backprop_hess, compute_hess
 from autograd_hacks.errors import UnsupportedLayer, needed
 
 with needed("laplace"):

@@ -7,9 +7,8 @@ from torch import Tensor
 from autograd_hacks import backward
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
-from autograd_hacks.private.clip_and_noise import PrivateStep
+from autograd_hacks.private import PrivateStep, PrivateTraining
 from autograd_hacks.private.poisson import N_LOSSES, OF_POISSON, WOULD_CLIP, PrivateLoader
-from autograd_hacks.private.training import PrivateTraining
 
 with needed("lightning"):
     import lightning.pytorch as pl

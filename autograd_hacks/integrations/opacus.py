@@ -1,6 +1,5 @@
 """Opacus: its loader, noise and accountants, with norms and clipped sums from hooks.  Nothing of size N × P is stored."""
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks import PerSampleGrads, add_hooks, per_sample_grads
-from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
+from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
 from autograd_hacks.extending import (
     ask_independent,
     check_alone,
@@ -121,16 +120,6 @@ class PrivacyEngine(_PrivacyEngine):
     ``make_private_with_epsilon`` take Opacus' arguments.  They raise ValueError for clipping other than 'flat' and for
     another ``grad_sample_mode``, and NotImplementedError for a distributed model.
     """
-
-    def __init__(self, *, secure_mode: bool = False, **options: Any) -> None:
-        if secure_mode and find_spec("torchcsprng") is None:
-            raise ModuleNotFoundError(
-                "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Use "
-                "autograd_hacks.private.PrivateTraining(secure=True), or noise=autograd_hacks.private.SecureNoise()."
-                + ON_PRIVATE,
-                name="torchcsprng",
-            )
-        super().__init__(secure_mode=secure_mode, **options)
 
     @checked(ON_OPACUS)
     def make_private(

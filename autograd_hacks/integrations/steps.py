@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads, accumulate, add_hooks, per_sample_grads
-from autograd_hacks.attribution.noise_scales import NoiseScales
+from autograd_hacks.attribution import NoiseScales
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.extending import (
     LOSS_TYPES,

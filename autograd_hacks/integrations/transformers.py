@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.compiled.face import compile
+from autograd_hacks.compiled import compile
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.extending import assumed, kind_of
 from autograd_hacks.integrations.steps import Steps, mean_of
-from autograd_hacks.private.clip_and_noise import PrivateStep
+from autograd_hacks.private import PrivateStep, PrivateTraining
 from autograd_hacks.private.poisson import N_LOSSES, WOULD_CLIP
-from autograd_hacks.private.training import PrivateTraining
 
 with needed("transformers"):
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -185,30 +184,36 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             collate = self._get_collator_with_removed_columns(collate, description="training")
         parts, workers = given.gradient_accumulation_steps, given.dataloader_num_workers
         options = {"collate_fn": collate, "num_workers": workers, "pin_memory": given.dataloader_pin_memory}
-        self._loader = self.private.loader(data, parts=parts, first=self._first_step, ahead=parts, **options)
-        return self._loader
+        loader = self.private.loader(data, None, parts, given.per_device_train_batch_size, first=self._first_step, **options)
+        loader.keeps_marks, self._arrived = True, loader.arrived
+        return loader
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        return super().get_batch_samples(self._loader.unmarked(epoch_iterator), num_batches, device)
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """inputs: micro-batches, each with its mark"""
         model.train()
-        inputs, scaler = self._prepare_inputs(inputs), self.accelerator.scaler
+        scaler = self.accelerator.scaler
         if self._overflowed and scaler is not None:
             # Samples that overflowed were left out of the step, so the scaler itself has not noticed them.
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             self._overflowed = False
-        total, mark = torch.zeros((), device=self.args.device), self.private._at_hand()
-        for part in _cut(inputs, self.private._split(self.args.per_device_train_batch_size)):
-            of_padding = self.private._at_hand().samples
+        total = torch.zeros((), device=self.args.device)
+        for mark, batch in inputs:
+            self._arrived(mark)
             with self.compute_loss_context_manager():
-                losses = self.per_sample_losses(model, part)
+                losses = self.per_sample_losses(model, self._prepare_inputs(batch))
             self.private.backward(losses, scaler)
-            total += losses[:of_padding].detach().sum()
+            total += losses[: mark.samples].detach().sum()
             self.last_step = self.private.step(scaler=scaler)
         if self.last_step is not None and not self.last_step.norms.isfinite().all():
             self._overflowed = True
-        return total / max(1, mark.samples) / self.current_gradient_accumulation_steps
+        return total / max(1, sum(mark.samples for mark, _ in inputs)) / self.current_gradient_accumulation_steps
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return sum(super(PrivateMixin, self).floating_point_ops(batch) for _, batch in inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for _, batch in inputs:
+            super()._track_num_input_tokens(batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         epsilon = self.private.epsilon()
@@ -311,33 +316,4 @@ def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = 
     raise ValueError(
         f"the model's logits have shape {tuple(logits.shape)} and the labels {shape}; expected labels that are classes, "
         f"tokens or numbers. {_OR_OVERRIDE}" + ON_PRIVATE
-    )
-
-
-def _cut(inputs: Mapping[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Splits a batch into micro-batches of the given sizes.  Samples are on axis 0 of each tensor, and in each list.
-
-    Raises ValueError for an input that can't be split, such as the images of all samples in one row.
-    """
-    if len(sizes) == 1:
-        yield dict(inputs)
-        return
-    start, whole = 0, sum(sizes)
-    for size in sizes:
-        yield {key: _samples(x, key, start, start + size, whole) for key, x in inputs.items()}
-        start += size
-
-
-def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
-    """The part of an input that belongs to some samples."""
-    if x is None or isinstance(x, bool | int | float | str) or (isinstance(x, Tensor) and not x.ndim):
-        return x
-    if isinstance(x, Mapping):
-        return {own: _samples(part, f"{key}.{own}", start, end, whole) for own, part in x.items()}
-    if hasattr(x, "__len__") and hasattr(x, "__getitem__") and len(x) == whole:
-        return x[start:end]
-    shape = tuple(x.shape) if hasattr(x, "shape") else (len(x),) if hasattr(x, "__len__") else "unknown"
-    raise ValueError(
-        f"the collator returned {key!r} ({type(x).__name__}, shape {shape}) for {whole} samples, which can't be split; "
-        "expected them on axis 0 or in a list, or a per_device_train_batch_size that no batch exceeds" + ON_PRIVATE
     )

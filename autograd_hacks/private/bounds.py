@@ -81,7 +81,7 @@ class QuantileClip:
 
 
 @dataclass(frozen=True)
-class Part:
+class Bounded:
     """Parameters whose gradients are bounded together.  ``pattern`` is the one that they were given by, '' for all."""
 
     pattern: str
@@ -89,10 +89,10 @@ class Part:
     bound: float
 
 
-def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[str, float], clip: Any) -> list[Part]:
+def bounded_apart(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[str, float], clip: Any) -> list[Bounded]:
     """The parts of all trainable parameters that are bounded separately.  Raises ValueError unless each is in one."""
     if isinstance(max_norm, Mapping):
-        parts = [Part(pattern, names_matching(pattern, model, names), float(c)) for pattern, c in max_norm.items()]
+        parts = [Bounded(pattern, names_matching(pattern, model, names), float(c)) for pattern, c in max_norm.items()]
         given = [name for part in parts for name in part.names]
         missing, twice = sorted(set(names).difference(given)), sorted({name for name in given if given.count(name) > 1})
         if missing or twice:
@@ -100,8 +100,8 @@ def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[s
             raise ValueError(f"{found}; expected exactly one bound for each trainable parameter" + ON_CLIPPING)
         return parts
     if clip == "per_parameter":
-        return [Part(name, [name], float(max_norm) / len(names) ** 0.5) for name in names]
-    return [Part("", list(names), float(max_norm))]
+        return [Bounded(name, [name], float(max_norm) / len(names) ** 0.5) for name in names]
+    return [Bounded("", list(names), float(max_norm))]
 
 
 def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:

@@ -30,7 +30,7 @@ from autograd_hacks.extending import (
     spread_of,
     write_where_it_saves,
 )
-from autograd_hacks.private.bounds import RULES, Part, QuantileClip, parts_of, weights_of
+from autograd_hacks.private.bounds import RULES, Bounded, QuantileClip, bounded_apart, weights_of
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import sharded_as
@@ -217,7 +217,7 @@ def clip_and_noise_(
 
 def _bounds(
     model: nn.Module, max_norm: float | Mapping[str, float], noise_multiplier: float, clip: Any, add: bool
-) -> tuple[list[Part], float]:
+) -> tuple[list[Bounded], float]:
     """The parts that are bounded separately, and the multiplier of the gradients' noise."""
     check_bound("clip_and_noise_", max_norm, noise_multiplier, ON_CLIPPING)
     if isinstance(clip, str):
@@ -225,12 +225,12 @@ def _bounds(
     check_kind("clip_and_noise_", ON_CLIPPING, (str, QuantileClip, Callable), "a name or a function", clip=clip)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if not isinstance(clip, QuantileClip):
-        return parts_of(model, names, max_norm, clip), float(noise_multiplier)
+        return bounded_apart(model, names, max_norm, clip), float(noise_multiplier)
     if add or isinstance(max_norm, Mapping):
         given = "clip_and_noise_ was given a QuantileClip with add=True or with several bounds"
         raise ValueError(f"{given}; expected whole steps and a single bound to start from" + ON_CLIPPING)
     bound = float(max_norm) if clip.bound is None else clip.bound
-    return parts_of(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
+    return bounded_apart(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class _Taken:
         return found
 
 
-def _taken(grads: PerSampleGrads, parts: list[Part], groups: Tensor | None, mask: Tensor | None, budget: int) -> _Taken:
+def _taken(grads: PerSampleGrads, parts: list[Bounded], groups: Tensor | None, mask: Tensor | None, budget: int) -> _Taken:
     if groups is not None:
         grads.group(groups)  # checks them
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (grads.samples,) or mask.dtype != torch.bool):

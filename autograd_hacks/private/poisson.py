@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,6 @@ from autograd_hacks.support.ranges import is_whole
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
 N_LOSSES = "expected N losses, one for each sample (reduction='none'): in a mean, one sample's loss depends on the others"
-_TOGETHER = (
-    "which must be in one micro-batch, because they are clipped together. Allow larger micro-batches, or give "
-    "PrivateTraining(per_user=)"
-)
 
 
 class Users:
@@ -67,8 +64,11 @@ class Users:
             raise ValueError(f"{given}; expected each sample's user, in the order of the data" + ON_PRIVATE)
         most = min(max(len(own) for own in self._samples), size if self.per_user is None else self.per_user)  # of a user
         if micro_batch_size is not None and most > micro_batch_size:
-            given = f"loader was given micro_batch_size={micro_batch_size}, but a user has {most} samples"
-            raise ValueError(f"{given}, {_TOGETHER}" + ON_PRIVATE)
+            raise ValueError(
+                f"loader was given micro_batch_size={micro_batch_size}, but a user has {most} samples, which must be in one "
+                "micro-batch, because they are clipped together. Allow larger micro-batches, or give "
+                "PrivateTraining(per_user=)" + ON_PRIVATE
+            )
 
 
 class Mark(NamedTuple):
@@ -99,29 +99,6 @@ class Mark(NamedTuple):
                 "views as (N, K, ...), with the mean of K losses; split a batch by loader(micro_batch_size=)" + ON_PRIVATE
             )
 
-    def cut(self, most: int) -> list[Mark]:
-        """Cuts it into ones of at most ``most`` samples.  A user's samples stay in one of them, or a ValueError says so.
-
-        Raises NotImplementedError for users over processes, which would have different numbers of micro-batches.
-        """
-        if self.users is not None and self.world > 1 and self.size > most:
-            raise NotImplementedError(
-                f"a batch of {self.size} samples of users can't be cut again while {self.world} processes share it. Set a "
-                "per_device_train_batch_size that no part of a batch exceeds, or PrivateTraining(per_user=)" + ON_PRIVATE
-            )
-        found, start = list[Mark](), 0
-        while start < self.size:
-            end = min(start + most, self.size)
-            while self.users is not None and start < end < self.samples and self.users[end] == self.users[end - 1]:
-                end -= 1
-            if end == start:
-                raise ValueError(f"a user has more than {most} samples in a batch, {_TOGETHER}" + ON_PRIVATE)
-            samples, users = min(max(self.samples - start, 0), end - start), self.users and self.users[start:end]
-            is_last = self.is_last and end == self.size
-            found.append(self._replace(is_last=is_last, samples=samples, size=end - start, users=users))
-            start = end
-        return found
-
 
 class Marked(NamedTuple):
     """A micro-batch with its mark."""
@@ -134,6 +111,8 @@ class Marked(NamedTuple):
 class PoissonBatches(Sampler[list[Any]]):
     """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
+    A step has ``parts`` lists, each of one micro-batch, or of several behind each other if a draw needs more.
+
     All processes get the same number of them, at least one, and of the same size: they are padded with sample 0.
     """
 
@@ -142,7 +121,7 @@ class PoissonBatches(Sampler[list[Any]]):
     steps: int  # of an epoch
     seed: Callable[[], int]  # returns the secret seed; the batch of step t depends only on it and t
     done: Callable[[], int]  # returns how many steps are done; called when an epoch begins
-    parts: int = 1  # the smallest number of micro-batches of a step
+    parts: int = 1  # of a step: the number of lists, and the smallest number of micro-batches
     most: int | None = None  # the largest number of samples in a micro-batch
     share: tuple[int, int] = (0, 1)  # (rank, world), this process's part of each batch
     padded: bool = False  # whether micro-batches are padded to ``most``, so that all have one shape
@@ -161,7 +140,10 @@ class PoissonBatches(Sampler[list[Any]]):
         first = self.first(self.steps)
         start = self.done() - first if self._epoch is None else self._epoch * self.steps
         for step in range(start, (start // self.steps + 1) * self.steps):
-            yield from self._micro_batches(first + step)
+            every = list(self._micro_batches(first + step))
+            ends = [part * len(every) // self.parts for part in range(self.parts + 1)]
+            for begin, end in pairwise(ends):
+                yield list(chain(*every[begin:end]))
 
     def drawn(self, step: int) -> list[int]:
         """The numbers of the samples, or users, of a whole batch, over all processes."""
@@ -219,14 +201,19 @@ class _WithMarks(Dataset[Any]):
         return index if isinstance(index, Mark) else self.data[index]
 
 
-def _collated(collate: Callable[[list[Any]], Any], found: list[Any]) -> Marked:
-    """found: a mark and samples"""
-    return Marked(found[0], collate(found[1:]))
+def _collated(collate: Callable[[list[Any]], Any], found: list[Any]) -> list[Marked]:
+    """found: of each micro-batch a mark and samples"""
+    begins = [n for n, x in enumerate(found) if isinstance(x, Mark)]
+    return [Marked(found[begin], collate(found[begin + 1 : end])) for begin, end in pairwise([*begins, len(found)])]
 
 
 class PrivateLoader(DataLoader[Any]):
-    """A ``DataLoader`` of Poisson-sampled batches, as `PrivateTraining.loader` returns it.  It reports each batch to the
-    training."""
+    """A ``DataLoader`` of Poisson-sampled batches, as `PrivateTraining.loader` returns it.
+
+    It reports each micro-batch to the training by ``arrived(mark)``.  With ``keeps_marks`` it yields lists of `Marked`, for
+    trainers that report them themselves."""
+
+    keeps_marks = False
 
     def __init__(
         self,
@@ -237,7 +224,7 @@ class PrivateLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> None:
-        self._arrived, self._begins, self.batches = arrived, begins, batches
+        self.arrived, self._begins, self.batches = arrived, begins, batches
         collate = partial(_collated, collate_fn or default_collate)  # workers unpickle it
         super().__init__(_WithMarks(data), batch_sampler=batches, collate_fn=collate, **options)
 
@@ -246,16 +233,13 @@ class PrivateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         self._begins()
-        return self.unmarked(super().__iter__())
+        lists = super().__iter__()
+        return lists if self.keeps_marks else self._unmarked(lists)
 
-    def unmarked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches without their marks, also from another loader that wraps this one."""
-        for batch in batches:
-            if isinstance(batch, Marked):
-                self._arrived(batch.mark)
-                yield batch.batch
-            else:
-                yield batch
+    def _unmarked(self, lists: Iterator[list[Marked]]) -> Iterator[Any]:
+        for mark, batch in chain.from_iterable(lists):
+            self.arrived(mark)
+            yield batch
 
 
 def check_data(data: object, options: dict[str, Any]) -> int:

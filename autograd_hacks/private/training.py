@@ -100,9 +100,7 @@ class PrivateTraining:
         self._target, self.planned = epsilon, steps
         self._seed = seed_of(seed)
         self._secure = SecureNoise() if secure else None
-        self._marks: deque[Mark] = deque()
-        self._pieces: deque[Mark] = deque()  # the pieces of the first mark, if it was split
-        self._ahead = 1
+        self._marks: deque[Mark] = deque()  # of the micro-batches that the loader has yielded and no step has taken
         self._parts: list[PrivateStep] = []
         self._sums: list[tuple[nn.Parameter, Tensor | None]] = []
         self._noise: tuple[Any, float] | None = None  # a request and the noise multiplier found for it
@@ -154,7 +152,6 @@ class PrivateTraining:
         micro_batch_size: int | None = None,
         padded: bool = False,
         first: int | None = None,
-        ahead: int = 1,
         **options: Any,
     ) -> PrivateLoader:
         """A ``DataLoader`` of Poisson-sampled batches, cut into micro-batches.
@@ -169,7 +166,7 @@ class PrivateTraining:
         padded: pad every micro-batch to ``micro_batch_size``, so that all have one shape
         first: the step at which epoch 0 began, for trainers that call ``set_epoch``. By default the step at which epochs of
         this length began
-        ahead: how many micro-batches may be prefetched before their `step`    options: of ``DataLoader``
+        options: of ``DataLoader``
         """
         size, unit = check_data(data, options), "samples"
         if padded and micro_batch_size is None:
@@ -185,7 +182,7 @@ class PrivateTraining:
             given = f"PrivateTraining was given delta={self.delta} for {size} {unit}"
             why = f"otherwise publishing one of the {unit} whole would count as private"
             raise ValueError(f"{given}; expected less than 1 / {size}: {why}" + ON_PRIVATE)
-        self.size, self._ahead, rank, world = size, ahead, 0, 1
+        self.size, rank, world = size, 0, 1
         if has_processes():
             rank, world = dist.get_rank(), dist.get_world_size()
             if isinstance(self.clip, QuantileClip) and world > 1:
@@ -304,28 +301,22 @@ class PrivateTraining:
     def _begin(self) -> None:
         """Begins a pass over the data.  An unfinished step of an earlier pass is dropped."""
         self._marks.clear()
-        self._pieces.clear()
         self._parts, self._sums = [], []
         if self._model is not None:
             clear_backprops(self._model)
 
-    def _at_hand(self) -> Mark:
-        """The `Mark` of the next micro-batch: its step, and how many of its samples, at the front, are not padding."""
-        if not self._marks and not self._pieces:
+    def _next(self) -> Mark:
+        """The `Mark` of the micro-batch that is stepped by."""
+        if not self._marks:
             raise RuntimeError(
                 "step() found no batch from this training's loader. Draw batches by private.loader(data), and call step() "
                 f"once for each: {OF_POISSON}" + ON_PRIVATE
             )
-        return (self._pieces or self._marks)[0]
-
-    def _next(self) -> Mark:
-        mark, held = self._at_hand(), len(self._marks) + bool(self._pieces)
-        (self._pieces or self._marks).popleft()
-        if mark.step != self.steps or held > self._ahead:
+        mark = self._marks.popleft()
+        if mark.step != self.steps or self._marks:
             raise RuntimeError(
-                f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {held} batches of the "
-                "loader wait; expected one call for each, in order. If n are fetched at once: loader(data, ahead=n)"
-                + ON_PRIVATE
+                f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {len(self._marks) + 1} "
+                "batches of the loader wait; expected one call for each, in order" + ON_PRIVATE
             )
         if mark.rate != self.rate:
             raise RuntimeError(
@@ -357,12 +348,6 @@ class PrivateTraining:
             model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
             mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,
         )  # fmt: skip
-
-    def _split(self, most: int) -> list[int]:
-        """Splits the next micro-batch into ones of at most ``most`` samples.  Returns their sizes; call `step` for each."""
-        cut = self._marks.popleft().cut(most)
-        self._pieces.extend(cut)
-        return [mark.size for mark in cut]
 
     def _expect(self, batch_size: int) -> None:
         """Takes a trainer's batch size for the expected one, if none was given.  Raises ValueError if it counts users."""

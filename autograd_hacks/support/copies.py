@@ -32,6 +32,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
 _SHARED = (*_ATOMS, torch.utils.data.Dataset, torch.optim.Optimizer)
 _BOXES = (list, tuple, dict, deque)
+_NO: dict[str, Any] = {}
 _STATE = (*_PLAIN, *_BOXES, set, Tensor)
 """Attributes of classes that are copied."""
 _KNOWN = frozenset(sys.stdlib_module_names - {"types", "collections", "test", "__main__"}) | {
@@ -292,8 +293,10 @@ class Marks:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.attributes = [(own, {k: x for k, x in vars(own).items() if type(x) in _PLAIN}) for own in modules]
-        every = (pair for own in modules for pair in vars(own).items())
-        held = [x for k, x in every if type(x) is Tensor or (type(x) in _BOXES and x and k not in OF_MODULE)]
+        every = {id(x): x for own in modules for k, x in vars(own).items() if type(x) not in _PLAIN and k not in OF_MODULE}
+        objects = (own for own in every.values() if not isinstance(own, Tensor | nn.Module))
+        inside = (x for own in objects for x in getattr(own, "__dict__", _NO).values())
+        held = [x for x in (*every.values(), *inside) if type(x) is Tensor or (type(x) in _BOXES and x)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
         owned = (x for own in modules for x in (*own._parameters.values(), *own._buffers.values()) if x is not None)
         self._versions = {id(x): (x, version_of(x)) for x in owned}
@@ -307,9 +310,3 @@ class Marks:
         found = [name for name, x, (own, version) in before if own is not x or version_of(x) != version or is_made(x)]
         plain = ((name, x, vars(own).get(name)) for own, held in self.attributes for name, x in held.items())
         return found + [name for name, x, now in plain if type(x) is not type(now) or x != now]
-
-    def put_on(self) -> None:
-        """Sets the attributes, and Python's random numbers."""
-        random.setstate(self.python)
-        for module, own in self.attributes:
-            vars(module).update(own)

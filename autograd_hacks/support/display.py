@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
@@ -38,87 +38,40 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
     return bar
 
 
-_VERBS = {
-    "weighted_sum": ("mean", "sum"),
-    "variance": ("var", "std"),
-    "norms": ("norm", "length"),
-    "gram": ("T", "mT", "mm", "matmul"),
-    "select": ("index_select", "narrow", "take"),
-    "clip_grad1_norm_(model, max_norm)": ("clip", "clamp", "clip_", "clamp_"),
-    "samples": ("size", "batch_size"),
-}
-"""{verb: names that tensors have for it}"""
-
-
-def _meant(name: str, meant: Mapping[str, Collection[str]], known: Collection[str]) -> str | None:
-    """What somebody means by a name: a key of ``meant`` that has it, or else the closest name that is known."""
-    told = (call for call, names in meant.items() if name in names)
-    return next(told, None) or next(iter(get_close_matches(name, known, 1)), None)
-
-
 class Hinting:
-    """Suggests verbs for the names of tensors' methods."""
+    """Suggests close names, and says what it isn't for the names of tensors' methods."""
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> object:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{self._hint(name)}")
-
-    def _hint(self, name: str) -> str:
-        if name.startswith("_"):
-            return ""
-        known = [own for own in dir(self) if own[0] != "_"]
-        if found := _meant(name, {verb: names for verb, names in _VERBS.items() if verb in known or "(" in verb}, known):
-            return f"; did you mean {found}?"
-        return "; it is not a tensor. dense() returns its rows as tensors" if hasattr(Tensor, name) else ""
+            close = get_close_matches(name, [own for own in dir(self) if own[0] != "_"], 1)
+            meant = f"; did you mean {close[0]}?" if close and name[0] != "_" else ""
+            if not meant and name[0] != "_" and hasattr(Tensor, name):
+                meant = "; it is not a tensor. dense() returns its rows as tensors, weighted_sum(w) their sums"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}")
 
 
-MEANT = {
-    "add_hooks(model)": ("hook", "hooks", "attach", "extend", "watch", "register_hooks", "GradSampleModule"),
-    "remove_hooks(model)": ("detach", "unhook", "remove", "unwatch"),
-    "compute_grad1(model), which sets param.grad1": (
-        *("grad1", "grad_sample", "grad_samples", "per_sample_gradient", "per_sample_gradients", "per_example_gradients"),
-        *("grad_batch", "individual_gradients", "vmap", "call_for_per_sample_grads"),
-    ),
-    "per_sample_grads(model)": ("grads", "rows", "gradients", "per_sample_grad", "per_example_grads"),
-    "per_sample_grads(model).norms()": ("norm", "norms", "grad_norms", "per_sample_norms", "gradient_norms"),
-    "per_sample_grads(model).dot(v)": ("dot", "jvp", "directional_derivative"),
-    "per_sample_grads(model).gram()": ("gram", "inner_products", "similarity"),
-    "per_sample_grads(model).weighted_sum(w)": ("weighted_sum", "vjp", "reweight"),
-    "per_sample_grads(model).noise_scale()": ("noise_scale", "gns", "gradient_noise_scale"),
-    "per_sample_grads(model).project(dim)": ("project", "projection", "trak"),
-    "per_sample_jacobian(model, output)": ("jacobian", "jacrev", "ntk", "tangent_kernel"),
-    "clip_grad1_norm_(model, max_norm)": (
-        *("clip", "clip_", "clip_grad_norm", "clip_grad_norm_", "clip_gradients", "clip_per_sample", "ghost_clipping"),
-    ),
-    "private.clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size)": (
-        "noise",
-        "privatize",
-        "dp_step",
-        "dpsgd",
-    ),
-    "integrations.opacus.PrivacyEngine": ("PrivacyEngine", "make_private"),
-    "compute_hess(model, kind='full')": ("hess", "hessian", "ggn", "gauss_newton"),
-    "compute_hess(model, kind='diag')": ("hess_diag", "diag_ggn", "diagonal"),
-    "compute_hess(model, kind='kfac')": ("kfac", "KFAC", "kron"),
-    "curvature.matvec(grads, v)": ("fisher", "fisher_matvec", "ggn_matvec"),
-    "add_hooks(model).accumulate()": ("accumulation", "micro_batches", "no_sync"),
-    "check.check_rows(model, batch, loss, rows)": ("check_grads", "gradcheck"),
+ELSEWHERE = {
+    "compute_grad1(model), which sets param.grad1": ("grad_sample", "grad_batch", "per_sample_gradients", "vmap"),
+    "clip_grad1_norm_(model, max_norm)": ("clip", "clip_grad_norm_"),
+    "per_sample_jacobian(model, output)": ("jacrev", "jacobian", "ntk"),
+    "private.clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size)": ("dpsgd", "privatize"),
+    "compute_hess(model, kind='full')": ("hessian", "ggn"),
+    "compute_hess(model, kind='kfac')": ("kfac", "kron"),
+    "check.check_rows(model, batch, loss, rows)": ("gradcheck",),
 }
-"""{call: names that people try for it, from other libraries, tensors and `PerSampleGrads`}"""
+"""{call: names of other libraries for it}"""
 
 
-def hint(name: str, public: Collection[str]) -> str:
-    """The end of a message about an unknown name: a call or a close name to use instead, or nothing."""
-    if name.startswith("_"):
-        return ""
-    found = _meant(name, MEANT, public)
-    if found is None and (close := get_close_matches(name, [other for names in MEANT.values() for other in names], 1, 0.8)):
-        found = _meant(close[0], MEANT, public)
-    if found is not None and found.startswith("integrations."):  # whose modules are imported one by one
-        module, _, name = found.rpartition(".")
-        return f". Did you mean this: from autograd_hacks.{module} import {name}?"
-    return "" if found is None else f". Did you mean autograd_hacks.{found}?"
+def hint(name: str, public: Collection[str], verbs: Collection[str]) -> str:
+    """The end of a message about an unknown name: a call to use instead, or nothing.
+
+    public: the names that there are    verbs: those of ``per_sample_grads(model)``
+    """
+    calls = {own: call for call, names in ELSEWHERE.items() for own in names}
+    calls |= {verb: f"per_sample_grads(model).{verb}()" for verb in verbs} | {own: own for own in public}
+    close = [] if name.startswith("_") else get_close_matches(name, calls, 1)
+    return f". Did you mean autograd_hacks.{calls[close[0]]}?" if close else ""
 
 
 _LONGEST = 25

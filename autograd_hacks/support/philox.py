@@ -64,18 +64,9 @@ def philox_(counter: Tensor, key: int) -> Tensor:
 
 
 def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers of a shape, of variance 1: 65,536 equally likely numbers in (-√3, √3), none of them 0."""
-    count = torch.Size(shape).numel() * (2 if dtype.is_complex else 1)
-    each = -(-count // 8)  # a word gives two numbers
-    found = torch.empty(4, 2, each, dtype=torch.float32, device=device)
-    for piece in _pieces(each, 1, device):
-        counter = torch.zeros(4, piece.stop - piece.start, dtype=torch.int64, device=device)
-        counter[0] = torch.arange(piece.start, piece.stop, device=device)
-        drawn = philox_(counter, key)
-        found[:, 0, piece], found[:, 1, piece] = drawn & 0xFFFF, drawn >> 16
-    found = found.flatten()[:count].sub_(32767.5).mul_(3**0.5 / 2**15)  # the difference is exact
-    found = torch.view_as_complex(found.view(-1, 2)) if dtype.is_complex else found
-    return found.view(shape).to(dtype)
+    """Normal numbers of a shape, the same on all devices of one kind."""
+    kind, draws = torch.complex64 if dtype.is_complex else torch.float32, torch.Generator(device).manual_seed(key)
+    return torch.randn(tuple(shape), generator=draws, dtype=kind, device=device).to(dtype)
 
 
 def hashed(numbers: Tensor, key: int, size: int) -> tuple[Tensor, Tensor]:

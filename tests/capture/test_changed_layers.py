@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 import torch.nn as nn
-from nets import Between
 from oracle import joined, squares, targets
 from rarely import crossed
-from steps import batch, check, mlp, step
+from steps import batch, check, check_batches, mlp, step
 from twin import Bare
 
 import autograd_hacks
@@ -69,35 +68,6 @@ def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
         autograd_hacks.compute_grad1(model)
     autograd_hacks.add_hooks(model)
     check(model, x)
-
-
-def scaled() -> Between:
-    model = Between(lambda h: h * model.scale)
-    model.scale = nn.Parameter(torch.ones(3))
-    return model
-
-
-def test_a_parameter_that_was_put_in_later() -> None:
-    model, x = scaled(), torch.randn(4, 3)
-    with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        model.scale = nn.Parameter(2 * torch.ones(3))
-        check(model, x)
-        autograd_hacks.add_hooks(model)
-        check(model, x)
-
-
-def test_a_layer_that_was_put_elsewhere() -> None:
-    """Its parameters have other names then."""
-    model, x = Between(lambda h: h), torch.randn(4, 3)
-    with autograd_hacks.add_hooks(model):
-        check(model, x)
-        model.last = nn.Sequential(nn.Tanh(), model.last)
-        for _ in range(2):
-            check(model, x)
-        model.last = nn.Sequential(model.last[1], nn.Tanh())
-        check(model, x)
 
 
 def turned(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +172,4 @@ def test_a_layer_has_the_settings_of_each_call(kind: str, param_grad: bool, monk
     monkeypatch.setitem(RULES, Powered, Rule(single_input(lambda own, x, g: {"weight": Dense(g * x**own.power)})))
     model, x = TWICE[kind]()
     model, x = model.double(), x.double() if x.is_floating_point() else x
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(4):
-            check(model, x)
+    check_batches(model, *[x] * 4, param_grad=param_grad)

@@ -9,7 +9,7 @@ import torch.nn as nn
 from nets import MODELS
 from oracle import squares
 from rarely import crossed
-from steps import assert_right, check
+from steps import assert_right, check, check_batches
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +84,4 @@ def test_rows_of_a_parameter_that_an_index_picks_in_a_checkpoint(kind: str, para
         first=nn.Linear(3, 3),
         table=torch.randn(2, 3, 3),
     ).double()
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples in (4, 4, 1):
-            check(model, torch.randn(samples, 3, dtype=torch.float64))
+    check_batches(model, *(torch.randn(samples, 3, dtype=torch.float64) for samples in (4, 4, 1)), param_grad=param_grad)

@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, step
 from oracle import assert_same, one_loss_at_a_time, squares
-from rarely import crossed, rarely
-from test_derivatives import check_loss, check_step, found, made
+from rarely import crossed
+from test_derivatives import check_loss, found, made
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare
@@ -41,21 +41,6 @@ def test_hooks_of_the_users_on_a_layer(hook: str, late: bool, param_grad: bool) 
 
 
 @PARAM_GRAD
-@pytest.mark.parametrize("name", ["mlp", "norms"])
-def test_layers_that_begin_to_train(name: str, param_grad: bool) -> None:
-    model, x = made(name)
-    for part in list(model)[:2]:
-        part.requires_grad_(False)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(3):
-            _penalty(model, x)
-        model.requires_grad_(True)
-        autograd_hacks.add_hooks(model, param_grad=param_grad)
-        check_step(model, lambda: squares(model(x)))
-        _penalty(model, x)
-
-
-@PARAM_GRAD
 def test_a_weight_that_the_loss_reads(param_grad: bool) -> None:
     model, x = made("mlp")
 
@@ -70,14 +55,6 @@ def test_a_weight_that_the_loss_reads(param_grad: bool) -> None:
         losses().sum().backward()
         with pytest.raises(PerSampleGradientError):
             autograd_hacks.compute_grad1(model, "sum")
-
-
-def test_attention_of_one_tensor_to_itself() -> None:
-    """Which torch projects at once where query, key and value are one; so they are in traces, too."""
-    model, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
-    with autograd_hacks.add_hooks(model):
-        for query, key in ((x, x), (x, x + 1), (x, x)):
-            check_step(model, lambda query=query, key=key: squares(model(query, key, key)[0]))
 
 
 @PARAM_GRAD
@@ -154,31 +131,6 @@ def test_what_is_laid_out_for_each_sample_is_used_again(order: Any, laid_out: An
         for name, p in model.named_parameters():
             if (own := right[name]) is not None:
                 assert (p.grad1 - own).norm() <= (1e-10 if dtype == torch.double else 0.05) * own.norm()
-
-
-def routed(m: nn.Module, x: Tensor) -> Tensor:
-    """Positions go to one of two experts, by the sign of their first number."""
-    rows = x.reshape(-1, 3)
-    out = torch.zeros_like(rows)
-    for n, expert in enumerate(m.experts):
-        at = ((rows[:, 0] > 0) == bool(n)).nonzero()[:, 0]
-        out = out.index_add(0, at, (expert(rows[at]).tanh() @ m.w[n]).sigmoid() * rows[at, :1])
-    return out.view_as(x)
-
-
-@pytest.mark.parametrize("loss", [*LOSSES[:2], *rarely(*LOSSES[2:])])
-@pytest.mark.parametrize("param_grad", [False, *rarely(True)])
-def test_experts_whose_rows_lie_as_samples_do_by_chance(loss: Callable[..., Tensor], param_grad: bool) -> None:
-    """What the first batch's graphs have shown holds for its own routing alone."""
-    model = Bare(routed, experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), w=torch.randn(2, 3, 3))
-    batches = [[[0], [0], [0], [0]], [[0, 1], [], [1], [2]], [[0], [1], [2], [0]], [[], [0, 1, 2], [], [1]]]
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for chosen in batches * 2:  # the positions of each sample that go to the second expert
-            x = torch.randn(4, 3, 3)
-            x[..., 0] = -x[..., 0].abs()
-            for sample, positions in enumerate(chosen):
-                x[sample, positions, 0] *= -1
-            check_loss(model, loss, x)
 
 
 def of_lengths(m: nn.Module, x: Tensor) -> Tensor:

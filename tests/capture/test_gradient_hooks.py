@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
-from steps import check
+from rarely import crossed
+from steps import check, check_batches
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.testing import assert_close
@@ -107,9 +108,7 @@ def hooking(model: Hooked, how: str) -> Iterator[None]:
 OF_MODULES = ("of a module", "before a module", "of all modules", "before all modules")
 
 
-@pytest.mark.parametrize("begins", [0, 3])
-@pytest.mark.parametrize("what", MOVE)
-@pytest.mark.parametrize("how", WAYS)
+@crossed(how=WAYS, what=MOVE, begins=[0, 3])
 def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begins: int) -> None:
     model = Hooked(how)
     with autograd_hacks.add_hooks(model):
@@ -125,15 +124,11 @@ def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begin
             model.change = None
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("what", KEEP)
-@pytest.mark.parametrize("how", WAYS)
+@crossed(how=WAYS, what=KEEP, param_grad=[True, False])
 def test_a_hook_that_works_sample_by_sample_is_followed(how: str, what: str, param_grad: bool) -> None:
     model = Hooked(how)
     model.change = KEEP[what]
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(4):
-            check(model, torch.randn(5, 3).double(), "sum")
+    check_batches(model, *(torch.randn(5, 3).double() for _ in range(4)), loss_type="sum", param_grad=param_grad)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -194,6 +189,28 @@ def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where:
             kept[where].register_hook(lambda g: g.flip(0))
             (squares(kept["out"]) + losses).sum().backward()
             with pytest.raises(SamplesMixed, match=r"lambda.*not sample by sample"):
+                autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("where", ["middle", "first", "at a node"])
+def test_a_hook_that_another_registers_as_the_pass_begins(where: str) -> None:
+    """It is on a tensor that the pass has yet to reach, or on the node where the rows' gradient is taken, after that."""
+    model, kept = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), dict[str, Tensor]()
+    model[1].register_forward_hook(lambda layer, args, out: kept.update(middle=out, first=args[0]))
+
+    def register(g: Tensor) -> None:
+        if where == "at a node":
+            node_of(kept["out"]).register_prehook(lambda grads: (grads[0].flip(0),))
+        else:
+            kept[where].register_hook(lambda g: g.flip(0))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            kept["out"] = model(torch.randn(5, 3).double())
+            loss = squares(kept["out"]).sum()
+            loss.register_hook(register)
+            loss.backward()
+            with pytest.raises(SamplesMixed, match="a hook changes gradient at Addmm" if "node" in where else "lambda"):
                 autograd_hacks.compute_grad1(model, "sum")
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 import torch.nn as nn
-from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
+from derivatives import LOSSES, gradient_penalty, laplacian, rows_of
 from hypothesis import given
-from oracle import assert_same, clipped, joined, one_loss_at_a_time
+from oracle import assert_same, joined, one_loss_at_a_time
 from rarely import crossed
-from steps import batch, check_losses
+from steps import batch, check_hooked
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
 from test_reads import BODIES, Net
@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
+from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.formulas import RULES, Call, Rule
 
 
@@ -44,24 +44,7 @@ def test_a_critic_with_three_forwards(param_grad: bool) -> None:
         (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
         return (critic(made_up) - critic(real)).sum(1) + 10 * (slope.norm(dim=1) - 1).square()
 
-    with autograd_hacks.add_hooks(critic, param_grad=param_grad):
-        for _ in range(3):
-            check_losses(critic, losses)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_training_with_clipped_gradients(param_grad: bool) -> None:
-    model, x = made("convolutions")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(3):
-            optimizer.zero_grad()
-            gradient_penalty(model, x.clone().requires_grad_()).mean().backward()
-            with autograd_hacks.pause_hooks():
-                norms, grads = clipped(rows_of(model, gradient_penalty, x), 1.0, len(x))
-            assert_close(autograd_hacks.clip_grad1_norm_(model, 1.0), norms)
-            assert_close({name: p.grad for name, p in model.named_parameters()}, grads)
-            optimizer.step()
+    check_hooked(critic, *[losses] * 3, param_grad=param_grad)
 
 
 def test_streaming_and_accumulating() -> None:
@@ -80,23 +63,6 @@ def test_streaming_and_accumulating() -> None:
                 laplacian(model, part.clone().requires_grad_()).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_same(found(model), rows)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
-    model, x = made("mlp")
-    given: list[Tensor] = []
-
-    def losses() -> Tensor:
-        handle = model[2].register_forward_hook(lambda layer, args, out: given.append(args[0]))
-        y = model(x)
-        handle.remove()
-        (slope,) = torch.autograd.grad(y.sin().sum(), given.pop(), create_graph=True)
-        return slope.square().sum(1)
-
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(2):
-            check_step(model, losses)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of forward_ad
@@ -155,39 +121,7 @@ def test_nothing_is_left_of_a_step() -> None:
             assert alive() is None or (gc.collect() and alive() is None)
 
 
-# Derivatives without a probe, and those that are refused
-
-
-def test_without_a_probe() -> None:
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, probe=False):
-        check_loss(model, gradient_penalty, x)
-
-
-def test_samples_that_mix_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    with autograd_hacks.add_hooks(model):
-        step(model, gradient_penalty, batch()[0])
-        with pytest.raises(SamplesMixed):
-            autograd_hacks.compute_grad1(model, "sum")
-
-
-# Functions of torch itself, other verbs, and every way to meet the batch
-
-
-def direct(m: nn.Module, x: Tensor) -> Tensor:
-    """torch's own functions where torch.nn.functional has others, and complex numbers."""
-    h = torch.layer_norm(x, (4,), m.scale, m.shift)
-    h = torch.group_norm(h[:, :, None], 2, m.scale, m.shift)[:, :, 0]
-    return m.turn(torch.complex(h, x)).abs()
-
-
-def test_functions_of_torch_itself_and_complex_numbers() -> None:
-    model = Bare(direct, scale=torch.randn(4), shift=torch.randn(4), turn=nn.Linear(4, 2, dtype=torch.complex128)).double()
-    x = torch.randn(3, 4).double()
-    with autograd_hacks.add_hooks(model):
-        for loss in (gradient_penalty, laplacian):
-            check_loss(model, loss, x)
+# Other verbs, and every way to meet the batch
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "attention"])

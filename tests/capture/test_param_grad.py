@@ -95,20 +95,6 @@ def test_attention_keeps_to_the_way_with_gradients() -> None:
             assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_autocast_and_micro_batches() -> None:
-    model, x = two_layers(), torch.randn(6, 4)
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for _ in range(2):
-            with autograd_hacks.accumulate(model):
-                for part in (x[:2], x[2:]):
-                    with torch.autocast("cpu", torch.bfloat16):
-                        out = model(part)
-                    squares(out.float()).mean().backward()
-        autograd_hacks.compute_grad1(model, set_grad=True)
-        assert all(p.grad1.shape[0] == 6 and p.grad1.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-        assert_means(model)
-
-
 def test_a_context_gives_the_contract_back() -> None:
     model, x = two_layers(), torch.randn(3, 4)
     hooks = autograd_hacks.add_hooks(model)

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
 from rarely import crossed
-from steps import check
+from steps import check, check_batches
 from torch import Tensor
 from twin import Bare, check_right
 
@@ -53,17 +53,9 @@ def test_a_part_with_a_bare_parameter(encoder: Callable[[], nn.Module], param_gr
             check(model, x, run=lambda x: model.encoder(x) + model.encoder(2 * x))
 
 
-def test_a_part_of_a_part() -> None:
-    model = whole_net(scaled()).double()
-    with autograd_hacks.add_hooks(model):
-        for n in (4, 3, 1):
-            check(model, torch.randn(n, 4).double(), "sum", run=lambda x: model.encoder.inner(x))
-
-
 def test_a_part_with_time_first() -> None:
     model = whole_net(Bare(lambda m, x: m.layer(x)[0] * m.scale, scale=torch.randn(4), layer=nn.GRU(3, 4))).double()
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.randn(4, 5, 3).double(), run=lambda x: model.encoder(x.transpose(0, 1)).transpose(0, 1))
+    check_batches(model, torch.randn(4, 5, 3).double(), run=lambda x: model.encoder(x.transpose(0, 1)).transpose(0, 1))
 
 
 def test_a_part_that_reads_a_weight_twice() -> None:
@@ -130,6 +122,4 @@ def test_a_loss_that_reads_a_layer_whose_output_is_not_returned(param_grad: bool
 
 def test_the_output_may_be_taken_from_where_it_is_kept() -> None:
     model = keeping()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            check(model, torch.randn(5, 3).double(), run=lambda x: (model(x), model.out)[1])
+    check_batches(model, *(torch.randn(5, 3).double() for _ in range(3)), run=lambda x: (model(x), model.out)[1])

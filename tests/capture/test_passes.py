@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import assert_rows, squares
 from steps import assert_means, assert_right, batch, mlp, step
 from torch import Tensor
 from torch.testing import assert_close
@@ -29,15 +29,6 @@ def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> 
             losses[t].backward(retain_graph=True)
         autograd_hacks.compute_grad1(cell)
         assert_means(cell)
-
-
-def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> None:
-    (x, y), (z, t) = batch(), batch(seed=1)
-    first = squares(model(x), y).mean()
-    first.backward(retain_graph=True)
-    (first + squares(model(z), t).mean()).backward()
-    autograd_hacks.compute_grad1(model)
-    assert_means(model)
 
 
 def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
@@ -69,33 +60,6 @@ def test_two_hooked_models_that_share_layers() -> None:
         assert_means(model)
 
 
-def test_autograd_grad_to_some_parameters_records_those(model: nn.Sequential) -> None:
-    x, y = batch()
-    (expected,) = torch.autograd.grad(squares(model(x), y).mean(), [model[0].weight])
-    autograd_hacks.compute_grad1(model)
-    assert_close(model[0].weight.grad1.mean(0), expected)
-    assert model[0].bias.grad1 is None
-    assert model[2].weight.grad1 is None
-
-    squares(model(x), y).mean().backward(inputs=[model[2].bias])
-    autograd_hacks.compute_grad1(model)
-    assert model[0].weight.grad1 is None
-    assert_close(model[2].bias.grad1.mean(0), model[2].bias.grad)
-
-
-def test_two_forwards_in_one_loss_add(model: nn.Module) -> None:
-    (x, y), (z, _) = batch(), batch(seed=1)
-    (squares(model(x), y) + squares(model(z), y)).mean().backward()
-    autograd_hacks.compute_grad1(model)
-    both = torch.cat([x, z], 1)
-
-    def run(pairs: Tensor) -> Tensor:
-        return torch.cat([model(pairs[:, :3]), model(pairs[:, 3:])], 1)
-
-    expected = one_backward_per_sample(model, lambda out, y: squares(out[:, :2], y) + squares(out[:, 2:], y), both, y, run)
-    assert_rows(model, expected)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module, set_to_none: bool) -> None:
     """As a trainer accumulates gradients, without ``accumulate``."""
@@ -123,16 +87,6 @@ def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module
 
 
 # What a record is and how long it lives: training loops of every kind read the rows they should
-
-
-def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Module) -> None:
-    step(model, *batch())
-    model(batch(7)[0])
-    with torch.no_grad():
-        model(batch(8)[0])
-    with torch.inference_mode():
-        model(batch(9)[0])
-    assert_right(model, *batch())
 
 
 def test_two_models_in_two_threads() -> None:

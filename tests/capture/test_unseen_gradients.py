@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from nets import Choosy
 from oracle import squares
 from steps import assert_right, batch, check, step
@@ -68,14 +67,3 @@ def test_a_stray_gradient_is_remembered_when_passes_are_put_together() -> None:
         parts["right"](h).pow(2).mean().backward()
         with pytest.raises(UnseenGradient, match=r"right\.weight"):
             autograd_hacks.compute_grad1(parts)
-
-
-def test_saliency_under_autocast_is_no_difference() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    x, y = torch.randn(32, 64, requires_grad=True), torch.randint(10, (32,))
-    with autograd_hacks.add_hooks(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        torch.autograd.grad(loss, x, create_graph=True)
-        loss.backward()
-        autograd_hacks.compute_grad1(model)

@@ -134,6 +134,8 @@ PAIRS: dict[str, tuple[Callable[[int], Tensor], int]] = {
         lambda k: torch._foreach_neg([h()])[0] if k else torch._foreach_mul([h()], [eye(0) + 1])[0], 0),
     "index": (lambda k: h()[order(k)], 0),
     "index of columns": (lambda k: h()[:, order(k)], 0),
+    "index of two later axes": (lambda k: (leaf(3, N, N) * 1)[:, order(k), ORDER], 1),
+    "index of two axes apart": (lambda k: (leaf(N, 3, N) * 1)[order(k), :, ORDER], 0),
     "mask of rows": (lambda k: torch.cat([h(), h()])[ASIDE[k]], 0),
     "masked_select": (lambda k: h()[:, 0].repeat(2).masked_select(ASIDE[k]), 0),
     "masked_scatter": (

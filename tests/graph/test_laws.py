@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from one_at_a_time import Leaf
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -164,6 +165,46 @@ def test_nodes_that_write(name: str, dtype: torch.dtype) -> None:
     for label in [At(k, sizes[k] // (2 * inner), inner) for k in (0, 1) for inner in (1, 2) if sizes[k] % (2 * inner) == 0]:
         for found, own in zip(probed(node, [label], 2), owners(node, [label], 2)):
             assert_right(f"{name}, {label}", found, torch.zeros(2, *sizes) if own is None else own)
+
+
+# Of several samples, whether along their axis (MIXED) or to a value without one (SUM).  They differ only in that SUM may be
+# a use of a parameter, so no gradient tells them apart.
+SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]] = {
+    # name: (the operation, the sizes of what it is given, the samples' axis in its output, the labels at its inputs)
+    "softmax over samples": (lambda x: x.softmax(0), [(4, 3)], 0, "MIXED"),
+    "cumsum over samples": (lambda x: x.cumsum(0), [(4, 3)], 0, "MIXED"),
+    "Fourier over samples": (lambda x: torch.fft.fft(x, dim=0), [(4, 3)], 0, "MIXED"),
+    "renorm of columns": (lambda x: x.renorm(2, 1, 1.0), [(4, 3)], 0, "MIXED"),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), [(4, 3), (3,), (3,)], 0, "At SUM SUM"),
+    "layer norm over samples": (lambda x, w, b: F.layer_norm(x, (4, 3), w, b), [(4, 3)] * 3, 0, "MIXED At At"),
+    "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4, 3), (3,), (3,)], 0, "MIXED SUM SUM"),
+    "group norm of samples": (lambda x, w, b: F.group_norm(x, 2, w, b), [(1, 4, 3), (4,), (4,)], 1, "MIXED At At"),
+    "convolution": (F.conv1d, [(4, 2, 5), (3, 2, 3), (3,)], 0, "At SUM SUM"),
+    "convolution along samples": (F.conv1d, [(1, 2, 6), (3, 2, 3), (3,)], 2, "MIXED SUM SUM"),
+    "convolution to samples": (F.conv1d, [(1, 4, 5), (4, 4, 3), (4,)], 1, "MIXED SUM At"),
+    "inverse": (torch.linalg.inv, [(4, 4)], 0, "MIXED"),
+    "solve": (torch.linalg.solve, [(4, 4), (4, 2)], 0, "MIXED MIXED"),
+    "distances": (torch.cdist, [(4, 3), (5, 3)], 0, "At SUM"),
+    "attention": (F.scaled_dot_product_attention, [(1, 1, 4, 3)] * 3, 2, "At MIXED MIXED"),
+    "channel shuffle": (lambda x: torch.channel_shuffle(x, 2), [(1, 4, 2, 2)], 1, "MIXED"),
+    "addmm": (torch.addmm, [(2,), (4, 3), (3, 2)], 0, "SUM At SUM"),
+    "bmm over positions": (torch.bmm, [(2, 4, 3), (2, 3, 2)], 1, "At SUM"),
+    "mv": (torch.mv, [(4, 3), (3,)], 0, "At SUM"),
+    "addition": (torch.add, [(4, 3), (3,)], 0, "At SUM"),
+    "expand": (lambda x: x.expand(4, 3), [(1, 3)], 0, "SUM"),
+    "repeat": (lambda x: x.repeat(4, 1), [(1, 3)], 0, "SUM"),
+    "grid": (lambda x, at: F.grid_sample(x, at, align_corners=True), [(1, 1, 4, 4), (1, 4, 4, 2)], 2, "MIXED At"),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_samples_are_told_along_their_axis_or_not(name: str) -> None:
+    operation, sizes, axis, expected = SEVERAL[name]
+    node: Any = operation(*(torch.randn(own, dtype=torch.float64, requires_grad=True) for own in sizes)).grad_fn
+    outs, kind = [tuple(m.shape) for m in made(node)], kind_of(node)
+    labels = [At(axis), *[None] * (len(outs) - 1)]
+    law = law_of(kind, node, kind.get and kind.get(node), labels, outs, sizes, [False] * len(sizes), 4)
+    assert " ".join("At" if isinstance(label, At) else str(label) for label in law.ins) == expected
 
 
 @pytest.mark.slow

@@ -42,16 +42,6 @@ def test_a_wrong_label_is_seen_and_swapped_samples_in_rows() -> None:
         walk.labels[k] = [At(0)]
 
 
-def test_a_loop_of_a_thousand_cells() -> None:
-    cell = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)]).double()
-    x, h = torch.randn(N, 1000, D).double(), torch.zeros(N, D).double()
-    for t in range(1000):
-        h = torch.tanh(cell[0](x[:, t]) + cell[1](h))
-    _, walk = walk_of([h], N, cell, [x])
-    assert (len(walk.uses), walk.mixes) == (4000, [])
-    assert len({use.node for use in walk.uses}) == 2000
-
-
 def test_a_table_of_positions_is_a_use_though_its_indices_are_made_in_the_forward() -> None:
     words, places, head = nn.Embedding(9, D).double(), nn.Embedding(N, D).double(), nn.Linear(D, 2).double()
     net = nn.ModuleList([words, places, head])
@@ -65,9 +55,8 @@ def test_a_table_of_positions_is_a_use_though_its_indices_are_made_in_the_forwar
 @pytest.mark.parametrize("how", ["index", "embedding", "solve"])
 def test_a_parameter_beside_a_constant_is_read_as_a_table(how: str) -> None:
     """N divides a size of it."""
-    net = nn.ParameterDict({"table": torch.randn(4 * N, 4 * N)}).double()
+    net, x = nn.ParameterDict({"table": torch.randn(4 * N, 4 * N)}).double(), torch.randn(N, 4 * N).double()
     table, ids = net["table"] + 9 * torch.eye(4 * N).double(), torch.randint(0, 4 * N, (N, 40))
-    x = torch.randn(N, 4 * N).double()
     reads = {"index": lambda: table[ids], "embedding": lambda: F.embedding(ids, table)}
     out = reads[how]() if how in reads else torch.linalg.solve(table, x.t()).t()
     assert not walk_of([out], N, net, [ids, x])[1].mixes
@@ -85,6 +74,9 @@ def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
     _, walk = walk_of([out], N, net, [x])
     assert walk.mixes
     assert len(walk.mixed) == 2
+    for axis in (0, 1):  # noise that a parameter scales has no owners, and is none of the parameter's own either
+        _, walk = walk_of([net[0](x) + (torch.randn(N, D).double() * net[1].bias).softmax(axis)], N, net, [x])
+        assert bool(walk.mixes) == (axis == 0)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -1,7 +1,6 @@
 """Private steps: Opacus' own engine, with the same draws and the same noise, gives the same weights and the same epsilon."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -202,9 +201,6 @@ def test_what_it_refuses() -> None:
         trained(PrivacyEngine, conv(), clipping="per_layer")
     with pytest.raises(ValueError, match="'ghost', which is not needed here"):
         trained(PrivacyEngine, conv(), grad_sample_mode="ghost")
-    if importlib.util.find_spec("torchcsprng") is None:
-        with pytest.raises(ModuleNotFoundError, match=r"secure_mode=True.*SecureNoise"):
-            PrivacyEngine(secure_mode=True)
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -21,14 +21,13 @@ from private_steps import (
     training,
 )
 from rarely import crossed
-from steps import check
+from steps import check_batches
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from twin import Bare
 
-import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.private import without_batch_norm
 
@@ -109,8 +108,7 @@ def test_group_norms_have_the_parameters_of_the_batch_norms_that_they_replace() 
     assert_close(made[:9](x), 2 * expected[:9](x))
     assert made[1] is made[4]
     assert made[1].weight is not model[1].weight
-    with autograd_hacks.add_hooks(made, independent=True):
-        check(made, x)
+    check_batches(made, x, independent=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,7 @@ KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
     "several": lambda m, h: torch._foreach_add_([m.seen], [h.mean(0)]),
     "a number": lambda m, h: m.seen.fill_(float(h.mean())),
     "a module's number": lambda m, h: setattr(m, "most", float(h.max())),
+    "an object of a module": lambda m, h: [m.seen.add_(m.box.last), setattr(m.box, "last", h[0])],
     "nothing": lambda m, h: [m.seen.add_(1), setattr(m, "most", m.most + 1)],
 }
 
@@ -284,11 +286,12 @@ def test_what_a_forward_leaves_behind_is_refused_for_one_sample_too(how: str, sa
 
     model: Any = Bare(forward, a=nn.Linear(4, 3))
     model.register_buffer("seen", torch.zeros(3))
+    model.box = SimpleNamespace(last=torch.zeros(3))
     model.frozen, model.most = nn.Parameter(torch.zeros(3), requires_grad=False), 1.0
     with autograd_hacks.add_hooks(model, independent=True):
-        for _ in range(2):
-            backward(model, torch.randn(samples, 4))
-            with nullcontext() if how == "nothing" else pytest.raises(SamplesMixed):
+        for n in range(2):
+            with nullcontext() if how == "nothing" or (n == 0 and "object" in how) else pytest.raises(SamplesMixed):
+                backward(model, torch.randn(samples, 4))
                 step(model)
 
 

@@ -140,7 +140,7 @@ def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
             total, seen = [torch.zeros_like(p) for p in model.parameters()], list[int]()
             for a, b, chosen in batches:
                 private.backward(losses(model, a, b))
-                mark = private._at_hand()
+                mark = private._marks[0]
                 real = chosen[: mark.samples].tolist()
                 seen += real
                 whole = private.step()
@@ -175,21 +175,15 @@ def test_processes_have_the_same_micro_batches_of_different_users(most: int | No
     assert found == sorted(n for own in whole._micro_batches(4) for n in own[1:])
 
 
-def test_a_cut_leaves_each_user_whole() -> None:
-    mark = Mark(0, True, 7, 10, 0.5, 1, (4, 4, 4, 1, 6, 6, 6, 9, 9, 9))
-    cut = mark.cut(4)
-    assert [own.users for own in cut] == [(4, 4, 4, 1), (6, 6, 6, 9), (9, 9)]
-    assert [(own.samples, own.size, own.units, own.is_last) for own in cut] == [
-        (4, 4, 2, False),
-        (3, 4, 1, False),
-        (0, 2, 0, True),
-    ]
-    assert [own.users for own in mark.cut(3)] == [(4, 4, 4), (1,), (6, 6, 6), (9, 9, 9)]
-    with pytest.raises(ValueError, match="a user has more than 2 samples"):
-        mark.cut(2)
-    with pytest.raises(NotImplementedError, match="2 processes share it"):
-        mark._replace(world=2).cut(4)
-    assert mark._replace(world=2).cut(10) == [mark._replace(world=2)]
+def test_the_loader_has_as_many_items_as_its_length_says() -> None:
+    """Also where draws need more micro-batches, so that trainers may skip items."""
+    batches = PoissonBatches(SIZE, 0.5, 6, lambda: 1, lambda: 0, parts=2, most=3)
+    lists = list(batches)
+    assert len(lists) == len(batches) == 12
+    for step in range(6):
+        first, second = lists[2 * step : 2 * step + 2]
+        assert first + second == [x for own in batches._micro_batches(step) for x in own]
+        assert isinstance(second[0], Mark)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

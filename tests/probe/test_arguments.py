@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from oracle import squares
 from rarely import crossed
-from steps import check
+from steps import check, check_batches
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare
@@ -36,8 +36,7 @@ def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
 @pytest.mark.parametrize("samples", [1, 3, 4])
 def test_positions_are_no_samples_even_where_they_are_as_many(samples: int) -> None:
     model = placed()
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(torch.arange(4)[None], x))
+    check_batches(model, torch.randint(9, (samples, 4)), loss_type="sum", run=lambda x: model(torch.arange(4)[None], x))
 
 
 @crossed(kind=[nn.RNN, nn.LSTM, nn.GRU], head=["state", "padded"], counts=[False, True])
@@ -52,8 +51,7 @@ def test_packed_inside_the_model_in_any_order(kind: type[nn.RNNBase], head: str,
     model = Bare(run, rnn=kind(4, 3, batch_first=True), out=nn.Linear(3, 2)).double()
     x, lengths = torch.randn(4, 5, 4).double(), torch.tensor([2, 5, 1, 4])
     x[torch.arange(5) >= lengths[:, None]] = 10
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.arange(4), "sum", lambda n: model(x[n]) if counts else model(x[n], lengths[n]))
+    check_batches(model, torch.arange(4), loss_type="sum", run=lambda n: model(x[n]) if counts else model(x[n], lengths[n]))
 
 
 def test_a_setting_before_the_batch() -> None:

@@ -9,7 +9,7 @@ from mixing import check_refused
 from nets import SequenceFirst
 from oracle import squares
 from rarely import crossed
-from steps import check, check_batches, check_losses, count_forwards
+from steps import check, check_batches, check_hooked, check_losses, count_forwards
 from torch import Tensor
 from twin import Bare
 
@@ -86,8 +86,7 @@ def test_a_tree_of_axes() -> None:
         ((0, 1, None), (x, {"y": y}, mask), {}),
         ({"x": 0, "others": 1}, (), {"x": x, "others": {"y": y}, "mask": mask}),
     ):
-        with autograd_hacks.add_hooks(model, batch_dim=batch_dim):
-            check_losses(model, lambda a=args, k=kwargs: squares(model(*a, **k)))
+        check_hooked(model, lambda a=args, k=kwargs: squares(model(*a, **k)), batch_dim=batch_dim)
     with autograd_hacks.add_hooks(model, batch_dim=(0, 0)), pytest.raises(ValueError, match=r"sizes \{4, 5\}"):
         model(x, {"y": y})
     with autograd_hacks.add_hooks(model, batch_dim=(0,)), pytest.raises(ValueError, match=r"doesn't fit 2 positional"):
@@ -97,15 +96,13 @@ def test_a_tree_of_axes() -> None:
 def test_a_mask_of_n_by_n() -> None:
     model, mask = Pair().double(), torch.randn(4, 4).double()
     x, y = torch.randn(4, 4, 3).double(), torch.randn(4, 4, 3).double()
-    with autograd_hacks.add_hooks(model, batch_dim=(0, 1, None)):
-        check_losses(model, lambda: squares(model(x, {"y": y}, mask)))
+    check_hooked(model, lambda: squares(model(x, {"y": y}, mask)), batch_dim=(0, 1, None))
     encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True).double().eval()
     x = torch.randn(4, 4, 4).double()
     causal = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
     with autograd_hacks.add_hooks(encoder):  # nothing but 0 and -inf is a mask
         check_losses(encoder, lambda: squares(encoder(x, causal)))
-    with autograd_hacks.add_hooks(encoder, batch_dim=(0, None)):
-        check_losses(encoder, lambda: squares(encoder(x, mask)))
+    check_hooked(encoder, lambda: squares(encoder(x, mask)), batch_dim=(0, None))
     with autograd_hacks.add_hooks(encoder):  # whether or not it has a row for each sample, no gradient goes there
         check_losses(encoder, lambda: squares(encoder(x, mask)))
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mixing import MIXING, SIZES, WITHOUT_GRADIENT, AtEnd, check_refused, check_right, data, losses_of, zeroed
-from nets import Between
+from mixing import SIZES, check_right, data, losses_of, zeroed
 from oracle import one_backward_per_sample, squares
-from rarely import rarely
 from steps import check
 from torch import Tensor
 from twin import Bare
@@ -23,19 +21,6 @@ from autograd_hacks.errors import PerSampleGradientError
 
 
 DTYPES = (torch.double, torch.float, torch.bfloat16, torch.float16)
-
-
-@pytest.mark.parametrize("dtype", [DTYPES[1], *rarely(*DTYPES[2:])])
-@pytest.mark.parametrize("what", ["pairs", "attention", "detached", "a gate of 1e-2", "norm"])
-def test_samples_that_mix_in_lower_precision(what: str, dtype: torch.dtype) -> None:
-    for place in (Between, AtEnd):
-        for samples in SIZES:
-            model, x = place(MIXING[what]), data(samples)
-            independent = what in WITHOUT_GRADIENT
-            check_refused(model.to(dtype), *[(x.to(dtype),)] * 2, independent=independent)
-            if dtype != torch.float:
-                auto = torch.autocast("cpu", dtype)
-                check_refused(place(MIXING[what]), *[(x.float(),)] * 2, context=auto, independent=independent)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from nets import BareVector
 from oracle import squares
-from steps import assert_right, check
+from steps import assert_right, check_batches
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import autograd_hacks
@@ -34,9 +34,7 @@ HOOKS: dict[str, Callable[[nn.Module], object]] = {
 def test_hooks_that_change_something_are_a_part_of_the_model(how: str) -> None:
     model = run_again().double()
     HOOKS[how](model[1][0].inside)
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.randn(3, 4).double())
+    check_batches(model, *(torch.randn(3, 4).double() for _ in range(2)))
 
 
 @pytest.mark.parametrize("make", [

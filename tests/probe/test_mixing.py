@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mixing import check_refused, data
+from mixing import check_refused
 from oracle import squares
 from torch import Tensor
 from twin import Bare
@@ -43,18 +43,6 @@ def test_samples_that_mix_at_the_very_end() -> None:
     check_refused(model, (torch.randn(6, 3),), losses=losses, **words)
     model = Bare(lambda m, x: memory.detach_().copy_((z := m.tower(x)) - z.mean(0)), tower=nn.Linear(3, 4))
     check_refused(model, (torch.randn(6, 3),), **words)
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_as_many_features_as_samples_in_one_of_two_outputs(is_shared: bool) -> None:
-    """An output by a way of its own is on another axis than the first only if something shows it."""
-
-    def two(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = m.first(x * 2).tanh()
-        return m.one(h if is_shared else x * 2), m.other(h - h.mean(0))
-
-    model = Bare(two, one=nn.Linear(3, 3), first=nn.Linear(3, 3), other=nn.Linear(3, 3)).double()
-    check_refused(model, (data(3),), (data(3),), error=SamplesMixed)
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])

@@ -12,7 +12,7 @@ import torch.nn as nn
 from mixing import check_refused, data
 from oracle import squares
 from rarely import crossed
-from steps import check
+from steps import check, check_batches
 from torch import Tensor
 from twin import Bare
 
@@ -121,9 +121,7 @@ def test_an_object_between_modules(kind: str) -> None:
         encoder=net(OBJECTS[kind]),
         head=Bare(lambda m, x: m.out(read(x) + m.shift).tanh(), out=nn.Linear(2, 2), shift=torch.randn(2)),
     ).double()
-    with autograd_hacks.add_hooks(model):
-        for n in (4, 5):
-            check(model, torch.randn(n, 3).double())
+    check_batches(model, *(torch.randn(n, 3).double() for n in (4, 5)))
 
 
 @crossed(kind=RECORDS, bare=[False, True], axes=[0, "tree"])

@@ -72,6 +72,10 @@ def by_degree(h: Tensor, e: Tensor) -> Tensor:
     return root[e[0]] * root[e[1]]
 
 
+def by_count(h: Tensor, e: Tensor) -> Tensor:
+    return torch.repeat_interleave(torch.bincount(e[1], minlength=len(h)))
+
+
 APART: dict[str, Callable[..., Tensor]] = {
     "sums": lambda m, h, e, g, n: pooled(h, g, n),
     "means of neighbours": lambda m, h, e, g, n: mean_of(h + passed(h, e).relu(), g, n),
@@ -84,6 +88,10 @@ APART: dict[str, Callable[..., Tensor]] = {
     "a norm of each graph": lambda m, h, e, g, n: mean_of((h - mean_of(h, g, n)[g]).square(), g, n),
     "a norm of nodes": lambda m, h, e, g, n: mean_of(F.layer_norm(h, (WIDTH,)), g, n),
     "neighbours without a gradient": lambda m, h, e, g, n: mean_of(h * passed(h.detach(), e), g, n),
+    "nodes as often as they have neighbours": lambda m, h, e, g, n: pooled(h[by_count(h, e)], g[by_count(h, e)], n),
+    "nodes in another shape": lambda m, h, e, g, n: mean_of(
+        F.pad(h.detach().view(len(h), 2, 2).flatten(1), (0, 1))[:, 1:] * h, g, n
+    ),
 }
 MIXED: dict[str, Callable[..., Tensor]] = {
     "a mean of all nodes": lambda m, h, e, g, n: mean_of(h - h.detach().mean(0), g, n),
@@ -258,6 +266,8 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
     "a product of features": lambda h: (h[:, :, None] * h[:, None]).sum(2),
     "windows": lambda h: h.unfold(0, 1, 1)[..., 0],
     "a loop": lambda h: torch.stack([*h]),
+    "strided": lambda h: h.contiguous().as_strided((6, WIDTH), (WIDTH, 1)),
+    "losses of classes": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH, reduction="none")[:, None] * h,
     "routed": lambda h: h.new_zeros(h.shape).index_add(0, *_above(h)),
 }
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -275,6 +285,8 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "the first of those routed": lambda h: h + _above(h)[1][:1].sum(0),
     "how many were routed": lambda h: h * len(_above(h)[0]),
     "one for all": lambda h: h[:1].expand_as(h) + h,
+    "the first, strided": lambda h: h.contiguous().as_strided((6, WIDTH), (0, 1)),
+    "a loss of all": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH) * h,
 }
 
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 from mixing import check_refused
 from oracle import squares, targets
 from rarely import crossed
-from steps import check, check_losses
+from steps import check, check_batches, check_hooked, check_losses
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 from twin import Bare
@@ -66,9 +66,7 @@ def test_a_recurrent_layer_of_ones_own_on_packed_sequences(lengths: list[int], h
     """Its batch shrinks with time."""
     model, x = sequences(steps(gated=gated), head), torch.randn(len(lengths), 5, 3).double()
     pack = packed_of(x, torch.tensor(lengths))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.arange(len(x)), run=lambda n: model(pack(n)))
+    check_batches(model, *(torch.arange(len(x)) for _ in range(2)), run=lambda n: model(pack(n)))
 
 
 @crossed(head=["last", "padded", "rows"], gated=[False, True])
@@ -137,8 +135,7 @@ def test_a_list_of_whole_batches() -> None:
         scale=torch.randn(2),
     ).double()
     x, y = torch.randn(4, 3).double(), torch.randn(4, 5).double()
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.arange(4), run=lambda n: model([x[n], y[n]]))
+    check_batches(model, torch.arange(4), run=lambda n: model([x[n], y[n]]))
 
 
 # A part of the batch
@@ -189,8 +186,6 @@ def test_heads_that_the_place_in_the_batch_chooses(how: str, samples: int) -> No
         out = model(x)
         return squares(torch.cat(out) if isinstance(out, tuple) else out, targets(samples))
 
-    with autograd_hacks.add_hooks(model):
-        check_losses(model, losses)
+    check_hooked(model, losses)
     model.way = "where"
-    with autograd_hacks.add_hooks(model):
-        check(model, x)
+    check_batches(model, x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mixing import check_refused, data
 from oracle import squares
 from rarely import crossed
-from steps import check, check_losses
+from steps import check, check_batches, check_losses
 from torch import Tensor
 from twin import Bare
 
@@ -91,9 +91,7 @@ def test_parameters_of_the_users_own_kind(kind: type[Tensor], made: Callable[[],
         if hasattr(module, name):
             old = getattr(module, name).detach()
             setattr(module, name, kind(old) if kind is OwnParameter else nn.Parameter(old.as_subclass(kind)))
-    with autograd_hacks.add_hooks(model):
-        for n in (4, 3):
-            check(model, torch.randn(n, 3).double(), run=lambda x: model(x).as_subclass(Tensor))
+    check_batches(model, *(torch.randn(n, 3).double() for n in (4, 3)), run=lambda x: model(x).as_subclass(Tensor))
 
 
 # Sparse ones
@@ -141,8 +139,7 @@ def test_mixing_behind_a_sparse_input(layout: str) -> None:
 @pytest.mark.parametrize("bare", [False, True])
 def test_sparse_outputs(bare: bool) -> None:
     model = Bare(lambda m, x: m.inner(x).to_sparse(), inner=net(bare))
-    with autograd_hacks.add_hooks(model):
-        check(model, data(4), run=lambda x: model(x).to_dense())
+    check_batches(model, data(4), run=lambda x: model(x).to_dense())
 
 
 # Nested ones

@@ -157,19 +157,3 @@ def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple
             autograd_hacks.compute_grad1(model)
             assert_rows(model, one_backward_per_sample(plain, squares, x))
             model.zero_grad()
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_a_weight_used_alike_in_a_penalty(samples: int) -> None:
-    """A product with parameters only, which is returned too, doesn't count as the same product with the batch."""
-
-    model = learnt(lambda m, x, query: (by_steps(m, x, query), (m.query[:, 0] @ m.u).square().sum()))
-    plain, x = learnt(by_steps), data(samples, 5, 4)
-    plain.load_state_dict(model.state_dict())
-    with autograd_hacks.add_hooks(model):
-        for _ in range(3):
-            out, penalty = model(x)
-            (squares(out).mean() + penalty).backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(plain, squares, x))
-            model.zero_grad()

@@ -1,7 +1,6 @@
 """Losses of several calls of one model, whose graphs lead into each other: by arguments, and by what modules keep."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import UnseenGradient
 
 Program = Callable[["Net", Tensor], Tensor]
 
@@ -142,31 +140,6 @@ def test_numbers_behind_additions(how: Callable[[Tensor], Tensor], samples: int,
     model = Bare(lambda m, x: m.last((how(m.eps) * m.first(x)).tanh()),
                  eps=torch.tensor(0.1), first=nn.Linear(4, 4), last=nn.Linear(4, 3)).double()  # fmt: skip
     check_batches(model, *(torch.randn(samples, 4, dtype=torch.float64) for _ in range(3)), param_grad=param_grad)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-@pytest.mark.parametrize("begins", [0, 2])
-def test_a_penalty_on_a_view_that_the_forward_has_made(begins: int, param_grad: bool) -> None:
-    """It comes to the parameter by a node of the forward, but not through its outputs.
-
-    If every step has it, the first refusal is no proof for later steps."""
-    views = list[Tensor]()
-
-    def seen(m: Any, x: Tensor) -> Tensor:
-        views[:] = [m.weight.t()]
-        return (x @ views[0]).tanh()
-
-    model, x = Bare(seen, weight=torch.randn(3, 4)).double(), torch.randn(3, 4, dtype=torch.float64)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for step in range(5):
-            model.zero_grad()
-            loss = squares(model(x)).mean()
-            (loss + views[0].square().sum() if step >= begins else loss).backward()
-            if step >= begins:
-                with pytest.raises(UnseenGradient):
-                    autograd_hacks.compute_grad1(model)
-            else:
-                autograd_hacks.compute_grad1(model)
 
 
 def test_gradients_of_an_output_at_another() -> None:

@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 from rarely import rarely
-from steps import check
+from steps import check_batches
 from torch import Tensor
 from twin import Bare
-
-import autograd_hacks
 
 CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell}
 
@@ -55,5 +53,4 @@ def residual(depth: int) -> nn.Module:
 def test_unrolled_cells(kind: str, chosen: bool, steps: int) -> None:
     torch.manual_seed(0)
     model = residual(steps) if kind == "residual" else unrolled(kind, chosen)
-    with autograd_hacks.add_hooks(model.double()):
-        check(model, torch.randn(3, steps, 2, dtype=torch.float64))
+    check_batches(model.double(), torch.randn(3, steps, 2, dtype=torch.float64))

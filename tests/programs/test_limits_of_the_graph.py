@@ -26,30 +26,6 @@ def weights() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@crossed(where=["relu", "mask", "hinge"], living=[0, 1, 2])
-def test_few_samples_alive_at_first(where: str, living: int) -> None:
-    """Then all of a sum over samples is somebody's, too."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        h = (x[:, 1:] @ (m.a[:2] + m.b.mT[:, :4] * 0.1)) * m.scale
-        if where == "relu":
-            h = (h.square() * x[:, :1].clamp(min=0)).relu()
-        elif where == "mask":
-            h = h * (x[:, :1] > 0)
-        else:
-            return (x[:, 0] * (1 + (h @ m.w).square().sum(1))).clamp(min=0)
-        return h.cumsum(1) @ m.w
-
-    def batch(alive: int) -> Tensor:
-        x = torch.randn(5, 3)
-        x[:, 0] = -1 - torch.rand(5)
-        x[torch.randperm(5)[:alive], 0] = 1 + torch.rand(1)
-        return x
-
-    own = {name: x for name, x in weights().items() if name != "c"}
-    check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
-
-
 @pytest.mark.parametrize("layers", [True, False])
 def test_an_expert_that_one_sample_reaches(layers: bool) -> None:
     def how(m: Bare, x: Tensor) -> Tensor:
@@ -92,19 +68,6 @@ def test_a_grid_of_as_many_points_as_samples(given: bool) -> None:
     check_right(model, *[(torch.randn(n, 3),) for n in (4, 4, 3, 4, 1, 8)])
 
 
-@crossed(made=["buffer", "here", "of ones"], samples=[3, 4, 6])
-def test_a_mask_on_a_weight(made: str, samples: int) -> None:
-    """As many rows as samples or a divisor of them, and no data."""
-
-    def how(m: Bare, x: Tensor) -> Tensor:
-        mask = m.mask if made == "buffer" else torch.rand(3, 4).bernoulli() if made == "here" else torch.ones(3, 4).triu()
-        return (x @ (m.a * mask)).tanh() * m.scale
-
-    model = Bare(how, a=torch.randn(3, 4), scale=torch.randn(4))
-    model.register_buffer("mask", torch.rand(3, 4).bernoulli())
-    check_right(model, *[(torch.randn(samples, 3),) for _ in range(2)])
-
-
 DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]] = {
     "one-hot": (lambda m, x, ids: F.one_hot(ids, 5).double() @ m.table * m.scale, {}),
     "one-hot of words": (lambda m, x, ids: F.one_hot(ids, 5).double().unsqueeze(1) @ m.table * m.scale, {}),
@@ -138,64 +101,6 @@ def test_data_without_a_gradient(what: str, samples: int) -> None:
         check_refused(model, *batches, may_be_right=True)
     else:
         check_right(model, *batches)
-
-
-# Branches that bring no gradient at first: behind a factor of zero, or for samples that none are left of
-
-
-def by_token(m: Any, x: Tensor) -> Tensor:
-    """Rows of the tokens that are chosen, so many for each sample."""
-    chosen = x > -0.3
-    chosen[:, 0] = True
-    h = m.inner(m.token(x[chosen][:, None]).tanh())
-    return torch.zeros(len(x), 4).index_add(0, torch.where(chosen)[0], h)
-
-
-def time_first(m: Any, x: Tensor) -> Tensor:
-    return m.inner(m.token(x.t().reshape(-1, 1)).tanh()).view(6, len(x), 4).sum(0)
-
-
-def sorted_samples(m: Any, x: Tensor) -> Tensor:
-    order = x[:, 0].argsort()
-    h = m.inner(m.token(x[order].reshape(-1, 1)).tanh()).view(len(x), 6, 4).sum(1)
-    return h[order.argsort()]
-
-
-def at_a_node(m: Any, x: Tensor) -> Tensor:
-    return (x.t().reshape(-1, 1) * m.scale).tanh().view(6, len(x), 4).sum(0)
-
-
-@crossed(branch=[by_token, time_first, sorted_samples, at_a_node], opens=[2, 3, 5])
-def test_a_gate_that_opens_is_never_read_by_guess(branch: Callable[..., Tensor], opens: int) -> None:
-    def run(model: Any, x: Tensor, gate: float) -> Tensor:
-        model.gate = gate
-        return squares(model(x))
-
-    model = Bare(
-        lambda m, x: m.base(x) + m.gate * branch(m, x),
-        token=nn.Linear(1, 4), inner=nn.Linear(4, 4), base=nn.Linear(6, 4), scale=torch.randn(4),
-    )  # fmt: skip
-    check_right(model, *[(torch.randn(5, 6), float(step >= opens)) for step in range(1, 8)], run=run)
-
-
-@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
-def test_exits_at_which_nobody_leaves(sure: float) -> None:
-    """Samples leave at the first exit that is sure of them."""
-
-    def leaving(m: Any, x: Tensor) -> Tensor:
-        out, left = torch.zeros(len(x), 3), torch.arange(len(x))
-        for n, (layer, leave) in enumerate(zip(m.layers, m.exits)):
-            x = layer(x).tanh()
-            y = leave(x)
-            done = (y.detach().amax(1) > sure) | (n == 3)
-            out = out.index_copy(0, left[done], y[done])
-            x, left = x[~done], left[~done]
-            if not len(left):
-                break
-        return out
-
-    layers, exits = (nn.ModuleList([nn.Linear(6, size) for _ in range(4)]) for size in (6, 3))
-    check_right(Bare(leaving, layers=layers, exits=exits), *[(torch.randn(5, 6),) for _ in range(6)])
 
 
 @pytest.mark.parametrize("picked", [([0, 3], [], [2], [0, 1, 2, 3, 4], []), ([],)])
@@ -260,34 +165,6 @@ def hyper(m: Bare, x: Tensor) -> Tensor:
     return own @ m.of_all(m.code).view(4, 2)
 
 
-def solver(m: Bare, x: Tensor) -> Tensor:
-    """Of an ordinary differential equation."""
-
-    def slope(t: Tensor, x: Tensor) -> Tensor:
-        return m.net(torch.cat([x, t.expand(len(x), 1)], 1)) * m.rate
-
-    t, h = torch.zeros(1, 1, dtype=x.dtype), 0.25
-    for _ in range(3):
-        one = slope(t, x)
-        x, t = x + h * slope(t + h / 2, x + h / 2 * one), t + h
-    return x
-
-
-def ponder(m: Bare, x: Tensor) -> Tensor:
-    """Each sample stops when it is sure."""
-    h, out, alive = x, torch.zeros_like(x), torch.ones(len(x), dtype=torch.bool)
-    for _ in range(5):
-        rows = alive.nonzero()[:, 0]
-        if not len(rows):
-            break
-        own = (m.cell(h[rows]) * m.scale).tanh()
-        h = h.index_copy(0, rows, own)
-        stop = m.halt(own)[:, 0] > 0.2
-        out = out.index_add(0, rows, own * m.halt(own).sigmoid())
-        alive = alive.index_put((rows[stop],), torch.tensor(False))
-    return out
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
@@ -298,12 +175,6 @@ PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[st
     ),
     "a hypernetwork": (
         hyper, lambda: {"of_sample": nn.Linear(3, 8), "of_all": nn.Linear(2, 8), "code": normal(2)}, (4, 4, 4),
-    ),
-    "a solver": (
-        solver, lambda: {"net": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "rate": normal()}, (4, 4, 4),
-    ),
-    "an early exit": (
-        ponder, lambda: {"cell": nn.Linear(3, 3), "halt": nn.Linear(3, 1), "scale": normal(3)}, (6, 6, 6, 6, 6),
     ),
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Sums of rows are compared as gradients arrive, and none is kept for that; what is wrong is told when rows are read."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -9,9 +8,6 @@ import torch.nn as nn
 from mixing import check_refused
 from oracle import squares
 from steps import at_most, batch, check, mlp
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
@@ -45,41 +41,6 @@ def test_a_penalty_in_one_of_several_passes_is_told_at_reading(penalised: int, a
                 (losses.mean() + penalty).backward(retain_graph=True)
         with pytest.raises(UnseenGradient, match=r"2\.weight: the rows don't add up"):
             autograd_hacks.compute_grad1(model)
-        check(model, x)
-
-
-class Penalty(torch.autograd.Function):
-    """Brings a parameter gradient that belongs to no sample."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones(4, 4, dtype=grad.dtype)
-
-
-@pytest.mark.parametrize("penalised", [None, 0, 1, 2])
-def test_gradient_that_arrives_more_than_once_in_a_pass_is_compared(penalised: int | None) -> None:
-    first, shared, last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def part(h: Tensor, number: int) -> Tensor:
-        h = shared(h).tanh()
-        return Penalty.apply(h, shared.weight) if number == penalised else h
-
-    def run(m: nn.Module, x: Tensor) -> Tensor:
-        h = first(x)
-        for number in range(3):
-            h = checkpoint(part, h, number, use_reentrant=False)
-        return last(h)
-
-    model, x = Bare(run, first=first, shared=shared, last=last).double(), batch()[0]
-    if penalised is not None:
-        says = r"shared\.weight: the rows don't add up"
-        check_refused(model, (x,), error=UnseenGradient, match=says, probe=False)
-        return
-    with autograd_hacks.add_hooks(model, probe=False):
         check(model, x)
 
 

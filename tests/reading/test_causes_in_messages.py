@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from steps import check_losses
+from steps import check_hooked, check_losses
 from torch import Tensor
 from twin import Bare
 
@@ -21,8 +21,7 @@ def test_packed_samples() -> None:
     graph = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError, match=r"pack samples.*batch_dim=None"):
         autograd_hacks.backward(model(x, graph).square().sum(1))
-    with autograd_hacks.add_hooks(model, batch_dim=None):
-        check_losses(model, lambda: model(x, graph).square().sum(1))
+    check_hooked(model, lambda: model(x, graph).square().sum(1), batch_dim=None)
 
 
 class Operator(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Product
 from oracle import squares
-from steps import check, mlp
+from steps import check, check_batches, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
@@ -148,8 +148,7 @@ class Scaled(torch.autograd.Function):
 def test_a_function_in_whose_gradient_terms_cancel() -> None:
     """What a norm layer is given may be scaled by any number: that number's gradient is rounding."""
     model = Bare(lambda m, x: m.norm(Scaled.apply(x, m.s)), s=torch.tensor(0.3), norm=nn.LayerNorm(3, eps=1e-12)).double()
-    with autograd_hacks.add_hooks(model):
-        check(model, torch.randn(8, 3).double())
+    check_batches(model, torch.randn(8, 3).double())
 
 
 def _double(p: Tensor) -> None:

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from one_graph import data
 from oracle import squares
 from rarely import crossed
-from steps import check, check_losses
+from steps import check, check_batches, check_losses
 from torch import Tensor
 from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.graph.label import At, Entries, entries
+from autograd_hacks.reading.reader import label_of, layout_of
 
 
 def two_layers(how: Callable[..., Any], features: int = 4, **more: Any) -> Bare:
@@ -55,17 +57,6 @@ def test_an_output_that_begins_in_a_later_step_is_refused_if_samples_mix(kind: s
         autograd_hacks.compute_grad1(model, "sum")
 
 
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_an_output_that_begins_in_a_later_step_is_read(param_grad: bool) -> None:
-    model = Bare(
-        lambda m, x: (m.last(h := m.first(x)), *([m.last(h.flip(1))] if m.begun else [])),
-        first=nn.Linear(4, 4), last=nn.Linear(4, 4), begun=False,
-    ).double()  # fmt: skip
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for model.begun in (False, False, True, False, True):
-            check(model, data(4, 4))
-
-
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
@@ -84,9 +75,7 @@ def test_a_weight_of_as_many_rows_as_samples_is_no_output_of_samples(kind: str, 
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples in (4, 3, 1, 4, 4):
-            check(model, data(samples, 4), run=run)
+    check_batches(model, *(data(samples, 4) for samples in (4, 3, 1, 4, 4)), run=run, param_grad=param_grad)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -127,3 +116,16 @@ def test_a_scale_that_is_used_and_returned_in_a_batch_of_one(param_grad: bool) -
             losses(x).sum().backward()
             with pytest.raises(SamplesMixed, match="output number 1"):
                 autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("label", [At(0), At(1), At(0, 1, 5), At(1, 5, 1), At(0, 5, 2)])
+def test_a_layout_has_the_samples_where_its_label_has_them(label: At) -> None:
+    shape = [label.outer * 3 * label.inner if axis == label.dim else 2 for axis in (0, 1)]
+    layout, whose = layout_of(label, shape, 3), entries(label, shape, 3).expand(shape)
+    if min(label.outer, label.inner) > 1:
+        assert layout is None
+        return
+    assert layout is not None
+    assert label_of(layout, shape, 3) == label
+    assert [set(own.flatten().tolist()) for own in layout.samples_first(whose, 3)] == [{0}, {1}, {2}]
+    assert layout_of(Entries(whose), shape, 3) is None

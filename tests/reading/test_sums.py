@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -78,34 +77,6 @@ def test_a_converged_model_on_raw_features_is_read(size: float, bias: bool) -> N
             alone = one_backward_per_sample(model, lambda out, y: (out[:, 0] - y).square(), x, y)
         assert_rows(model, alone)
         autograd_hacks.verify(model)
-
-
-# What begins after the first step
-
-
-def grows() -> nn.Module:
-    """Does more from some forward on, of the ``.now`` that is set from outside."""
-    return Bare(
-        lambda m, x: m.out(m.inside(m.embed(x).mT).mT if m.now else m.embed(x)),
-        embed=nn.Embedding(7, 4), inside=nn.Conv1d(4, 4, 1), out=nn.Linear(4, 4), now=False,
-    ).double()  # fmt: skip
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("begins", [1, 2, 5, 9])
-def test_a_wrong_rule_that_is_reached_later_is_compared_then(
-    begins: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong_by(1.0009, nn.Conv1d, monkeypatch)
-    model, x = grows(), torch.randint(7, (5, 3))
-    with autograd_hacks.add_hooks(model):
-        for n in range(begins + 2):
-            model.now = n >= begins
-            model.zero_grad()
-            if not streamed:
-                autograd_hacks.backward(squares(model(x)))
-            with pytest.raises(PerSampleGradientError) if model.now else nullcontext():
-                norms(model, lambda: squares(model(x))) if streamed else autograd_hacks.compute_grad1(model)
 
 
 # Streamed

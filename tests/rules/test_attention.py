@@ -5,11 +5,9 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import squares
-from steps import check, check_losses
+from steps import check_batches, check_hooked
 from torch import Tensor
 from twin import Bare
-
-import autograd_hacks
 
 
 @st.composite
@@ -71,8 +69,7 @@ def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
         )  # fmt: skip
         return squares(order(out) if weights is None else (order(out), weights))
 
-    with autograd_hacks.add_hooks(layer):
-        check_losses(layer, losses)
+    check_hooked(layer, losses)
 
 
 def test_an_appended_key_without_ordinary_gradients() -> None:
@@ -81,6 +78,4 @@ def test_an_appended_key_without_ordinary_gradients() -> None:
         inner=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
         out=nn.Linear(4, 2),
     ).double()
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for _ in range(3):
-            check(model, torch.randn(4, 5, 4).double())
+    check_batches(model, *(torch.randn(4, 5, 4).double() for _ in range(3)), param_grad=False)

@@ -44,8 +44,7 @@ def test_bags_with_offsets(mode: str, padding_idx: int | None, include_last_offs
 def test_weighted_bags_in_two_dimensions() -> None:
     layer, weights = nn.EmbeddingBag(4, 2, mode="sum", dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     index = torch.randint(4, (3, 5))
-    with autograd_hacks.add_hooks(layer):
-        check(layer, torch.arange(3), "sum", lambda n: layer(index[n], per_sample_weights=weights[n]))
+    check_batches(layer, torch.arange(3), loss_type="sum", run=lambda n: layer(index[n], per_sample_weights=weights[n]))
 
 
 @pytest.mark.parametrize(
@@ -54,16 +53,6 @@ def test_weighted_bags_in_two_dimensions() -> None:
 def test_gradients_scaled_by_the_batchs_frequencies_are_refused(layer: nn.Module) -> None:
     says = r"the model itself \(Embedding.*scale_grad_by_freq=False"
     check_refused(layer, (torch.tensor([[0, 1], [1, 1]]),), error=SamplesMixed, match=says)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_sparse_embedding_has_dense_rows() -> None:
-    layer = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
-    index = torch.tensor([[0, 1], [1, 1], [4, 0]])
-    with autograd_hacks.add_hooks(layer):
-        layer(index).sum().backward()
-        autograd_hacks.compute_grad1(layer, "sum")
-        torch.testing.assert_close(layer.weight.grad1.sum(0), layer.weight.grad.to_dense())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

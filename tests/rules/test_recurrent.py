@@ -5,7 +5,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import squares
-from steps import assert_means, check_losses
+from steps import assert_means, check_hooked
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
@@ -45,8 +45,7 @@ def test_recurrent_layers(layer: nn.RNNBase, samples: int, steps: int, with_stat
         ends = [part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,))]
         return squares({"all": (out, *ends), "sequence": out, "last": ends[-1]}[used])
 
-    with autograd_hacks.add_hooks(layer):
-        check_losses(layer, losses)
+    check_hooked(layer, losses)
 
 
 @given(recurrents(), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans(), st.booleans())
@@ -60,8 +59,7 @@ def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool
         padded, _ = pad_packed_sequence(out, batch_first=True)
         return squares((padded, *(part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,)))))
 
-    with autograd_hacks.add_hooks(layer):
-        check_losses(layer, losses)
+    check_hooked(layer, losses)
 
 
 def test_truncated_backpropagation_through_time() -> None:

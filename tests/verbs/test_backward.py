@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
 from rarely import crossed
-from steps import assert_right, batch, check_losses
+from steps import assert_right, batch, check_hooked, check_losses
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare, check_right
@@ -67,8 +67,7 @@ def test_what_is_assumed_of_a_loss_is_said_once_a_kind_of_loss_and_losses_need_n
     said = "autograd_hacks: no loss_type was given, so the loss is assumed to be the mean of the samples'"
     model = _net()
     if losses is not None:
-        with autograd_hacks.add_hooks(model):
-            check_losses(model, lambda: losses(model(x), y))
+        check_hooked(model, lambda: losses(model(x), y))
     for param_grad in (True, False):
         model, told, (other, _) = _net(), list[str](), UNITS["a sum" if name == "loss / K" else "loss / K"]
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -187,23 +186,6 @@ def returning() -> nn.Module:
         log_scale=torch.zeros(4).double(),
         weight=torch.eye(4).double(),
     )
-
-
-def test_uses_of_returned_parameters_that_begin() -> None:
-    def losses(model: nn.Module, x: Tensor, number: int) -> Tensor:
-        out, log_scale, weight = model(x)
-        found = squares(out)
-        if number > 0:
-            found = found + squares(out * log_scale.exp())
-        if number > 1:
-            found = found + squares(torch.tanh(out) @ weight)
-        if number > 2:
-            x = x.requires_grad_()
-            out, log_scale, weight = model(x)
-            found = found + _slope((out * log_scale.exp()) @ weight, x).square().sum(1)
-        return found
-
-    check_right(returning(), *[(x, number) for number, x in enumerate(_batches())], run=losses, total="each")
 
 
 def test_returned_parameters_in_two_passes_of_one_graph() -> None:

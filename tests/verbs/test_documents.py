@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, joined
-from packed import Packed, batch, hooked, losses
+from packed import Packed, batch, hooked, losses, rows_of
 from refused import check_each
 from steps import assert_means
 from torch import Tensor
@@ -16,21 +16,6 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedLayer
-
-
-def one_by_one(
-    model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor], **options: bool
-) -> dict[str, Tensor]:
-    """One backward pass for each document, which the model is given alone."""
-    rows = []
-    with autograd_hacks.pause_hooks():
-        for n in range(samples):
-            begin = 0
-            for length in lengths:
-                own = [x[n : n + 1, begin : begin + length] for x in given]
-                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters()), **options))
-                begin += length
-    return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
 
 
 @pytest.mark.parametrize("settings", [{}, {"param_grad": False}])
@@ -43,7 +28,7 @@ def test_rows_are_those_of_documents_alone(samples: int, lengths: list[int], set
         given = batch(samples, lengths)
         losses(model, *given).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
-        rows = one_by_one(model, samples, lengths, given)
+        rows = rows_of(model, lengths, losses, *given)
         assert_close(grads.dense(), rows)
         flat = joined(rows)
         assert_close(grads.norms(), flat.norm(dim=1))
@@ -61,7 +46,7 @@ def test_documents_of_other_lengths_in_each_step_and_a_mean_over_their_losses() 
         model.zero_grad()
         autograd_hacks.backward(of_documents)
         autograd_hacks.compute_grad1(model)
-        rows = one_by_one(model, 2, lengths, given)
+        rows = rows_of(model, lengths, losses, *given)
         assert_rows(model, rows)
         assert_means(model)
         autograd_hacks.clip_grad1_norm_(model, 0.5)
@@ -109,7 +94,7 @@ def test_padding_belongs_to_no_document(lengths: list[int]) -> None:
         model.zero_grad()
         (losses(model, *given) * (given[0] != 0)).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
-        rows = one_by_one(model, 2, [3, length - 3], [x[:, :length] for x in given]) if length else {}
+        rows = rows_of(model, [3, length - 3], losses, *(x[:, :length] for x in given)) if length else {}
         expected = {name: rows.get(name, p.new_zeros(0, *p.shape)) for name, p in model.named_parameters()}
         assert_close(grads.dense(), expected)
         assert grads.norms().shape == (4 if length else 0,)
@@ -138,7 +123,7 @@ def test_over_a_loader_of_packed_batches() -> None:
         return torch.zeros(int(whose.max()) + 1).double().index_add(0, whose, losses(model, *given).flatten())
 
     norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms)
-    rows = [one_by_one(model, 2, [3, 2], batches[0]), one_by_one(model, 1, [1, 4, 2], batches[1])]
+    rows = [rows_of(model, [3, 2], losses, *batches[0]), rows_of(model, [1, 4, 2], losses, *batches[1])]
     assert_close(norms, torch.cat([joined(own).norm(dim=1) for own in rows]))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import Rows, assert_rows
-from steps import check_losses
+from steps import check_hooked
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from twin import Bare
@@ -66,6 +66,4 @@ def test_padded_text_that_is_packed(lengths: list[int]) -> None:
 
     model = Bare(read, table=nn.Embedding(11, 4), run=nn.GRU(4, 5, batch_first=True), last=nn.Linear(5, 3)).double()
     ids = torch.randint(11, (len(lengths), max(lengths)))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check_losses(model, lambda: model(ids).square().sum(1))
+    check_hooked(model, *[lambda: model(ids).square().sum(1)] * 2)

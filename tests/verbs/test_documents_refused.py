@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from packed import WIDTH, Packed, batch, hooked, losses
-from test_documents import one_by_one
+from packed import WIDTH, Packed, batch, hooked, losses, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -161,7 +160,7 @@ def test_products_of_positions_laid_end_to_end() -> None:
     losses(model, *given).sum().backward()
     grads = autograd_hacks.per_sample_grads(model, "sum").dense()
     model.places.requires_grad_()
-    rows = one_by_one(model, 2, [3, 2], given, materialize_grads=True)
+    rows = rows_of(model, [3, 2], losses, *given)
     assert_close(grads, {name: rows[name] for name in grads})
 
 
