@@ -186,7 +186,6 @@ SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]
     "solve": (torch.linalg.solve, [(4, 4), (4, 2)], 0, "MIXED MIXED"),
     "distances": (torch.cdist, [(4, 3), (5, 3)], 0, "At SUM"),
     "attention": (F.scaled_dot_product_attention, [(1, 1, 4, 3)] * 3, 2, "At MIXED MIXED"),
-    "channel shuffle": (lambda x: torch.channel_shuffle(x, 2), [(1, 4, 2, 2)], 1, "MIXED"),
     "addmm": (torch.addmm, [(2,), (4, 3), (3, 2)], 0, "SUM At SUM"),
     "bmm over positions": (torch.bmm, [(2, 4, 3), (2, 3, 2)], 1, "At SUM"),
     "mv": (torch.mv, [(4, 3), (3,)], 0, "At SUM"),
