@@ -100,7 +100,7 @@ def clip_twice(workload: Workload, model: nn.Module) -> Step:
     def step(batch: Batch) -> Found:
         model.zero_grad()
         losses = workload.losses(model, batch)
-        with autograd_hacks.during_backward(model, "norms", budget=2**21) as found:
+        with autograd_hacks.during_backward(model, "norms", max_bytes=2**21) as found:
             losses.mean().backward(retain_graph=True)
         model.zero_grad()
         with autograd_hacks.pause_hooks():

@@ -92,7 +92,8 @@ def curve(model: nn.Module, output: Tensor, hess_type: str = "CrossEntropy", **o
 
 def matrix(grads: autograd_hacks.PerSampleGrads) -> Tensor:
     """All blocks."""
-    return torch.cat([torch.cat([grads[a].cross(grads[b]) for b in grads], dim=1) for a in grads]) / grads.batch
+    rows = torch.cat([form.matrix() for form in grads.values()], 1)
+    return rows.mT @ rows / grads.batch
 
 
 def network(param_grad: bool = True) -> tuple[nn.Module, Tensor]:

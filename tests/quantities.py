@@ -22,7 +22,7 @@ def matrix(rows: Rows, model: nn.Module) -> Tensor:
 
 
 def assert_quantities(
-    model: nn.Module, rows: Rows, loss_type: str = "mean", budget: int = 2**26, **tolerance: float
+    model: nn.Module, rows: Rows, loss_type: str = "mean", max_bytes: int = 2**26, **tolerance: float
 ) -> None:
     """Every verb of the whole model against algebra on the rows, before anything else changes."""
     grads = autograd_hacks.per_sample_grads(model, loss_type)
@@ -49,31 +49,33 @@ def assert_quantities(
         close = {"rtol": 1e-5, "atol": 1e-7 * max(1.0, size)} | tolerance
         assert_close(got, expected.to(got), msg=lambda m: f"{what}: {m}", **close)
 
-    same(grads.norms(budget=budget), written.norm(dim=1), "norms")
-    same(grads.norms(True, budget), {n: p.flatten(1).norm(dim=1) for n, p in split(written).items()}, "norms by parameter")
-    same(grads.weighted_sum(w[0], budget), split(w[0] @ written), "weighted_sum")
-    same(grads.weighted_sum(w, budget), split(w @ written), "weighted sums")
-    same(grads.dot(v, budget), written @ flat, "dot")
-    same(grads.gram(budget=budget), written @ written.mT, "gram")
-    same(grads.gram(grads.select(slice(1)), budget), written @ written[:1].mT, "gram with some")
-    same(grads.second_moment(budget=budget), split(written.square().sum(0)), "second_moment")
-    same(grads.second_moment(w[1], budget), split(w[1] @ written.square()), "weighted second_moment")
-    same(grads.reduce(torch.tanh, budget), split(written.tanh().sum(0)), "reduce")
-    same(grads.second_moment(None, budget, about=v), split((written - flat).square().sum(0)), "second_moment about v")
+    same(grads.norms(max_bytes=max_bytes), written.norm(dim=1), "norms")
+    same(
+        grads.norms(True, max_bytes), {n: p.flatten(1).norm(dim=1) for n, p in split(written).items()}, "norms by parameter"
+    )
+    same(grads.weighted_sum(w[0], max_bytes), split(w[0] @ written), "weighted_sum")
+    same(grads.weighted_sum(w, max_bytes), split(w @ written), "weighted sums")
+    same(grads.dot(v, max_bytes), written @ flat, "dot")
+    same(grads.gram(max_bytes=max_bytes), written @ written.mT, "gram")
+    same(grads.gram(grads.select(slice(1)), max_bytes), written @ written[:1].mT, "gram with some")
+    same(grads.second_moment(max_bytes=max_bytes), split(written.square().sum(0)), "second_moment")
+    same(grads.second_moment(w[1], max_bytes), split(w[1] @ written.square()), "weighted second_moment")
+    same(grads.reduce(torch.tanh, max_bytes), split(written.tanh().sum(0)), "reduce")
+    same(grads.second_moment(None, max_bytes, about=v), split((written - flat).square().sum(0)), "second_moment about v")
     maps = [RandomMap(name, v[name].shape, 3, 7) for name in rows]
     columns = [torch.cat([(u[:, :, None] * r[:, None]).flatten(1).mT for _, u, r in m.columns(written)], 1) for m in maps]
-    same(grads.project(3, seed=7, budget=budget), written @ torch.cat(columns), "project")
+    same(grads.project(3, seed=7, max_bytes=max_bytes), written @ torch.cat(columns), "project")
     ids = torch.arange(samples, device=device) % 2
     grouped = torch.zeros(2, written.shape[1]).to(written).index_add(0, ids, written)
     same(grads.group(ids, 2).norms(), grouped.norm(dim=1), "group")
-    same(grads.group(ids, 2).reduce(torch.abs, budget), split(grouped.abs().sum(0)), "reduce of groups")
+    same(grads.group(ids, 2).reduce(torch.abs, max_bytes), split(grouped.abs().sum(0)), "reduce of groups")
     picked = torch.arange(samples, device=device).flip(0)[:2]
     same(grads.select(picked).dense(), split(written[picked]), "select")
     clip = float(written.norm(dim=1).median()) if samples else 0.0
     clip = clip or 1.0
     kept = {name: p.grad for name, p in model.named_parameters()}
     same(
-        autograd_hacks.clip_grad1_norm_(model, clip, loss_type, budget=budget),
+        autograd_hacks.clip_grad1_norm_(model, clip, loss_type, max_bytes=max_bytes),
         written.norm(dim=1),
         "norms of clip_grad1_norm_",
     )

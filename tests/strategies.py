@@ -34,9 +34,9 @@ small = st.integers(1, 3)
 def pull_along(v: Tensor, leaf: Tensor) -> Pull:
     """The vector-Jacobian product of φ, where v = φ(leaf) has its graph."""
 
-    def pull(rows: Tensor, batched: bool) -> Tensor:
+    def pull(rows: Tensor) -> Tensor:
         options = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
-        return torch.autograd.grad(v, leaf, rows.to(v.dtype), is_grads_batched=batched, **options)[0]
+        return torch.autograd.grad(v, leaf, rows.to(v.dtype), is_grads_batched=True, **options)[0]
 
     return pull
 

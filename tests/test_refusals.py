@@ -215,9 +215,9 @@ READS: list[Row] = [
     *of(ValueError, VERBS, [
         (r"\(2, 5\); expected \(N,\)", lambda s: s.grads.second_moment(torch.ones(2, 5))),
         (r"\(\)", lambda s: s.grads.weighted_sum(torch.tensor(1.0))),
-        (r"^dot: the direction has no entry for '0\.bias'; expected one for each of the 4",
+        (r"^dot: the direction is without '0\.bias'; expected an entry for each of '0",
          lambda s: s.grads.dot({k: x for k, x in s.v.items() if k != "0.bias"})),
-        ("^dot: the direction has an entry for 'more'; expected only",
+        ("^dot: the direction is with 'more' too many; expected",
          lambda s: s.grads.dot(s.v | {"more": torch.zeros(1)})),
         (r"entry for '2\.weight' is .*\(4, 2\); expected.*\(2, 4\)",
          lambda s: s.grads.dot(s.v | {"2.weight": torch.zeros(4, 2)})),

@@ -44,14 +44,14 @@ class NoiseScales(Shown):
         self._means: dict[str, tuple[float, ...]] = {}
 
     @checked(ON_NOISE)
-    def update(self, grads: PerSampleGrads, budget: int = BUDGET) -> None:
-        """Adds a step's gradients.  All processes must call it at once.  budget: bytes to use beside the result
+    def update(self, grads: PerSampleGrads, max_bytes: int = BUDGET) -> None:
+        """Adds a step's gradients.  All processes must call it at once.  max_bytes: bytes to use beside the result
 
         Raises what ``grads.noise_scale`` raises, for example for fewer than two samples, and ValueError if gradients are not
         finite, as in a step that a GradScaler skips.  The means don't change then.
         """
         check_kind("NoiseScales.update", ON_NOISE, PerSampleGrads, "per_sample_grads(model)", grads=grads)
-        scales = grads.noise_scale(per_parameter=True, budget=budget)
+        scales = grads.noise_scale(per_parameter=True, max_bytes=max_bytes)
         self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
 
     def _take(self, found: Mapping[str, tuple[float, float]]) -> None:

@@ -101,7 +101,7 @@ class Store(Shown):
         *,
         cosine: bool = False,
         model: nn.Module | None = None,
-        budget: int = BUDGET,
+        max_bytes: int = BUDGET,
     ) -> tuple[Tensor, Tensor]:
         """The k rows with the largest inner products with each query: (values, numbers), each (Q, k).
 
@@ -112,7 +112,7 @@ class Store(Shown):
         ``{name: (Q, *shape)}``
         k: how many rows to find for each query
         cosine: divide inner products by both lengths; they are 0 for rows and queries of zeros
-        model: a model to `check` first    budget: bytes to use beside the result
+        model: a model to `check` first    max_bytes: bytes to use beside the result
 
         Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows;
         TypeError for queries of another dtype, or that are not tensors.
@@ -127,7 +127,7 @@ class Store(Shown):
             like = next(iter(mine.values()))
             values = like.new_full((len(like), k), -torch.inf)
             numbers, odd = torch.full((len(like), k), -1, device=like.device), list[int]()
-            for piece, theirs in self._blocks(budget, len(like), like.device, "search"):
+            for piece, theirs in self._blocks(max_bytes, len(like), like.device, "search"):
                 is_odd = _is_odd(theirs)
                 odd += (is_odd.nonzero()[:, 0] + piece.start).tolist()
                 found = self._products(mine, self._units(theirs) if cosine else theirs)
@@ -140,20 +140,22 @@ class Store(Shown):
         return values, numbers
 
     @checked(ON_STORES)
-    def duplicates(self, threshold: float = 0.99, *, max_pairs: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+    def duplicates(
+        self, threshold: float = 0.99, *, max_pairs: int = 10**7, max_bytes: int = BUDGET
+    ) -> tuple[Tensor, Tensor]:
         """The pairs of rows i < j with a cosine of at least a threshold: (cosines, pairs), (M,) and (M, 2).
 
         Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
         threshold: above 0, at most 1    max_pairs: the largest number of pairs
-        budget: bytes to use beside the result
+        max_bytes: bytes to use beside the result
 
         Raises ValueError for a threshold out of range, and if there are more pairs than ``max_pairs``.
         """
         cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # slack: rounding of products of equal rows
         cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
         with torch.no_grad():
-            for first, raw in self._blocks(budget // 2, _STEP, cpu, "duplicates"):
+            for first, raw in self._blocks(max_bytes // 2, _STEP, cpu, "duplicates"):
                 odd += (_is_odd(raw).nonzero()[:, 0] + first.start).tolist()
                 mine, step = self._units(raw), first.stop - first.start
                 for start in range(first.start, len(self), step):
@@ -204,10 +206,10 @@ class Store(Shown):
             raise ValueError(f"search was given queries of {sorted(sizes)} samples; expected one number of them" + ON_STORES)
         return {name: x.detach() for name, x in given.items()}
 
-    def _blocks(self, budget: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
+    def _blocks(self, max_bytes: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
         """The rows in blocks of samples, with a progress bar.  queries: how many are compared with each block"""
         numbers = sum(x.shape[1:].numel() for x in self._rows.values())
-        for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + queries))), what, "block"):
+        for piece in progress(slices_of(len(self), max_bytes // (12 * max(1, numbers + queries))), what, "block"):
             yield piece, self._block(piece, device)
 
     def _block(self, piece: slice, device: torch.device) -> Named:

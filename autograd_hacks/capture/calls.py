@@ -34,11 +34,11 @@ class Layer:
 
     def __init__(self, path: str, layer: nn.Module, rule: Rule, wanted: Sequence[tuple[str, Tensor, str]]) -> None:
         self.path, self.layer, self.rule, self.wanted = path, layer, rule, wanted
-        own = layer._parameters if rule.covers is None else rule.parameters_of(layer)
+        own = layer._parameters
         self._locals, self._own = tuple(own), [*map(id, own.values())]
         self._trains = [p is not None and p.requires_grad for p in own.values()]
         self._buffers = [*map(id, layer._buffers.values())]
-        # What the rule covers, and the buffers: the rule may read them.
+        # The rule may read them.
         self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
         self.tensors = [x for _, x in self.read]
         self.ids = frozenset([id(p) for _, p, _ in wanted])
@@ -49,7 +49,7 @@ class Layer:
         self.ref = weakref.ref(self)
 
     def holds(self, layer: nn.Module) -> bool:
-        own = layer._parameters if self.rule.covers is None else self.rule.parameters_of(layer)
+        own = layer._parameters
         if layer is not self.layer or (*own,) != self._locals or not self.settings.are_of(layer):
             return False
         values = own.values()

@@ -129,12 +129,6 @@ def add_hooks(
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts the missing hooks on a model and its layers."""
     rules, forward = {layer: rule_for(layer) for layer in model.modules()}, recorder.forward
-    parts = {
-        layer.get_submodule(part)
-        for layer, rule in rules.items()
-        if rule is not None and rule.covers is not None
-        for part in rule.covers(layer)
-    }
     # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
     forward.layers.clear()
@@ -146,9 +140,9 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         there = own_hooks(recorder, layer)
         for own in there:
             own.path = path  # the path may have changed
-        by_rule, does = None if layer in parts else rules[layer], [own.then for own in there]
+        by_rule, does = rules[layer], [own.then for own in there]
         if by_rule and asked is not None:
-            wanted = [p for p in by_rule.parameters_of(layer).values() if id(p) in asked]
+            wanted = [p for p in layer._parameters.values() if p is not None and id(p) in asked]
             # Vectors are read at autograd's own nodes, which takes no memory for inputs or gradients.
             by_rule = by_rule if wanted and not (by_rule.is_node and all(p.ndim < 2 for p in wanted)) else None
         if by_rule and isinstance(getattr(layer, "dropout", None), int | float) and forward.begin_layer not in does:

@@ -192,5 +192,5 @@ def runs_time_first(modules: Sequence[nn.Module], batch: Batch) -> bool:
 def uncovered(model: nn.Module) -> set[nn.Module]:
     """The modules with parameters of their own for which no layer rule gives rows."""
     rules = ((layer, rule_for(layer)) for layer in model.modules())
-    by_rule = {id(p) for layer, rule in rules if rule is not None for p in rule.parameters_of(layer).values()}
+    by_rule = {id(p) for layer, rule in rules if rule is not None for p in layer._parameters.values()}
     return {m for m in model.modules() if any(p is not None and id(p) not in by_rule for p in m._parameters.values())}

@@ -212,8 +212,8 @@ class Forward:
             return known
         if (rule := rule_for(layer)) is None:
             return None
-        own = rule.parameters_of(layer).items()
-        named = [(local, p, self.record.name_of(p, path, local)) for local, p in own if p.requires_grad]
+        own = [(local, p) for local, p in layer._parameters.items() if p is not None and p.requires_grad]
+        named = [(local, p, self.record.name_of(p, path, local)) for local, p in own]
         wanted = [one for one in named if one[2] not in self.record.left_out]
         for _, p, _ in wanted:
             self.backward.watch(p)

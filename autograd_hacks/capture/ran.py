@@ -82,9 +82,10 @@ class Ran:
         """The same the other way round."""
         return {name: leaf for leaf, name in self.leaves.items()}
 
-    def is_fixed(self, address: int) -> bool:
-        """Whether a memory address is a parameter's or a buffer's."""
-        return address in self._of_buffers or address in self._of_parameters
+    def is_fixed(self, x: Tensor) -> bool:
+        """Whether a tensor has the memory of a buffer or, if it can, of a parameter."""
+        address, may_train = memory_of(x), x.is_floating_point() or x.is_complex()
+        return address in self._of_buffers or (may_train and address in self._of_parameters)
 
     @cached_property
     def _of_buffers(self) -> set[int]:

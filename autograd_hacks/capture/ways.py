@@ -6,6 +6,7 @@ they saved, it becomes steps (`Stepwise`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
-from autograd_hacks.forms.mapped import Pull
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
@@ -75,7 +75,7 @@ class Way(NamedTuple):
             if step is None:
                 before = turn.before
                 make = STEPS.get(before.kind)
-                step = make and make(before.with_saved(kept(nodes[turn.node], held)))
+                step = make and make(replace(before, kept=kept(nodes[turn.node], held)))
                 if step is None:
                     return None
             steps.append(step)
@@ -105,7 +105,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
                     is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
-                    steps.append(STEPS[before.kind](before.with_saved(partial(kept_by, node))) if is_known else None)
+                    steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
@@ -125,7 +125,6 @@ class Stepwise:
 
     def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
-        self.pulls: dict[str, Pull] = {}
 
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
@@ -137,8 +136,7 @@ class Stepwise:
         held = form.samples * form.held_size()
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
             return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
-        pulls = {name: self.pulls.setdefault(name, partial(self._pulled, name, p.dtype)) for name, p in parameters.items()}
-        return {name: Chained(form, pulls[name], p.shape, p) for name, p in parameters.items()}
+        return {name: Chained(form, partial(self._pulled, name, p.dtype), p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
         found, wanted, ends = {(0, self.way.output): form}, set(names), self.way.ends.values()
@@ -150,9 +148,8 @@ class Stepwise:
                 found[at] = add([found[at], own]) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
 
-    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor, batched: bool) -> Tensor:
-        found = _cast(self._back(Dense(rows if batched else rows[None]), [name])[name], dtype).dense()
-        return found if batched else found[0]
+    def _pulled(self, name: str, dtype: torch.dtype, rows: Tensor) -> Tensor:
+        return _cast(self._back(Dense(rows), [name])[name], dtype).dense()
 
 
 def _cast(form: Form, dtype: torch.dtype) -> Form:

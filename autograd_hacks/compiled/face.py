@@ -35,7 +35,7 @@ def compile(
     noise_multiplier: float | None = None,
     expected_batch_size: float | None = None,
     noise: Noise = None,
-    budget: int = 2**28,
+    max_bytes: int = 2**28,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
 ) -> CompiledStep:
@@ -60,7 +60,7 @@ def compile(
     loss_type: 'sum' or 'mean', how the losses are reduced. By default 'sum' is assumed, and a line on stderr says so, once
     param_grad: also fill ``.grad``, for 'rows' and 'norms'
     max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`
-    budget: bytes of rows that 'clip' and 'norms' keep for norms and sums, which saves time, 256 MiB by default
+    max_bytes: bytes of rows that 'clip' and 'norms' keep for norms and sums, which saves time, 256 MiB by default
     backend: 'inductor', or None to run the graph without a compiler
     dynamic: as in ``torch.compile``: None makes the sizes that change dynamic, True all, False none
 
@@ -91,4 +91,4 @@ def compile(
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, budget, backend, dynamic)
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, max_bytes, backend, dynamic)

@@ -65,13 +65,13 @@ class CompiledStep(nn.Module):
 
     def __init__(
         self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str | None, param_grad: bool,
-        numbers: Mapping[str, float | None], noise: Noise, budget: int, backend: str | None, dynamic: bool | None,
+        numbers: Mapping[str, float | None], noise: Noise, max_bytes: int, backend: str | None, dynamic: bool | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.verb, self._batch = model, verb, batch
         self._loss_type, self._is_mean, self._said = loss_type, loss_type == "mean", set[str]()
         self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
-        self._budget, self._results, self._pool = budget, dict[str, Tensor](), Pool()
+        self._budget, self._results, self._pool = max_bytes, dict[str, Tensor](), Pool()
         _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
@@ -343,8 +343,8 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    budget = step._budget if step._param_grad else 0  # rows that are kept make the ordinary gradient, too
-    return Made(results={"norms": apart.rounded(apart.norms(budget) * factor)})
+    max_bytes = step._budget if step._param_grad else 0  # rows that are kept make the ordinary gradient, too
+    return Made(results={"norms": apart.rounded(apart.norms(max_bytes) * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

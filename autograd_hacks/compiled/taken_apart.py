@@ -215,10 +215,10 @@ class TakenApart:
             self._rows[gradient] = self.forms[gradient].dense()
         return self._rows[gradient]
 
-    def norms(self, budget: int = 0) -> Tensor:
+    def norms(self, max_bytes: int = 0) -> Tensor:
         """The norms over all parameters, N in double precision.
 
-        budget: bytes of rows that may be written out, where that is cheaper, and are kept for `weighted`
+        max_bytes: bytes of rows that may be written out, where that is cheaper, and are kept for `weighted`
         """
         found: list[Tensor] = []
         for gradient in self.joint.gradients.values():  # of two parameters it may be the same
@@ -226,9 +226,9 @@ class TakenApart:
                 continue
             held = size(written_bytes(form))
             is_cheaper = isinstance(form, Dense) or float(form.saving(fresh=True)) > 0  # or the rows are there already
-            if held <= budget and gradient not in self._rows and is_cheaper:
+            if held <= max_bytes and gradient not in self._rows and is_cheaper:
                 self.rows(gradient)
-                budget -= held
+                max_bytes -= held
             found.append(self._squares(form, self._rows.get(gradient)))
         return reduce(torch.add, found).sqrt()
 

@@ -166,7 +166,7 @@ class Sums:
         if self.kind == "diag":
             return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
-            return [form.cross(form).view((*form.shape, *form.shape))]
+            return [form.weighted_sum(form.matrix().mT).view((*form.shape, *form.shape))]
         return [*factors_of(form, self.lays[name], grads.batches)]
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Matricised | str | None:

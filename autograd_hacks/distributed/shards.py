@@ -124,7 +124,7 @@ def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     for path, module in model.named_modules() if parts else ():
         rule, part = rule_for(module), holder.get(id(module))
         own = [f"{path}.{local}" if path else local for local, p in module._parameters.items() if p is not None]
-        is_plain = rule is not None and not (rule.recomputes or rule.covers) and names.isdisjoint(own)
+        is_plain = rule is not None and not rule.recomputes and names.isdisjoint(own)
         if own and part is not None and not is_plain:
             needed[id(part)] = part
     return list(needed.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
@@ -37,7 +37,7 @@ class Form(Hinting, Shown, ABC):
     follows from these; an override may be faster or smaller, never different.
 
     Every verb except ``dense(out=...)`` can be differentiated.  All verbs except ``dense`` compute sums of half precision in
-    single precision and return that.  They use at most ``budget`` bytes beside their result, if one entry of the parameter's
+    single precision and return that.  They use at most ``max_bytes`` beside their result, if one entry of the parameter's
     first axis fits into that.
     """
 
@@ -53,10 +53,8 @@ class Form(Hinting, Shown, ABC):
         """A tensor with the rows' dtype and device."""
 
     @abstractmethod
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given.
-
-        factor: one number for all rows"""
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
@@ -148,33 +146,33 @@ class Form(Hinting, Shown, ABC):
         """Zeros in which to add up."""
         return torch.zeros(shape, dtype=self.sum_dtype, device=self.like.device)
 
-    def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
+    def chunks(self, max_bytes: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """Slices of the samples in order, with their forms: as many samples at a time as fit a budget, but at least one.
 
         row: how many numbers are written per sample, by default `row_size`"""
         copied = 0 if self.like.dtype == (dtype := self.sum_dtype) else self.held_size()
         each = max(1, (self.row_size() if row is None else row) + copied) * dtype.itemsize
-        for piece in slices_of(self.samples, budget // each):
+        for piece in slices_of(self.samples, max_bytes // each):
             part = self if piece.stop - piece.start == self.samples else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
-    def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[slice, Form]]:
         """Slices of the parameter's first axis, with their forms: as many entries at a time as can be written out."""
         entries = self.shape[:1].numel()
         numbers = max(1, self.samples * self.row_size()) * self.like.element_size()
-        fits = entries < 2 or numbers <= budget
-        for rows in slices_of(entries, entries if fits else budget * entries // numbers):
+        fits = entries < 2 or numbers <= max_bytes
+        for rows in slices_of(entries, entries if fits else max_bytes * entries // numbers):
             yield rows, self if fits else self.block(rows)
 
-    def _written(self, budget: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _written(self, max_bytes: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
         """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).
 
         A piece overwrites the previous one's memory, unless gradients are required by the form or by a tensor that it is
         combined with (others)."""
-        budget = cache_budget(budget // 2, self.like)  # the caller still holds one piece while the next is written
+        max_bytes = cache_budget(max_bytes // 2, self.like)  # the caller still holds one piece while the next is written
         memory, leads_back = None, any(x is not None and x.requires_grad for x in (*others, *self.held))
-        for samples, part in self.chunks(budget):
-            for rows, block in part.blocks(budget):
+        for samples, part in self.chunks(max_bytes):
+            for rows, block in part.blocks(max_bytes):
                 size, is_own = block.samples * block.shape.numel(), type(block).matrix is not Form.matrix
                 if memory is None or size > memory.numel() or is_own or not block.writes_in_place:
                     written = block.matrix()
@@ -187,15 +185,15 @@ class Form(Hinting, Shown, ABC):
 
     # The verbs.
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
         v = v.to(self.sum_dtype).reshape(self.shape if self.shape else (1,))
         found = self.new_sums(self.samples)
-        for samples, rows, written in self._written(budget, v):
+        for samples, rows, written in self._written(max_bytes, v):
             found[samples] += written @ v[rows].flatten()
         return found
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         """Jᵀ w: the weighted sum of the samples' gradients.
 
         w: N, or (K, N) for K sums at once
@@ -205,28 +203,28 @@ class Form(Hinting, Shown, ABC):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
         sums = total.view(len(weights), self.shape[:1].numel(), self.shape[1:].numel())
-        for samples, rows, written in self._written(budget, w):
+        for samples, rows, written in self._written(max_bytes, w):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero by default.  Returns shape."""
         total = self.new_sums(self.shape[:1].numel(), self.shape[1:].numel()).abs()
         about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
-        for samples, rows, written in self._written(budget // 2, w, about):
+        for samples, rows, written in self._written(max_bytes // 2, w, about):
             size = written if about is None else written - about[rows].flatten()
             size = size.abs() if size.is_complex() else size
             squares = size.square() if size is written or size.requires_grad else size.square_()
             total[rows] += (w[samples].to(total.dtype) @ squares).view(total[rows].shape)
         return total.view(self.shape)
 
-    def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> Tensor:
+    def reduce(self, f: Callable[[Tensor], Tensor], max_bytes: int = BUDGET) -> Tensor:
         """Σₙ f(gₙ), elementwise.  Returns shape, in the dtype that ``f`` returns; integers and booleans are converted.
 
         f: an elementwise function of pieces of rows, (samples, numbers), which it must not change
         """
         total = None
-        for _, rows, written in self._written(budget // 4):  # f may keep several tensors of this size
+        for _, rows, written in self._written(max_bytes // 4):  # f may keep several tensors of this size
             found = f(written)
             is_whole = not (found.is_floating_point() or found.is_complex())
             dtype = self.sum_dtype.to_real() if is_whole else accumulation_dtype(found.dtype)
@@ -243,23 +241,23 @@ class Form(Hinting, Shown, ABC):
         """
         return torch.stack([self.dot(torch.outer(a, b).view(self.shape)) for a, b in zip(u, v)])
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with the rows of ``other``, which has M samples of the same shape.
 
         Returns (N, M)."""
         if other.parts and not self.parts:  # a form with parts may have a cheaper way
-            return other.gram(self, budget).mH
+            return other.gram(self, max_bytes).mH
         # Written out: everything at once if that fits, then in pieces of samples, so that nothing is written twice; else
         # some entries of the parameter at a time, else some samples.
         mine, theirs, width = self.samples * self.row_size(), other.samples * other.row_size(), self.sum_dtype.itemsize
         is_same = other is self  # then it is written once
         size = (mine if is_same else mine + theirs) * width
         whole = (self.samples if is_same else self.samples + other.samples) * self.shape.numel() * width
-        room = budget - max(0, size - whole)  # beside what is copied for each block
+        room = max_bytes - max(0, size - whole)  # beside what is copied for each block
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
         cuts_well = self.cuts_well and other.cuts_well and whole <= room * entries
-        if size <= budget or whole <= budget // 4 or (is_pair and entries == 1):
-            some = 2 * budget if size <= budget else budget // 2
+        if size <= max_bytes or whole <= max_bytes // 4 or (is_pair and entries == 1):
+            some = 2 * max_bytes if size <= max_bytes else max_bytes // 2
             rows = self._rows(some)
             return rows @ (rows if is_same else other._rows(some)).mH
         if entries > 1 and (is_pair or cuts_well):
@@ -267,45 +265,39 @@ class Form(Hinting, Shown, ABC):
             total = self.new_sums(self.samples, other.samples)
             for piece in pieces:
                 block = self.block(piece)
-                total += block.gram(block if is_same else other.block(piece), budget)
+                total += block.gram(block if is_same else other.block(piece), max_bytes)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
-            return torch.cat([self[half].gram(other, budget) for half in slices_of(self.samples, (self.samples + 1) // 2)])
-        return torch.cat([self.gram(other[half], budget) for half in slices_of(other.samples, (other.samples + 1) // 2)], 1)
+            return torch.cat(
+                [self[half].gram(other, max_bytes) for half in slices_of(self.samples, (self.samples + 1) // 2)]
+            )
+        return torch.cat(
+            [self.gram(other[half], max_bytes) for half in slices_of(other.samples, (other.samples + 1) // 2)], 1
+        )
 
-    def _rows(self, budget: int) -> Tensor:
+    def _rows(self, max_bytes: int) -> Tensor:
         """J written out as a matrix in the dtype for sums, some samples at a time."""
-        pieces = [part.matrix() for _, part in self.chunks(budget)]
+        pieces = [part.matrix() for _, part in self.chunks(max_bytes)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only if the true norm does."""
         size, like = self.samples * self.row_size() * self.like.dtype.itemsize, self.like
-        if like.dtype == accumulation_dtype(like.dtype) and size <= cache_budget(budget // 2, like):
+        if like.dtype == accumulation_dtype(like.dtype) and size <= cache_budget(max_bytes // 2, like):
             return row_norms(self.matrix())  # the usual case, with few calls
         found: dict[int, list[Tensor]] = {}
-        for samples, _, written in self._written(budget):
+        for samples, _, written in self._written(max_bytes):
             found.setdefault(samples.start, []).append(row_norms(written))
         return torch.cat([cut[0] if len(cut) == 1 else row_norms(torch.stack(cut, dim=1)) for cut in found.values()])
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         check_is_map(random)
         found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, self.row_size() + random.memory()):
-            for rows, block in part.blocks(budget):
+        for samples, part in self.chunks(max_bytes, self.row_size() + random.memory()):
+            for rows, block in part.blocks(max_bytes):
                 random.add_to(found[samples], block.matrix(), rows)
         return found
-
-    def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
-        """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.
-
-        Returns ``(P, Q)`` for parameters of P and Q numbers."""
-        total = self.new_sums(self.shape.numel(), other.shape.numel())
-        for samples, part in self.chunks(budget, self.row_size() + other.row_size()):
-            theirs = part if other is self else other[samples].wide()
-            total.addmm_(part.matrix().mT, theirs.matrix().to(total.dtype))
-        return total
 
     def _table(self) -> Table:
         kinds = f" of {kinds_of(self)}" if self.parts else ""
@@ -351,18 +343,16 @@ class Dense(Form):
     def row_size(self) -> int:
         return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written if J is there already
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        if isinstance(factor, Tensor) or factor != 1:
-            return torch.mul(self.values, factor, out=out)
-        return self.values.clone() if out is None else out.copy_(self.values)
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        return put(self.values.clone() if out is None and factor == 1 else self.values, out, factor)
 
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if total is None and self.values.is_contiguous() and self.values.dtype == self.sum_dtype:  # it is read where it is
             return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
-        return super().weighted_sum(w, budget, total)
+        return super().weighted_sum(w, max_bytes, total)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:

@@ -17,17 +17,21 @@ from autograd_hacks.forms.projection import AnyMap
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
-    if type(form) is Scaled and form.by_row is None and not (isinstance(factor, Tensor) and factor.ndim):
-        factor, form = form.factor * factor, form.form  # isinstance takes three times as long for abstract classes
+    if isinstance(factor, Tensor) and not factor.ndim:
+        factor = factor.expand(form.samples)
+    if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
+        factor, form = form.factor * factor, form.form
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
     """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
-    numbers = {name: form.number for name, form in forms.items() if type(form) is Scaled and form.number is not None}
-    plain = {name: form.form if type(form) is Scaled and name in numbers else form for name, form in forms.items()}
-    factors = {number for name, number in numbers.items() if type(plain[name]) is not Zero}
-    factors |= {1.0 for name, form in plain.items() if name not in numbers and type(form) is not Zero}
+    plain, factors = dict[str, Form](), set[float]()
+    for name, form in forms.items():
+        factor, plain[name] = 1.0, form
+        if type(form) is Scaled and not isinstance(form.factor, Tensor):
+            factor, plain[name] = form.factor, form.form
+        factors |= set() if type(plain[name]) is Zero else {factor}
     return (plain, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 
@@ -125,23 +129,23 @@ class Composite(Form):
     def block(self, rows: slice) -> Form:
         return self._of([part.block(rows) for part in self.parts])
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self._join(part.dot(own, budget) for part, own in zip(self.parts, self._cut(v)))
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.dot(own, max_bytes) for part, own in zip(self.parts, self._cut(v)))
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         for part, own in zip(self.parts, self._split(w)):
-            total = part.weighted_sum(own, budget, total)
+            total = part.weighted_sum(own, max_bytes, total)
         assert total is not None  # there is a part
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        return self._join(part.gram(other, budget) for part in self.parts)
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.gram(other, max_bytes) for part in self.parts)
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
-        return self._join(part.project(random, budget) for part in self.parts)
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.project(random, max_bytes) for part in self.parts)
 
 
 class Scaled(Composite):
@@ -151,14 +155,13 @@ class Scaled(Composite):
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
-        of_rows, number = (factor if factor.ndim else None, None) if isinstance(factor, Tensor) else (None, factor)
-        if of_rows is not None and of_rows.shape != (form.samples,):
+        if isinstance(factor, Tensor) and factor.shape != (form.samples,):
             raise ValueError(
-                f"the factor has shape {tuple(of_rows.shape)}; expected a number, or one for each of {form.samples} rows"
+                f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
         self.cuts_well, self.writes_in_place = form.cuts_well, form.writes_in_place
-        self.form, self.factor, self.by_row, self.number = form, factor, of_rows, number
+        self.form, self.factor = form, factor
 
     @property
     def size(self) -> float | Tensor:
@@ -167,13 +170,13 @@ class Scaled(Composite):
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
-        if self.by_row is None:
+        if not isinstance(self.factor, Tensor):
             return self.factor
-        return self.by_row.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        is_plain = self.number is not None and not value.requires_grad
+        is_plain = not (isinstance(self.factor, Tensor) or value.requires_grad)
         return value.mul_(self.factor) if is_plain else value * self._factor(value)
 
     def _split(self, w: Tensor) -> Sequence[Tensor]:
@@ -183,17 +186,17 @@ class Scaled(Composite):
         return Scaled(parts[0], self.factor)
 
     def __getitem__(self, index: Index) -> Form:
-        return Scaled(self.form[index], self.factor if self.by_row is None else self.by_row[index])
+        return Scaled(self.form[index], self.factor[index] if isinstance(self.factor, Tensor) else self.factor)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         # A form's terms needn't be one for each row.
-        return super().terms(u, v) * self.factor if self.by_row is None else Form.terms(self, u, v)
+        return Form.terms(self, u, v) if isinstance(self.factor, Tensor) else super().terms(u, v) * self.factor
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        if self.by_row is None:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        if not isinstance(self.factor, Tensor):
             return self.form.dense(out, self.factor * factor)
         rows = self.form.dense(out, factor)
         return self._join([rows]) if out is None else rows.mul_(self._factor(rows))
@@ -201,14 +204,14 @@ class Scaled(Composite):
     def written(self, out: Tensor) -> Form:
         return self._of([self.form.written(out)])
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if about is not None and not self.number:
-            return super().second_moment(w, about, budget)
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
+        if about is not None and (isinstance(self.factor, Tensor) or not self.factor):
+            return super().second_moment(w, about, max_bytes)
         inside, weights = None if about is None else about / self.factor, w.to(self.sum_dtype.to_real())
-        return self.form.second_moment(weights * self.size**2, inside, budget)
+        return self.form.second_moment(weights * self.size**2, inside, max_bytes)
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        norms = self.form.norms(budget)
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        norms = self.form.norms(max_bytes)
         return (norms * self.size).to(norms.dtype)
 
 
@@ -234,20 +237,13 @@ class Grouping(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Grouping(parts[0], self.rows, self.samples)
 
-    def _below(self, others: Sequence[Form]) -> Form | None:
-        parts = [part for part in (self, *others) if isinstance(part, Grouping) and _same(part.rows, self.rows)]
-        if len(parts) <= len(others):
-            return None
-        rows = torch.cat([self.rows + k * self.samples for k in range(len(parts))])
-        return Grouping(Concatenation.of([part.form for part in parts]), rows, len(parts) * self.samples)
-
     def held_size(self) -> int:
         return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
 
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         total = self.like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
         for piece in slices_of(self.form.samples, max(1, self.samples)):  # as much again as the result
             total.index_add_(0, self.rows[piece], self.form[piece].dense(factor=factor))
@@ -264,15 +260,15 @@ class Grouping(Composite):
             return ()
         return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
         if len(self.rows) == len(self.rows.unique()):  # nothing is added up
-            return self._join([self.form.norms(budget)])
+            return self._join([self.form.norms(max_bytes)])
         if not isinstance(self.form, Paired):
-            return super().norms(budget)
-        pieces = slices_of(self.samples, budget // max(1, 8 * self.held_size()))
+            return super().norms(max_bytes)
+        pieces = slices_of(self.samples, max_bytes // max(1, 8 * self.held_size()))
         if len(pieces) > 1:
-            return torch.cat([self[piece].norms(budget) for piece in pieces])
-        return gathered(self.form, self.rows, self.samples).norms(budget)
+            return torch.cat([self[piece].norms(max_bytes) for piece in pieces])
+        return gathered(self.form, self.rows, self.samples).norms(max_bytes)
 
 
 class Concatenation(Composite):
@@ -322,7 +318,7 @@ class Concatenation(Composite):
         others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
         return Concatenation([own, *others], self.varying)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is None:
             return torch.cat([part.dense(factor=factor) for part in self.parts])
         for part, piece in zip(self.parts, out.split([part.samples for part in self.parts])):
@@ -341,51 +337,51 @@ class Concatenation(Composite):
         pieces = [self.parts[p][torch.tensor(run, device=self.like.device)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         total = self.new_sums(*self.shape).abs()
         for part, piece in zip(self.parts, self._split(w)):
-            total += part.second_moment(piece, about, budget)
+            total += part.second_moment(piece, about, max_bytes)
         return total
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._join(part.norms(budget) for part in self.parts)
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        return self._join(part.norms(max_bytes) for part in self.parts)
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
+            return Form.gram(self, other, max_bytes)
+        return super().gram(other, max_bytes)
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         if self.varying is None:
-            return super().dot(v, budget)
+            return super().dot(v, max_bytes)
         found = []
-        for _, form, factors in self._pieces(self.varying, budget // 2):
+        for _, form, factors in self._pieces(self.varying, max_bytes // 2):
             tangent = form.tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
             found.append(torch.stack([torch.einsum("nf,nf->n", factor, tangent) for factor in factors]))
         return torch.cat(found, dim=1).flatten()
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if self.varying is None:
-            return super().weighted_sum(w, budget, total)
+            return super().weighted_sum(w, max_bytes, total)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
-            for piece, form, factors in self._pieces(self.varying, budget // 4):
+            for piece, form, factors in self._pieces(self.varying, max_bytes // 4):
                 combined = next(factors) * by_pass[0, piece]
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
                 form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
-                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+                form.weighted_sum(weights.new_ones(form.samples), max_bytes // 2, each)
         return total
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         first = next(iter(self._sharing), None)
         return () if first is None or self.varying != first.varies[0] else first.factors(self._sharing[1:])
 
-    def _pieces(self, varying: int, budget: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
+    def _pieces(self, varying: int, max_bytes: int) -> Iterator[tuple[slice, Factored, Iterator[Tensor]]]:
         """Some samples at a time, with a form of theirs, and the factors that differ, pass by pass: N F."""
         first, *_ = factors = [part.held[varying] for part in self._sharing]
-        for piece in slices_of(self.each, budget // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
+        for piece in slices_of(self.each, max_bytes // max(1, first.shape[1:].numel() * self.sum_dtype.itemsize)):
             yield piece, self._sharing[0][piece].wide(), (own[piece].flatten(1).to(self.sum_dtype) for own in factors)
 
 

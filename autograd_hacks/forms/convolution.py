@@ -70,7 +70,7 @@ class Convolution(Factored):
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy their inputs and reorder their outputs
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         by_windows = self.by_windows and (out is None or self.groups == 1 or out.is_contiguous())
@@ -79,9 +79,7 @@ class Convolution(Factored):
         )
         if self.samples > 1 and self.samples * each > most and not self.is_depthwise:
             pieces = slices_of(self.samples, most // max(1, each))
-            if out is None and not (
-                torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in (self.x, self.g, factor))
-            ):
+            if out is None and not (torch.is_grad_enabled() and any(f.requires_grad for f in self.held)):
                 out = self.x.new_empty(self.samples, *self.shape)
             found = [self[piece].dense(None if out is None else out[piece], factor) for piece in pieces]
             return torch.cat(found) if out is None else out
@@ -125,12 +123,12 @@ class Convolution(Factored):
     def saving(self, fresh: bool = False) -> float:
         return float(self.positions) if self.pair is None else saving([self.pair], fresh)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # torch has no summed weight gradient for complex convolutions.  Writing out costs as much as one such sum, or a
         # tenth of it for depthwise convolutions (16 samples, 40 channels, 56×56, 7×7: 29 ms and 340 ms).
         if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
-            return super().weighted_sum(w, budget, total)
-        for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
+            return super().weighted_sum(w, max_bytes, total)
+        for samples, part in self.chunks(max_bytes, self.g.shape[1:].numel()):
             found = self._weight_gradient(1, *part._times(w[samples].to(self.sum_dtype)))
             total = found.contiguous() if total is None else total.add_(found)
         assert total is not None  # there is a chunk
@@ -138,12 +136,12 @@ class Convolution(Factored):
 
     norms = norms_by_positions
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         check_is_map(random)
         if self.pair is None or not random.takes_factors(self.pair):
-            return super().project(random, budget)
+            return super().project(random, max_bytes)
         each = max(1, 8 * self.windows.shape[1:].numel())
-        return torch.cat([self[p]._product().project(random, budget) for p in slices_of(self.samples, budget // each)])
+        return torch.cat([self[p]._product().project(random, max_bytes) for p in slices_of(self.samples, max_bytes // each)])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:

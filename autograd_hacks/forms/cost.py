@@ -6,19 +6,17 @@ The numbers are in ``costs.json``: a CPU's were measured; a GPU's follow from an
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from math import inf, log2, prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
 
-T = TypeVar("T")
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
@@ -59,25 +57,6 @@ def _costs_of(kind: str, index: int | None) -> Costs:
     return costs if has_double else replace(costs, double=64)
 
 
-def _kept(cost: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what a function of pairs or windows has returned, by their shapes, because verbs ask for each in each step."""
-    boxes = lru_cache(4096)(lambda key: list[T]())
-
-    @wraps(cost)
-    def asked(of: Sequence[Pair] | Windows, *more: int) -> T:
-        try:
-            key = [of] if isinstance(of, Windows) else [y for pair in of for y in pair]
-            box = boxes((*more, *[(type(y), *(y.settings if type(y) is Windows else (y.shape, y.device))) for y in key]))
-        except TypeError:  # of a graph for all sizes, which are symbols
-            return cost(of, *more)
-        if not box:
-            box.append(cost(of, *more))
-        return box[0]
-
-    return asked
-
-
-@_kept
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
     """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds.
     in_double: whether these are taken in float64"""
@@ -101,7 +80,6 @@ def products(pairs: Sequence[Pair]) -> float:
     return total
 
 
-@_kept
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
     (left, right), costs = pairs[0], costs_of(pairs[0][0].device)
@@ -110,7 +88,6 @@ def by_writing(pairs: Sequence[Pair]) -> float:
     return left.shape[2] * right.shape[2] * (_positions(pairs) + costs.write)
 
 
-@_kept
 def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple[bool, float]:
     """Whether a convolution's rows are written through windows and a matrix product, or else by a grouped convolution; and
     what that costs for a sample.
@@ -179,7 +156,6 @@ def gram_by_positions(
     return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
-@_kept
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
     """The saving per number if a row is written once for both its norm and a weighted sum.  To read it for its norm later,
     and not at once, took no longer.
@@ -206,12 +182,11 @@ def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in:
     return by_factors < fan_out * fan_in * (positions + costs.write + costs.scatter)
 
 
-def cache_budget(budget: int, like: Tensor) -> int:
+def cache_budget(max_bytes: int, like: Tensor) -> int:
     """The part of a budget whose memory malloc can reuse at once, and that stays in the cache."""
-    return min(budget, MAPPED // 4) if like.is_cpu else budget
+    return min(max_bytes, MAPPED // 4) if like.is_cpu else max_bytes
 
 
-@_kept
 def memory_of_products(pairs: Sequence[Pair]) -> int:
     """Numbers that are held for a sample's products."""
     return 2 * _positions(pairs) ** 2 + sum(

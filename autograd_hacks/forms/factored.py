@@ -26,25 +26,25 @@ def takes_positions(form: Form, other: Form) -> bool:
     return gram_by_positions(mine, theirs, (form.samples, other.samples), form.shape.numel())
 
 
-def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
+def norms_by_positions(form: Form, max_bytes: int = BUDGET) -> Tensor:
     """The norms of a form, or of a sum of forms.
 
     They come from products over positions, unless writing the rows out is cheaper, or the positions cancel."""
     pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
     if len(pairs) < (len(form.parts) or 1) or (like := form.like).dtype.is_complex:
-        return Form.norms(form, budget)
+        return Form.norms(form, max_bytes)
     single = not looks_free(like) and form.sum_dtype == torch.float32
     if by_products(pairs, single) > by_writing(pairs):
-        return Form.norms(form, budget)
+        return Form.norms(form, max_bytes)
     # In float64 products are twice as large, and factors are copied.
     memory = memory_of_products(pairs) if not single else 2 * (memory_of_products(pairs) + form.held_size())
-    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # windows can't be read in pieces
-        return Form.norms(form, budget)
-    for _, part in form.chunks(budget, memory):
+    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > max_bytes:  # windows can't be read in pieces
+        return Form.norms(form, max_bytes)
+    for _, part in form.chunks(max_bytes, memory):
         pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
-        norms, exact = norms_of_pairs(pairs, budget, single)
+        norms, exact = norms_of_pairs(pairs, max_bytes, single)
         if exact is not None and len(written := (~exact).nonzero()[:, 0]):
-            norms = norms.index_put((written,), Form.norms(part[written], budget))
+            norms = norms.index_put((written,), Form.norms(part[written], max_bytes))
         found.append(norms.to(form.sum_dtype))
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -81,9 +81,9 @@ class Factored(Form):
             return self
         return self._of(*(f.to(dtype) if f.is_floating_point() or f.is_complex() else f for f in self.held))
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         place, v = self.smallest if self.smallest in self.varies else self.varies[0], v.to(self.sum_dtype)
-        chunks = self.chunks(budget, 2 * self.held[place].shape[1:].numel())
+        chunks = self.chunks(max_bytes, 2 * self.held[place].shape[1:].numel())
         return torch.cat([(part.tangent(place, v) * part.held[place]).flatten(1).sum(1) for _, part in chunks])
 
     def varied(self, place: int, factor: Tensor) -> Self:
@@ -117,20 +117,20 @@ class Paired(Factored):
     gradient: int
     """The place of the gradient in its pair, 0 or 1."""
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if isinstance(other, Paired) and takes_positions(self, other):
-            products = gram_of_pairs(self.pair, other.pair, budget)
+            products = gram_of_pairs(self.pair, other.pair, max_bytes)
             if products is not None:
                 return products
-        return super().gram(other, budget)
+        return super().gram(other, max_bytes)
 
-    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         check_is_map(random)
         if self.shape[:1] != self.pair[0].shape[2:] or not random.takes_factors(self.pair):
-            return super().project(random, budget)
+            return super().project(random, max_bytes)
         found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, random.memory_of_factors(self.pair)):
-            found[samples] = random.of_factors(*part.pair, budget)
+        for samples, part in self.chunks(max_bytes, random.memory_of_factors(self.pair)):
+            found[samples] = random.of_factors(*part.pair, max_bytes)
         return found
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:

@@ -7,8 +7,7 @@ nothing of the parameter's size is written.  With other maps, or other forms, ro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
@@ -24,7 +23,7 @@ from autograd_hacks.forms.directions import directions
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.outer import Outer, Zero
-from autograd_hacks.forms.terms import Sum, add
+from autograd_hacks.forms.terms import Sum
 
 
 class LinearMap(ABC):
@@ -60,10 +59,6 @@ class LinearMap(ABC):
         """M(Gₙ) as a form that is cheaper than `Mapped`; None if there is none."""
         return None
 
-    def block(self, rows: slice) -> LinearMap | None:
-        """The map for some entries of the parameter's first axis only; None if entries depend on others."""
-        return None
-
 
 @dataclass(frozen=True, eq=False)
 class Elementwise(LinearMap):
@@ -81,9 +76,6 @@ class Elementwise(LinearMap):
 
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         return v * self.scale
-
-    def block(self, rows: slice) -> Elementwise:
-        return Elementwise(self.scale[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +136,6 @@ class Sides(LinearMap):
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         turned = [x if x is None or x.ndim == 1 + len(self._stack) else x.mT for x in (self.left, self.right)]
         return Sides(*turned)(v, self.shape_of(shape)).reshape(shape)
-
-    def block(self, rows: slice) -> Sides | None:
-        if self._stack or (self.left is not None and self.left.ndim == 2):
-            return None
-        return Sides(None if self.left is None else self.left[rows], self.right)
 
     def rows(self, form: Form) -> Form | None:
         shape, fan_out = self.shape_of(form.shape), form.shape[:1].numel()
@@ -234,7 +221,7 @@ class Mapped(Form):
 
     def __init__(self, form: Form, by: LinearMap) -> None:
         self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
-        self.held, self.cuts_well = form.held, form.cuts_well and by.block(slice(0, 0)) is not None
+        self.held = form.held
 
     def _of(self, form: Form, by: LinearMap | None = None) -> Form:
         """The map of another form's rows.  by: another map of the same kind"""
@@ -252,7 +239,7 @@ class Mapped(Form):
     def row_size(self) -> int:
         return self.form.row_size() + self.form.shape.numel() + 2 * self.shape.numel()
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         out = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for piece in slices_of(self.samples, BUDGET // max(1, self.row_size() * self.sum_dtype.itemsize)):
             out[piece] = self.by(self.form[piece].dense(factor=factor), self.form.shape)
@@ -267,34 +254,22 @@ class Mapped(Form):
         inside = dtype.to_complex() if self.form.like.is_complex() else dtype.to_real()
         return self._of(self.form.to(inside), self.by.to(self.like.new_empty(0, dtype=dtype)))
 
-    def block(self, rows: slice) -> Form:
-        by = self.by.block(rows)
-        return super().block(rows) if by is None else self._of(self.form.block(rows), by)
+    def blocks(self, max_bytes: int) -> Iterator[tuple[slice, Form]]:
+        yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
 
-    def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
-        if self.cuts_well:
-            yield from super().blocks(budget)
-        else:
-            yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
+    def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
+        return self.form.dot(self.by.to(self.new_sums()).transposed(v.to(self.sum_dtype), self.form.shape), max_bytes)
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.dot(self.by.to(self.new_sums()).transposed(v.to(self.sum_dtype), self.form.shape), budget)
-
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):
-            return super().weighted_sum(w, budget, total)
-        found = self.by.to(self.new_sums())(self.form.weighted_sum(w, budget), self.form.shape).to(self.sum_dtype)
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > max_bytes):
+            return super().weighted_sum(w, max_bytes, total)
+        found = self.by.to(self.new_sums())(self.form.weighted_sum(w, max_bytes), self.form.shape).to(self.sum_dtype)
         return found.contiguous() if total is None else total.add_(found)
 
 
-Pull = Callable[[Tensor, bool], Tensor]
-"""φ's vector-Jacobian product, from v's shape to θ's.  The second argument says whether there are several rows or one.  It
-can be differentiated if the rows require gradients."""
-
-_IN_ONE_BATCH = 2**16
-"""Rows up to this size go back in one batch.  Measured on one core, in ms, in one batch and one by one: 64 numbers, 0.05
-and 0.29; a product of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normalised, 10.8 and 8.5; a standardised
-256 × 64 × 3 × 3, 33 and 18."""
+Pull = Callable[[Tensor], Tensor]
+"""φ's vector-Jacobian product for K vectors at once, from v's shape, (K, ...), to θ's.  It can be differentiated if the rows
+require gradients."""
 
 
 @dataclass(frozen=True)
@@ -310,13 +285,8 @@ class _Pulled(LinearMap):
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
         if x.ndim == len(shape):
-            return self.pull(x, False)
-        if not len(x):
-            return x.new_zeros(0, *self.shape)
-        if not x.is_cpu or x[0].numel() + self.shape.numel() <= _IN_ONE_BATCH:
-            with suppress(RuntimeError):  # torch can't run some operations for many rows; any other error comes again
-                return self.pull(x, True)
-        return torch.stack([self.pull(row, False) for row in x])
+            return self.pull(x[None])[0]
+        return self.pull(x) if len(x) else x.new_zeros(0, *self.shape)
 
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
         raise NotImplementedError("φ′ V would take another derivative; Chained.dot takes products of rows")
@@ -333,13 +303,6 @@ class Chained(Mapped):
 
     def __init__(self, form: Form, pull: Pull, shape: torch.Size, like: Tensor) -> None:
         super().__init__(form, _Pulled(pull, torch.Size(shape), like.detach().new_empty(0)))
-        self.pull = pull
-
-    def merge_key(self) -> Hashable:
-        return Chained, self.pull, self.form.shape, self.shape, self.like.dtype
-
-    def merge(self, others: Sequence[Form]) -> Form:
-        return self._of(add([self.form, *(other.form for other in others if isinstance(other, Chained))]))
 
     dot = Form.dot  # of rows; of v it would take another derivative
 
@@ -350,8 +313,8 @@ class Chained(Mapped):
         values = self.form.weighted_sum(torch.ones(self.samples, dtype=self.sum_dtype.to_real(), device=like.device))
         size = torch.linalg.vector_norm(self.form.terms(*at)[0]) + torch.linalg.vector_norm(values)
         noise = torch.outer(at[0][0], at[1][0]).to(values.dtype).view(values.shape)
-        noise = self.pull(noise * (size / torch.linalg.vector_norm(noise)), False)
-        own = self.pull(values, False).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype)
+        noise = self.by(noise * (size / torch.linalg.vector_norm(noise)), self.form.shape)
+        own = self.by(values, self.form.shape).reshape(u.shape[1], v.shape[1]).to(self.sum_dtype)
         total = (u.to(self.sum_dtype) @ own * v).sum(1)
         spread = torch.linalg.vector_norm(noise).to(total.dtype)
         return torch.stack([total - spread, spread.expand_as(total)], 1)

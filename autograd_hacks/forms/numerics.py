@@ -86,8 +86,8 @@ def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
 
 
-def put(rows: Tensor, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+def put(rows: Tensor, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """factor · rows, written into ``out`` if given, as `Form.dense` returns them; ``rows`` itself if that is all."""
-    if isinstance(factor, Tensor) or factor != 1:
+    if factor != 1:
         return torch.mul(rows, factor, out=out)
     return rows if out is None else out.copy_(rows)

@@ -55,14 +55,14 @@ class Outer(Paired):
         """The rows of the parameter's transpose.  shape: the transpose's"""
         return Outer(self.right, self.left, shape, 1 - self.gradient, self.present)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         is_matrix, left, right = self.shape == (self.fan_out, self.fan_in), self.left, self.right
         target = out if out is None or is_matrix else out.view(self.samples, self.fan_out, self.fan_in)
         # A matrix kernel has a larger overhead than a multiplication, but doesn't read the memory that it writes.  Measured
         # on two cores, multiplication first, in ms: 302 MB, 16.8 and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
         size = self.samples * self.fan_out * self.fan_in * left.dtype.itemsize
         is_multiplied = self.positions == 1 and not (left.is_cpu and size > 128 * 2**20)
-        if is_multiplied or isinstance(factor, Tensor):
+        if is_multiplied:
             (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
@@ -88,26 +88,18 @@ class Outer(Paired):
     def saving(self, fresh: bool = False) -> float:
         return 0.0 if self.positions == 1 else saving([self.pair], fresh)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications per sample and entry: K·T for one sum after the other, T + K with written rows.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
-            return super().weighted_sum(w, budget, total)
+            return super().weighted_sum(w, max_bytes, total)
         size = self.positions * min(self.fan_in, self.fan_out)
-        if w.ndim == 1 and total is None:
-            (_, part), *more = self.chunks(budget, size)
-            if not more:  # no zeros have to be written and read
-                return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
-            for samples, part in self.chunks(budget, size):
-                sums.addmm_(*part._matrices(weights[samples].to(total.dtype)))
+            for samples, part in self.chunks(max_bytes, size):
+                left, right, *_ = part._times(weights[samples].to(total.dtype))
+                sums.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
         return total
-
-    def _matrices(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is Jᵀ w, O (N T) and (N T) I."""
-        left, right, *_ = self._times(w)
-        return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if self.shape == (1, self.fan_out, self.fan_in):  # one of several matrices, for which v is a product
@@ -117,19 +109,19 @@ class Outer(Paired):
         left, right = (self.left.flatten(0, 1), self.right.flatten(0, 1)) if self.flat is None else self.flat
         return (u @ left.mT).to(self.sum_dtype) * (v @ right.mT)
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         if self.positions > 1 or about is not None or self.like.is_complex():
-            return super().second_moment(w, about, budget)
+            return super().second_moment(w, about, max_bytes)
         total = self.new_sums(*self.shape)
-        for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
-            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
+        for samples, part in self.chunks(max_bytes // 2, self.fan_in + self.fan_out):
+            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], max_bytes // 2, total)
         return total
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
         if self.positions == 1:
-            sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
+            sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(max_bytes, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
-        return norms_by_positions(self, budget)
+        return norms_by_positions(self, max_bytes)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)

@@ -4,7 +4,7 @@ Nothing of the parameter's size is written.  These functions work on tensors; fo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -64,11 +64,6 @@ class Windows:
     @property
     def device(self) -> torch.device:
         return self.x.device
-
-    @property
-    def settings(self) -> tuple[Hashable, ...]:
-        """What costs depend on besides its shape."""
-        return self.x.shape, self.kernel, self.stride, self.padding, self.dilation, self.counts, self.x.device
 
     @property
     def shifts(self) -> int:
@@ -173,7 +168,7 @@ def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     return torch.tensordot(a, b, dims=([2], [2]))
 
 
-def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) -> tuple[Tensor, Tensor | None]:
+def norms_of_pairs(pairs: Sequence[Pair], max_bytes: int, in_double: bool = False) -> tuple[Tensor, Tensor | None]:
     """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' norms are accurate.
 
     Each product has an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on the diagonals.  The total error is at most
@@ -191,7 +186,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) 
     pairs = [(left.to(torch.float64), right.to(torch.float64)) for left, right in pairs] if in_double else pairs
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square = size = spread = reach = like.new_zeros(like.shape[0])
-    for start, lefts, rights in _between(pairs, like, budget):
+    for start, lefts, rights in _between(pairs, like, max_bytes):
         products = lefts * rights
         found = products.sum((1, 2))
         square = square + (2 * found if start is None else found)
@@ -215,7 +210,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int, in_double: bool = False) 
     return torch.where(exact, square, torch.ones_like(square)).sqrt() * ~nothing, exact | nothing
 
 
-def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+def _between(pairs: Sequence[Pair], like: Tensor, max_bytes: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """The products of left factors and of right factors between positions of all pairs.
 
     For a pair with itself, also gives the number of the first position.  Each two different pairs come once, with None."""
@@ -223,29 +218,29 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
         positions = pair[0].shape[1]
         for later, (other_left, other_right) in enumerate(pairs[number:]):
             each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
-            for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
+            for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else max_bytes // max(1, each)):
                 left, right = (pair[0][:, piece], pair[1][:, piece]) if is_written(pair) else pair
                 products = own_products(left, other_left), own_products(right, other_right)
                 yield (None if later else piece.start, *products)
 
 
-def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
+def gram_of_pairs(mine: Written, theirs: Written, max_bytes: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
     dtype = accumulation_dtype(mine[1].dtype)
     if dtype == torch.float32 and not looks_free(mine[1]):
         mine, theirs = _wide(mine, torch.float64), _wide(theirs, torch.float64)
     elif max(mine[1].shape[1], theirs[1].shape[1]) > 1:
-        exact = [norms_of_pairs([_wide(pair)], budget)[1] for pair in (mine, theirs)]
+        exact = [norms_of_pairs([_wide(pair)], max_bytes)[1] for pair in (mine, theirs)]
         if not all(own is None or bool(own.all()) for own in exact):
             return None
-    return products_of_pairs(mine, theirs, budget).to(dtype)
+    return products_of_pairs(mine, theirs, max_bytes).to(dtype)
 
 
-def products_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor:
+def products_of_pairs(mine: Written, theirs: Written, max_bytes: int) -> Tensor:
     """The same in the dtype for sums, also where positions cancel."""
     mine, theirs = _wide(mine), _wide(theirs)
     each, parts = 2 * mine[1].shape[1] * theirs[1].shape[:2].numel() * mine[1].element_size(), []
-    for piece in slices_of(len(mine[1]), budget // max(1, each)):
+    for piece in slices_of(len(mine[1]), max_bytes // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
     return torch.cat(parts)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,11 +65,9 @@ class RandomMap(_Map):
         fan_out, fan_in = self.fans
         last = fan_out + fan_in
         rows, across = slice(0, fan_out), slice(fan_out, last)
-        is_ordinary = _is_ordinary()
-        values = _values if is_ordinary else _values.__wrapped__  # a mode's tensors are its own
-        left, right = values(like.dtype, like.device, self.dim**-0.5), values(like.dtype, like.device, 1.0)
+        left, right = (_kept(_values)(like.dtype, like.device, size) for size in (self.dim**-0.5, 1.0))
         each = BITS // 8 * -(-last // BITS)
-        draw = _bits if self.dim * each <= _BYTES_KEPT and is_ordinary else _bits.__wrapped__
+        draw = _kept(_bits) if self.dim * each <= _BYTES_KEPT else _bits.__wrapped__
         for some in slices_of(self.dim, max(self.COLUMNS, _BYTES_AT_A_TIME // each)):
             bits = draw(self, some.start, some.stop, like.device)
             for columns in slices_of(some.stop - some.start, self.COLUMNS):
@@ -90,7 +88,7 @@ class RandomMap(_Map):
         """Numbers that `of_factors` holds for a sample."""
         return 3 * pair[1].shape[1] * self.COLUMNS
 
-    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, max_bytes: int) -> Tensor:
         """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
         found = right.new_zeros(len(right), self.dim)
         for columns, u, v in self.columns(found):
@@ -100,8 +98,7 @@ class RandomMap(_Map):
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
         if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _WRITTEN_OUT:
-            draw = _written if _is_ordinary() else _written.__wrapped__  # a mode's tensors are its own
-            found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
+            found.addmm_(written, _kept(_written)(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return
         written = written.view(len(written), rows.stop - rows.start, self.fans[1])
         for columns, left, right in self.columns(found):
@@ -159,8 +156,7 @@ class SparseMap(_Map):
     """
 
     def hashes(self, device: torch.device) -> Hashes:
-        draw = _hashes if _is_ordinary() else _hashes.__wrapped__  # a mode's tensors are its own
-        return draw(self, device)
+        return _kept(_hashes)(self, device)
 
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
@@ -191,12 +187,12 @@ class SparseMap(_Map):
         each = 4 * self.fans[1] if isinstance(pair[0], OneHot) else 4 * self.dim + sum(self.fans)
         return pair[1].shape[1] * each + 2 * self.dim
 
-    def of_factors(self, left: Tensor | OneHot, right: Tensor, budget: int) -> Tensor:
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, max_bytes: int) -> Tensor:
         """J R, N dim, for rows Σₜ left[n, t] ⊗ right[n, t].  left: N T O    right: N T I"""
         positions, own = right.shape[1], self.hashes(right.device)
         if not len(right) * positions:  # which transforms refuse
             return right.new_zeros(len(right), self.dim)
-        pieces = slices_of(positions, budget * positions // (self.memory_of_factors((left, right)) * right.itemsize))
+        pieces = slices_of(positions, max_bytes * positions // (self.memory_of_factors((left, right)) * right.itemsize))
         if isinstance(left, OneHot):  # each position's left factor is a row's number
             both = right.new_zeros(len(right), 2 * self.dim)  # for sums of places, which are folded at the end
             for piece in pieces:
@@ -239,6 +235,6 @@ def check_is_map(random: object) -> None:
         )
 
 
-def _is_ordinary() -> bool:
-    """Whether new tensors may be cached."""
-    return not dispatch_modes() and not torch.is_inference_mode_enabled()
+def _kept(draw: Any) -> Any:
+    """The function with its cache, or without it where a mode's tensors are its own."""
+    return draw if not dispatch_modes() and not torch.is_inference_mode_enabled() else draw.__wrapped__

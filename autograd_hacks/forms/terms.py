@@ -10,6 +10,7 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.factored import norms_by_positions, takes_positions
+from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.positions import Positions
@@ -52,31 +53,33 @@ class Sum(Composite):
     def saving(self, fresh: bool = False) -> float:
         return sum(part.saving(fresh) for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        total = self.parts[0].dense(out, factor)
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        # A table comes last: its entries are added to rows that others have written, since it has few and rows are large.
+        first, *others = sorted(self.parts, key=lambda part: isinstance(part, Lookup))
+        total = first.dense(out, factor)
         # What is added passes through little memory: 36 ms and 53, of 16 samples of 256 -> 256 channels, 3×3, twice.
         fits = cache_budget(BUDGET, total) // max(1, self.row_size() * total.element_size())
-        for part in self.parts[1:]:
-            if fits >= self.samples or total.requires_grad or part.like.dtype != total.dtype:
-                total = torch.add(total, part.dense(factor=factor), out=out)
-                continue
-            for piece in slices_of(self.samples, fits):
-                total[piece] += part[piece].dense(factor=factor)
+        for part in others:
+            if isinstance(part, Lookup) and total.is_contiguous():
+                part.added_to(total, factor)
+            else:
+                for piece in slices_of(self.samples, fits):
+                    total[piece] += part[piece].dense(factor=factor)
         return total
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if isinstance(other, Scaled):
-            return other.gram(self, budget).mH
+            return other.gram(self, max_bytes).mH
         are_pairs = all(leaf.pair is not None for form in (self, other) for leaf in form.leaves())
         is_slow = are_pairs and not takes_positions(self, other)
-        if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
-            return Form.gram(self, other, budget)
-        return super().gram(other, budget)
+        if is_slow or any(form._cancels(max_bytes) for form in (self, other) if isinstance(form, Sum)):
+            return Form.gram(self, other, max_bytes)
+        return super().gram(other, max_bytes)
 
-    def _cancels(self, budget: int) -> bool:
+    def _cancels(self, max_bytes: int) -> bool:
         """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
-        size = self._join(part.norms(budget) for part in self.parts).detach()
-        square = self.norms(budget).detach() ** 2
+        size = self._join(part.norms(max_bytes) for part in self.parts).detach()
+        square = self.norms(max_bytes).detach() ** 2
         return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
 
     norms = norms_by_positions
@@ -128,7 +131,7 @@ class Placed(Composite):
     def row_size(self) -> int:
         return self.shape.numel() + max(part.shape.numel() + part.row_size() for part in self.parts)
 
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         rows = self.like.new_empty(self.samples, *self.shape) if out is None else out
         for (_, end), (start, _) in pairwise([(0, 0), *self.entries, (self.shape[0], 0)]):
             rows[:, end:start] = 0
@@ -162,32 +165,32 @@ class Placed(Composite):
             return Sum([self, *others])
         return Placed({bounds: add(forms) for bounds, forms in found.items()}, self.shape)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         leads_back = any(x.requires_grad for x in (w, *self.held))
         for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
             if leads_back:  # after a first in-place write torch may treat a view as a leaf
-                own.add_(form.weighted_sum(w, budget))
+                own.add_(form.weighted_sum(w, max_bytes))
             else:
-                form.weighted_sum(w, budget, own)
+                form.weighted_sum(w, max_bytes, own)
         return total
 
-    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        total = Zero(self.samples, self.shape, self.like).second_moment(w, about, budget)
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
+        total = Zero(self.samples, self.shape, self.like).second_moment(w, about, max_bytes)
         for (start, stop), form in self.entries.items():
-            total[start:stop] = form.second_moment(w, None if about is None else about[start:stop], budget)
+            total[start:stop] = form.second_moment(w, None if about is None else about[start:stop], max_bytes)
         return total
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
         if isinstance(other, Composite) and not isinstance(other, Placed):
-            return other.gram(self, budget).mH  # the other form knows whether its terms cancel
+            return other.gram(self, max_bytes).mH  # the other form knows whether its terms cancel
         is_alike = isinstance(other, Placed) and other.entries.keys() == self.entries.keys()
         if not (is_alike or (self.cuts_well and other.cuts_well)):
-            return Form.gram(self, other, budget)
-        return self._join(form.gram(other.block(slice(*bounds)), budget) for bounds, form in self.entries.items())
+            return Form.gram(self, other, max_bytes)
+        return self._join(form.gram(other.block(slice(*bounds)), max_bytes) for bounds, form in self.entries.items())
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        return row_norms(torch.stack([part.norms(budget) for part in self.parts], dim=1))
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        return row_norms(torch.stack([part.norms(max_bytes) for part in self.parts], dim=1))
 
     project = Form.project  # a map is drawn for the whole parameter
 

@@ -1,15 +1,12 @@
-"""Products of the batch with a parameter: Linear, Bilinear, products of matrices, experts, and LinearCrossEntropyLoss."""
+"""Products of the batch with a parameter: Linear, Bilinear, products of matrices, and experts."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.forms.terms import of_experts
-from autograd_hacks.formulas.call import Call, needs_batch
+from autograd_hacks.formulas.call import Call
 from autograd_hacks.formulas.met import Met
 from autograd_hacks.support.layout import POSITIONS
 
@@ -69,23 +66,3 @@ def grouped_product(met: Met, owners: Tensor) -> Form | None:
     if met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None:
         return None
     return of_experts(x, met.grad, ends, owners, met.samples)
-
-
-def linear_cross_entropy(layer: Any, call: Call) -> Mapping[str, Form]:
-    """x: N I    target: N *S, or N C *S.  The loss is computed again from the logits, N C *S, a linear map of x.
-
-    The reduction comes after the logits, so the gradient at a sample's logits belongs to that sample alone."""
-    x, target = call.argument(0, "input").detach(), call.argument(1, "target")
-    needs_batch(x, at_least=2, layout="(N, in_features)")
-    settings = {"reduction": layer.reduction, "label_smoothing": layer.label_smoothing}
-    if layer.weight is not None:
-        settings["weight"] = call.read("weight")
-    if layer.ignore_index is not None and not target.is_floating_point():
-        settings["ignore_index"] = layer.ignore_index
-    bias = None if layer.linear.bias is None else call.read("linear.bias")
-    with call.running_again():
-        y = F.linear(x, call.read("linear.weight"), bias).requires_grad_()
-        loss = F.cross_entropy(y.view(len(x), layer.num_classes, *layer.out_features), target, **settings)
-        call.check_same(call.outputs, [loss])
-        (g,) = torch.autograd.grad(loss, y, call.grad)
-    return {"linear.weight": Outer(g, x), "linear.bias": Dense(g)}

@@ -33,12 +33,8 @@ class Rule:
     axes: Callable[[Any], Sequence[int]] | None = None
     #: ``count(layer, args, kwargs)``: the number of samples in a call.  None: the size of axis 0 of the output
     count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None
-    #: ``covers(layer)``: submodules whose parameters the layer reads itself, so that the formula has forms for them too
-    covers: Callable[[Any], Sequence[str]] | None = None
     #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
     mixes: Callable[[Any, bool], str | None] | None = None
-    #: whether the output may be a loss of the whole batch, so that only the first argument shows where the samples are
-    by_input: bool = False
     #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
@@ -48,14 +44,6 @@ class Rule:
     def name(self) -> str:
         """The formula's name, for messages."""
         return getattr(self.formula, "__name__", "of yours")
-
-    def parameters_of(self, layer: nn.Module) -> dict[str, nn.Parameter]:
-        """{name: parameter} for which the formula gives forms: the layer's own, and those of submodules that it covers."""
-        found = {name: p for name, p in layer._parameters.items() if p is not None}
-        for part in self.covers(layer) if self.covers is not None else ():
-            owner = layer.get_submodule(part)
-            found |= {f"{part}.{name}": p for name, p in owner._parameters.items() if p is not None}
-        return found
 
     def axes_of(self, layer: nn.Module, ndim: int) -> Sequence[int]:
         """The axes of the first output on which the formula accepts the samples, the usual one first.  ndim: the output's"""
@@ -91,7 +79,8 @@ def _repeated(met: Met) -> Form | None:
     if not fold:
         del times[axis], sizes[axis]
     rows = rows.reshape(len(rows), *[n for pair in zip(times, sizes) for n in pair])
-    return Dense((rows.sum([*range(1, rows.ndim, 2)]) if times else rows).reshape(len(rows), *met.shape))
+    over = [2 * n + 1 for n, count in enumerate(times) if count != 1]
+    return Dense((rows.sum(over) if over else rows).reshape(len(rows), *met.shape))
 
 
 def _prelu(met: Met) -> Form | None:
@@ -131,15 +120,6 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
 }
 """{layer type: rule}"""
-
-if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
-    RULES[nn.LinearCrossEntropyLoss] = Rule(
-        matrices.linear_cross_entropy,
-        count=lambda layer, args, kwargs: len(args[0] if args else kwargs["input"]),
-        covers=lambda layer: ("linear",),
-        by_input=True,
-        recomputes=True,
-    )
 
 NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),

@@ -41,10 +41,6 @@ class Before:
         """The input's shape."""
         return self.given[self.place] or torch.Size()
 
-    def with_saved(self, kept: Kept) -> "Before":
-        """The same, with what the node saves."""
-        return Before(kept, self.kind, self.number, self.place, self.made, self.given)
-
     def axis(self, name: str = "dim", axes: int | None = None) -> int:
         """An axis that the node saves, counted from the front."""
         return int(signed(self.kept(name)) % (len(self.made) if axes is None else axes))
@@ -53,9 +49,6 @@ class Before:
 def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     """The form of a parameter, from the form of its transpose.  dims: the axes that were exchanged"""
     first, second = sorted(dim % len(shape) for dim in dims)
-    if isinstance(form, Placed) and first:
-        cut = {at: torch.Size((at[1] - at[0], *shape[1:])) for at in form.entries}
-        return Placed({at: transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
         return form.transposed(shape)
@@ -82,11 +75,11 @@ def _summed(form: Form, shape: torch.Size) -> Form:
     return Dense(rows.sum_to_size(len(rows), *shape))
 
 
-def _times(form: Form, factor: Tensor, shape: torch.Size, by: Callable[..., Tensor] = torch.mul) -> Form:
-    """The rows times a tensor that can be broadcast to them, or divided by it."""
+def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
+    """The rows times a tensor that can be broadcast to them."""
     if form.shape != shape or isinstance(form, Dense):
-        return _summed(Dense(by(rows_of(form), factor)), shape)
-    return mapped(form, Elementwise(by(form.like.new_ones(shape), factor)))
+        return _summed(Dense(rows_of(form) * factor), shape)
+    return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
 
 
 def _swap(b: Before) -> Step:
@@ -137,11 +130,6 @@ def _joined(b: Before) -> Step | None:
     return lambda form: Dense(rows_of(form).narrow(dim + 1, first, own[dim]))
 
 
-def _stacked(b: Before) -> Step:
-    dim, at = b.axis() + 1, b.place
-    return lambda form: Dense(rows_of(form).select(dim, at))
-
-
 def _looked_up(b: Before) -> Step | None:
     """Entries of a table, by an index that is the same for all samples, such as positions."""
     if b.kept("scale_grad_by_freq"):
@@ -175,14 +163,6 @@ def _permuted(b: Before) -> Step:
     return lambda form: Dense(rows_of(form).permute(0, *back))
 
 
-def _repeated(b: Before) -> Step:
-    shape, made = b.shape, b.made
-    sizes = [1] * (len(made) - len(shape)) + list(shape)
-    cut = [n for size, whole in zip(sizes, made) for n in (whole // max(1, size), size)]
-    over = list(range(1, 2 * len(made), 2))
-    return lambda form: Dense(rows_of(form).reshape(form.samples, *cut).sum(over).reshape(form.samples, *shape))
-
-
 def _added(b: Before) -> Step:
     factor, shape = 1, b.shape
     if b.place == (0 if b.kind.startswith("Rsub") else 1):
@@ -193,12 +173,6 @@ def _added(b: Before) -> Step:
 def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     """of: gives the derivative of each entry"""
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
-
-
-def _of_quotient(b: Before) -> Step:
-    if b.place:
-        return _slope(b, lambda k: -k("self") / k("other").square())
-    return partial(_times, factor=b.kept("other").conj(), shape=b.shape, by=torch.div)
 
 
 def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
@@ -222,17 +196,10 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     return put
 
 
-def _stacked_matrices(b: Before) -> Step:
-    other, place = b.kept("self" if b.place else "mat2").mH, b.place
-    return lambda form: Dense(other @ rows_of(form) if place else rows_of(form) @ other)
-
-
-def _resized(b: Before, operation: str) -> Step:
+def _resized(b: Before, back: Callable[..., Tensor]) -> Step:
     """Values between those of a grid: of B images with C channels, of which each is resized alone."""
-    scales = ["scales"] if len(b.made) == 3 else [f"scales_{axis}" for axis in "dhw"[5 - len(b.made) :]]
-    settings = [b.kept(name) for name in ([] if "nearest" in operation else ["align_corners"]) + scales]
-    back, shape, made = getattr(torch.ops.aten, f"{operation}_backward"), b.shape, b.made
-    if made == shape and not any(settings[-len(scales) :]):  # each value is that of its own place
+    settings, shape, made = [b.kept(name) for name in ("align_corners", "scales_h", "scales_w")], b.shape, b.made
+    if made == shape and not any(settings[1:]):  # each value is that of its own place
         return lambda form: form
 
     def put(form: Form) -> Form:
@@ -242,10 +209,6 @@ def _resized(b: Before, operation: str) -> Step:
 
     return put
 
-
-_RESIZING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
 
 VIEWS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(
@@ -271,28 +234,19 @@ VIEWS: dict[str, Callable[[Before], Step | None]] = {
 STEPS: dict[str, Callable[[Before], Step | None]] = {
     **VIEWS,
     "CatBackward0": _joined,
-    "StackBackward0": _stacked,
     "ExpandBackward0": lambda b: partial(_summed, shape=b.shape),
-    "RepeatBackward0": _repeated,
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
     "NegBackward0": lambda b: partial(scale, factor=-1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
-    "DivBackward0": _of_quotient,
-    "ReciprocalBackward0": partial(_slope, of=lambda k: -k("result").square()),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
-    "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
-    "ReluBackward0": partial(_slope, of=lambda k: (k("result") > 0).to(k("result").dtype)),
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
-    "BmmBackward0": _stacked_matrices,
-    **{
-        f"{''.join(word.title() for word in name.split('_'))}Backward0": partial(_resized, operation=name)
-        for name in _RESIZING.split()
-    },
+    "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),
+    "UpsampleBicubic2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bicubic2d_backward),
 }
-"""The same, with nodes that compute."""
+"""The same, with nodes that compute.  Through others rows go one by one."""
 
 KNOWN = {name for name in VIEWS if not name.startswith(("Split", "Embedding", "Index"))}
-KNOWN |= {"CatBackward0", "StackBackward0", "ExpandBackward0", "RepeatBackward0", "NegBackward0"}
+KNOWN |= {"CatBackward0", "ExpandBackward0", "NegBackward0"}
 """Nodes whose step is a function of shapes and of numbers that laws read too, so that it holds for each equal graph."""

@@ -71,7 +71,8 @@ class Memo:
             self._kept.pop(key, None)
             return walk
         gone = partial(_forget, self._kept, key)
-        self._kept[key] = entry = _Entry(walk, [weakref.ref(trace.leaf(k), gone) for k in trace.fixed], walk.has_tensors())
+        parameters = [weakref.ref(trace.nodes[k].variable, gone) for k in trace.fixed]
+        self._kept[key] = entry = _Entry(walk, parameters, walk.has_tensors())
         self._kept.move_to_end(key)
         if entry.has_tensors:
             for old in [other for other, own in self._kept.items() if own.has_tensors][:-WITH_TENSORS]:

@@ -108,10 +108,6 @@ class Trace:
         """The saved numbers that each node's law reads."""
         return [None if kind.get is None else kind.get(node) for node, kind in zip(self.nodes, self.kinds)]
 
-    def leaf(self, k: int) -> Tensor:
-        x: Tensor = self.nodes[k].variable
-        return x
-
     def read_by(self, k: int) -> Sequence[tuple[int, int] | None]:
         """A node's edges, without those to what its operation only overwrites."""
         return self.edges[k][self.kinds[k].overwritten :]

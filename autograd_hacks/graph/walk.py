@@ -51,9 +51,9 @@ class Meeting(NamedTuple):
 
 @dataclass
 class Memory:
-    """Whether an address is that of a parameter or buffer of the model, and the addresses of its arguments."""
+    """Whether a tensor has the memory of a parameter or buffer of the model, and the addresses of its arguments."""
 
-    is_fixed: Callable[[int], bool]
+    is_fixed: Callable[[Tensor], bool]
     given: Collection[int] = ()
 
     def origin(self, node: Any, edges: Iterable[Any]) -> str:
@@ -61,11 +61,11 @@ class Memory:
 
         An input without a graph that the node hasn't kept may be anybody's, so it is OPEN."""
         operands = list(operands_of(node))
-        places = [memory_of(x) for x in operands if x.ndim]  # numbers aren't of the batch
-        if any(own in self.given for own in places):
+        arrays = [x for x in operands if x.ndim]  # numbers aren't of the batch
+        if any(memory_of(x) in self.given for x in arrays):
             return BATCH
         is_bare = sum(edge is None for edge in edges) > len(operands)
-        return OPEN if is_bare or not all(map(self.is_fixed, places)) else OWN
+        return OPEN if is_bare or not all(map(self.is_fixed, arrays)) else OWN
 
 
 @dataclass

@@ -122,7 +122,7 @@ def clip_and_noise_(
     noise: Noise = None,
     add: bool = False,
     loss_type: str | None = None,
-    budget: int = CLIPPING_BUDGET,
+    max_bytes: int = CLIPPING_BUDGET,
     process_group: Where = None,
     clip: str | QuantileClip | Callable[[Tensor], Tensor] = "flat",
     mask: Tensor | None = None,
@@ -152,7 +152,7 @@ def clip_and_noise_(
     32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
     add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
     micro-batches except one
-    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
+    loss_type, process_group: as in `per_sample_grads`    max_bytes: bytes to use beside the result
     clip: 'flat', as above. 'per_parameter' clips each of K parameters to max_norm / √K. 'automatic' is
     gₙ · max_norm / (‖gₙ‖ + 0.01), AUTO-S (Bu et al. 2023, arXiv:2206.07136). 'psac' is Xia et al. 2023
     (arXiv:2212.00328). A `QuantileClip` starts at max_norm and follows the norms. Or a function from N norms to N weights,
@@ -183,8 +183,8 @@ def clip_and_noise_(
     def read() -> tuple[_Taken, list[Tensor]]:
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         own = grads_of(model, recorder, spread, loss_type, scale)
-        grads = write_where_it_saves(own, budget, recorder, written)
-        found = _taken(grads, parts, groups, mask, max(1, budget // 4))
+        grads = write_where_it_saves(own, max_bytes, recorder, written)
+        found = _taken(grads, parts, groups, mask, max(1, max_bytes // 4))
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
     with spread.weights():
@@ -194,7 +194,7 @@ def clip_and_noise_(
             drop_grads(spread.parameters)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
-            sums |= own.wide_sum(w / float(expected_batch_size), max(1, budget // 4))
+            sums |= own.wide_sum(w / float(expected_batch_size), max(1, max_bytes // 4))
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
     if add:
@@ -251,7 +251,9 @@ class _Taken:
         return found
 
 
-def _taken(grads: PerSampleGrads, parts: list[Bounded], groups: Tensor | None, mask: Tensor | None, budget: int) -> _Taken:
+def _taken(
+    grads: PerSampleGrads, parts: list[Bounded], groups: Tensor | None, mask: Tensor | None, max_bytes: int
+) -> _Taken:
     if groups is not None:
         grads.group(groups)  # checks them
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (grads.samples,) or mask.dtype != torch.bool):
@@ -266,7 +268,7 @@ def _taken(grads: PerSampleGrads, parts: list[Bounded], groups: Tensor | None, m
         )
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
-        by_part = [x.norms(budget=budget) for x in cut(whole)]
+        by_part = [x.norms(max_bytes=max_bytes) for x in cut(whole)]
         return by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0), by_part
 
     norms, by_part = lengths(grads)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from autograd_hacks.capture.kinds import Known, runs_time_first
 from autograd_hacks.capture.ran import Ran
-from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import One
 from autograd_hacks.graph.roots import frontier, picked
 from autograd_hacks.probe.batch import Batch
@@ -156,13 +155,6 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             [slot for slot, x in outputs.items() if not options[slot] and (alone or x.numel() == 1)] if samples > 1 else ()
         )
         added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
-        by_rule = {
-            node
-            for own in ran.noted
-            if (rule := rule_for(own.call.layer)) is not None and rule.by_input
-            for node, _ in own.hooks
-        }
-        added = {slot: own for slot, own in added.items() if own[0] or ran.value(slot).node not in by_rule}
         for value in (value for values, _ in added.values() for value in values):
             options[value] = candidates(shape_of(value), samples, axes)
         is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}

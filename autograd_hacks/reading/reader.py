@@ -297,8 +297,7 @@ class Reader:
             return None
         rule = rule_for(layer)
         if not labels:
-            is_loss = rule is not None and rule.by_input  # the walk begins inside
-            return Whose(noted.usual_layouts(samples), is_unseen=samples > 1 and not is_loss)
+            return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
         packed, rows = packed_into(call), None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
@@ -315,7 +314,7 @@ class Reader:
                     return None
                 continue
             at = layout_of(label, shape, samples)
-            if at is not None and rule is not None and not rule.by_input and (slot == 0 or rule.axes is not None):
+            if at is not None and rule is not None and (slot == 0 or rule.axes is not None):
                 allowed = rule.axes_of(layer, len(shape)) if rule.axes is None else rule.axes(layer)[slot:][:1]
                 at = at if at.axis in allowed else None
             if at is None:

@@ -75,8 +75,10 @@ _NAMES = {
     per_user project rank samples steps
     """,
     # Where a budget is for what is kept, from batch to batch or from norms to sums, 0 keeps nothing.
-    Range("[0, inf]", kind="number of bytes"): "max_bytes compile.budget over.budget",
-    Range("[1, inf)", kind="whole number of bytes"): "budget",
+    Range(
+        "[0, inf]", kind="number of bytes"
+    ): "compile.max_bytes compute_hess.max_bytes compute_hess_over.max_bytes over.max_bytes",
+    Range("[1, inf)", kind="whole number of bytes"): "max_bytes",
     Range("(0, 1)"): "delta tolerance",
     Range("(0, 1]"): "threshold noise_for.rate",
     Range("[0, 1)"): "smoothing",

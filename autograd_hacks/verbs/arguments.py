@@ -14,15 +14,8 @@ from autograd_hacks.forms import Form
 def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], who: str = "dot") -> None:
     """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}.  like: these, or their forms"""
     check_kind(who, ON_VERBS, Mapping, "a direction, {name: tensor} for each trainable parameter", v=v)
-    missing, extra = [name for name in like if name not in v], [name for name in v if name not in like]
-    if missing:
-        raise ValueError(
-            f"{who}: the direction has no entry for {some(missing)}; expected one for each of the {len(like)}" + ON_VERBS
-        )
-    if extra:
-        raise ValueError(
-            f"{who}: the direction has an entry for {some(extra)}; expected only {some(list(like))}." + ON_VERBS
-        )
+    if wrong := differing(v, like):
+        raise ValueError(f"{who}: the direction is {wrong}; expected an entry for each of {some(list(like))}." + ON_VERBS)
     for name, own in like.items():
         x, shape = v[name], own.shape
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):

@@ -33,7 +33,7 @@ def clip_grad1_norm_(
     max_norm: float,
     loss_type: str | None = None,
     error_if_nonfinite: bool = False,
-    budget: int = CLIPPING_BUDGET,
+    max_bytes: int = CLIPPING_BUDGET,
     scaler: torch.amp.GradScaler | None = None,
     add: bool = False,
     batch_size: float | None = None,
@@ -47,7 +47,7 @@ def clip_grad1_norm_(
 
     max_norm: the largest norm, above 0    loss_type: as in `compute_grad1`
     error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
-    budget: bytes to use beside the result
+    max_bytes: bytes to use beside the result
     scaler: the GradScaler that scaled the loss. ``.grad`` keeps its scale, as after any backward pass. Call
     ``scaler.unscale_`` and ``scaler.step`` afterwards, never before. A norm that is not finite makes all of ``.grad`` NaN,
     and ``scaler.step`` skips the step
@@ -72,11 +72,11 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        check("clip_grad1_norm_", ON_CLIPPING, "batch_size", max_norm=max_norm, budget=budget, batch_size=batch_size)
+        check("clip_grad1_norm_", ON_CLIPPING, "batch_size", max_norm=max_norm, max_bytes=max_bytes, batch_size=batch_size)
         _check_scaler(scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
-        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        norms = grads.norms(budget=max(1, budget // 4))
+        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), max_bytes, recorder, written)
+        norms = grads.norms(max_bytes=max(1, max_bytes // 4))
         norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
         if error_if_nonfinite and not norms.isfinite().all():
             raise RuntimeError(
@@ -100,7 +100,7 @@ def clip_grad1_norm_(
             weights = weights / max(1, samples)
         if not add:
             drop_grads(spread.parameters)  # first, so that two sets of gradients never exist at once
-        sums = grads.weighted_sum(weights, max(1, budget // 4))
+        sums = grads.weighted_sum(weights, max(1, max_bytes // 4))
     set_grads(spread.parameters, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
     give_back(written, recorder)
     return lengths
@@ -118,14 +118,14 @@ def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
 
 
 def write_where_it_saves(
-    grads: PerSampleGrads, budget: int, recorder: Recorder, written: dict[str, Tensor]
+    grads: PerSampleGrads, max_bytes: int, recorder: Recorder, written: dict[str, Tensor]
 ) -> PerSampleGrads:
     """The same gradients, with rows written out where that makes norms and weighted sums together cheaper.
 
-    budget: see `CLIPPING_BUDGET`    written: receives the memory of these rows, for `give_back`
+    max_bytes: see `CLIPPING_BUDGET`    written: receives the memory of these rows, for `give_back`
     """
     # Rows go into an earlier step's memory if possible: fresh memory costs more.
-    forms, left, pool = dict(grads.items()), 3 * budget // 4, recorder.pool
+    forms, left, pool = dict(grads.items()), 3 * max_bytes // 4, recorder.pool
     with grads.reading():
         plain, _ = without_factor(forms)
         saved = {name: form.saving() for name, form in plain.items()}

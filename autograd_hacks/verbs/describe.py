@@ -75,9 +75,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
         last, left_out = Within(), frozenset()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in model.named_modules():
-        rule = rule_for(layer)
-        own = dict(layer.named_parameters(recurse=False)) if rule is None else rule.parameters_of(layer)
-        for name, parameter in own.items():
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
     rows = []
     for name, parameter in model.named_parameters():

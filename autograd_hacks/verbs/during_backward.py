@@ -48,7 +48,7 @@ def during_backward(
     seed: int = 0,
     loss_type: str | None = None,
     scale: float | Tensor = 1.0,
-    budget: int = PASS_BUDGET,
+    max_bytes: int = PASS_BUDGET,
     weights: Tensor | None = None,
     kind: str = "signs",
 ) -> Iterator[Quantities]:
@@ -69,15 +69,15 @@ def during_backward(
     weights: N weights; sets ``.grad`` to Σₙ wₙ gₙ. After ``add_hooks(param_grad=False)`` it costs as much as ordinary
     gradients. Give held-out samples weight 0
     project: the number of coordinates to project to    seed, kind: as in ``PerSampleGrads.project``
-    loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
+    loss_type, scale: as in `compute_grad1`    max_bytes: bytes to use beside the results
 
     Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
     quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch.
     """
     by_name: dict[str, Verb] = {
         "grad1": lambda name, form: stream.write(name, form),
-        "norms": lambda name, form: form.norms(budget),
-        "gram": lambda name, form: form.gram(form, budget),
+        "norms": lambda name, form: form.norms(max_bytes),
+        "gram": lambda name, form: form.gram(form, max_bytes),
     }
     unknown = [word for word in what if word not in by_name]
     if unknown or not (what or any(own is not None for own in (dot, project, weights))):
@@ -93,17 +93,17 @@ def during_backward(
         check_weights("dot", dot)
         among = dot.detach().nonzero()[:, 0]  # those that aren't zero; few, as they are meant
         theirs = dot.detach()[among]
-        verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
+        verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, max_bytes)
     elif dot is not None:
         check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
-        verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device).conj().resolve_conj(), budget)
+        verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device).conj().resolve_conj(), max_bytes)
     if weights is not None:
         check_weights("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
-        verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
+        verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, max_bytes)
     if project is not None:
         maps = random_maps("during_backward", project, seed, kind)
-        verbs["projection"] = lambda name, form: form.project(maps(name, form), budget)
+        verbs["projection"] = lambda name, form: form.project(maps(name, form), max_bytes)
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
         raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_DURING_BACKWARD)
@@ -238,13 +238,13 @@ class _Stream:
             )
         return form
 
-    def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
+    def add_up(self, name: str, form: Form, w: Tensor, max_bytes: int) -> None:
         """Computes a parameter's new ``.grad``."""
         if not self._sums:
             drop_grads(self._parameters)  # first, so that two sets of gradients never exist at once
         own = self.checked(name, form, w, "weights")
         weights = w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
-        self._sums[name] = own.weighted_sum(weights, budget).to(own.like.dtype)
+        self._sums[name] = own.weighted_sum(weights, max_bytes).to(own.like.dtype)
 
     def end(self) -> dict[str, Tensor]:
         """The results.  Raises if the pass is not complete."""

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_METRICS, ON_NOISE, ON_VERBS
-from autograd_hacks.forms import BUDGET, Dense, Form, LinearMap, group, scale
+from autograd_hacks.forms import BUDGET, Dense, Form, Grouping, LinearMap, scale
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
@@ -51,8 +51,8 @@ class PerSampleGrads(Matrix):
     `backprop_hess` it is the generalised Gauss-Newton matrix (GGN), which equals the Fisher matrix for a likelihood
     ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares').
 
-    Each verb takes ``budget``, the bytes that it may use beside its result.  A module that has to run again also takes what
-    its own forward and backward pass need.  Read before ``optimizer.step()``: a verb raises StaleRecord if an activation,
+    Each verb takes ``max_bytes``, which it may use beside its result.  A module that has to run again also takes what its
+    own forward and backward pass need.  Read before ``optimizer.step()``: a verb raises StaleRecord if an activation,
     or a weight of a module that has to run again, was overwritten.
     """
 
@@ -67,40 +67,40 @@ class PerSampleGrads(Matrix):
             return self._each(lambda _, form: form.dense())
 
     @overload
-    def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
+    def norms(self, per_parameter: Literal[False] = False, max_bytes: int = BUDGET) -> Tensor: ...
     @overload
-    def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
+    def norms(self, per_parameter: Literal[True], max_bytes: int = BUDGET) -> dict[str, Tensor]: ...
     @checked(ON_VERBS)
-    def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
+    def norms(self, per_parameter: bool = False, max_bytes: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
-        per_parameter: return {name: N} instead    budget: bytes to use beside the result
+        per_parameter: return {name: N} instead    max_bytes: bytes to use beside the result
 
         Source: Goodfellow 2015 (arXiv:1510.01799); for layers with positions Li et al. 2022 (arXiv:2110.05679), section 4.
         """
         with self.reading():
             if per_parameter:
-                return self._each(lambda _, form: form.norms(budget))
+                return self._each(lambda _, form: form.norms(max_bytes))
             forms, factor = without_factor(self)
-            return self._placed(matrix.norms_of(forms, self._row_count, budget) * abs(factor))
+            return self._placed(matrix.norms_of(forms, self._row_count, max_bytes) * abs(factor))
 
     @checked(ON_VERBS)
-    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+    def dot(self, v: Mapping[str, Tensor], max_bytes: int = BUDGET) -> Tensor:
         """J v̄, the inner product ⟨gₙ, v⟩ of each sample's gradient with a direction, N.
 
         For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
 
         v: the direction, {name: shape} for every trainable parameter, whole or in shards
-        budget: bytes to use beside the result
+        max_bytes: bytes to use beside the result
 
         Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
         arguments.check_direction(v, self)
         along = {name: whole_of(x).to(self[name].like.device).conj().resolve_conj() for name, x in v.items()}
-        return self._read(lambda name, form: form.dot(along[name], budget))
+        return self._read(lambda name, form: form.dot(along[name], max_bytes))
 
     @checked(ON_VERBS)
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
 
         w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``
@@ -108,16 +108,16 @@ class PerSampleGrads(Matrix):
         Raises ValueError for weights of the wrong shape, TypeError if ``w`` is not a floating-point tensor.
         """
         with self.summing(lambda: self._by_row(w, several=True)) as (by_row, _):
-            return self.spread.settled(self._totals(by_row, budget, narrow=True))
+            return self.spread.settled(self._totals(by_row, max_bytes, narrow=True))
 
     @checked(ON_VERBS)
-    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
+    def gram(self, other: PerSampleGrads | None = None, max_bytes: int = BUDGET) -> Tensor:
         """J J′ᴴ, the inner products ⟨gₙ, g′ₘ⟩ of all pairs of samples, (N, M).
 
         For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
 
         other: the gradients of another batch of the same model; by default these gradients themselves
-        budget: bytes to use beside the result
+        max_bytes: bytes to use beside the result
 
         Raises ValueError for the gradients of another model.
         """
@@ -135,19 +135,19 @@ class PerSampleGrads(Matrix):
                 f"{tuple(self[differing[0]].shape)}, as here: apply preconditioned(metric) to both." + ON_METRICS
             )
         with self.reading(), other.reading():
-            total = self._added(lambda name, form: form.gram(other[name], budget), other._row_count)
+            total = self._added(lambda name, form: form.gram(other[name], max_bytes), other._row_count)
             return other._placed(total, total.ndim - 1)
 
     @checked(ON_VERBS)
     def second_moment(
-        self, w: Tensor | None = None, budget: int = BUDGET, *, about: Mapping[str, Tensor] | None = None
+        self, w: Tensor | None = None, max_bytes: int = BUDGET, *, about: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The weighted sum of squares Σₙ wₙ (gₙ - v)², elementwise, {name: shape}.
 
         With weights of 1/N it is the diagonal of the empirical Fisher matrix.  With the mean as v, divided by N - 1, it is
         the variance over the samples.
 
-        w: N weights, all 1 by default    budget: bytes to use beside the result
+        w: N weights, all 1 by default    max_bytes: bytes to use beside the result
         about: v, {name: shape} for every trainable parameter; zero by default
 
         Raises as `weighted_sum` and `dot` do.
@@ -156,10 +156,10 @@ class PerSampleGrads(Matrix):
             arguments.check_direction(about, self, "second_moment")
         whole = {name: whole_of(x).to(self[name].like.device) for name, x in (about or {}).items()}
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
-            return self.spread.settled(matrix.second_moments(self, w, whole, budget).items())
+            return self.spread.settled(matrix.second_moments(self, w, whole, max_bytes).items())
 
     @checked(ON_VERBS)
-    def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
+    def reduce(self, f: Callable[[Tensor], Tensor], max_bytes: int = BUDGET) -> dict[str, Tensor]:
         """The sum Σₙ f(gₙ) of an elementwise function of the gradients, {name: shape}.
 
         Examples are the sum of the samples' signs, of their magnitudes, or of their clamped entries.  After `group`, gₙ is
@@ -178,27 +178,27 @@ class PerSampleGrads(Matrix):
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
             with without_autocast(self._by_device.values()):
-                return {name: form.reduce(arguments.elementwise(f, name), budget) for name, form in self.items()}
+                return {name: form.reduce(arguments.elementwise(f, name), max_bytes) for name, form in self.items()}
 
         with self.summing(here) as (sums, _):
             return self.spread.settled(sums.items(), narrow=False)
 
     @overload
-    def noise_scale(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> NoiseScale: ...
+    def noise_scale(self, per_parameter: Literal[False] = False, max_bytes: int = BUDGET) -> NoiseScale: ...
     @overload
-    def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
+    def noise_scale(self, per_parameter: Literal[True], max_bytes: int = BUDGET) -> dict[str, NoiseScale]: ...
     @checked(ON_NOISE)
-    def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
+    def noise_scale(self, per_parameter: bool = False, max_bytes: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
         """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
 
-        per_parameter: return {name: NoiseScale} instead    budget: bytes to use beside the result
+        per_parameter: return {name: NoiseScale} instead    max_bytes: bytes to use beside the result
 
         Raises ValueError for fewer than two samples, and for rows of `per_sample_jacobian`; NothingRecorded for the rows of
         `backprop_hess`.
         Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
         batches of 1 and N samples.
         """
-        each = noise_scales(self, budget)
+        each = noise_scales(self, max_bytes)
         return each if per_parameter else NoiseScale(*(matrix.added(parts, ()) for parts in zip(*each.values())))
 
     @checked(ON_VERBS)
@@ -213,7 +213,7 @@ class PerSampleGrads(Matrix):
         """
         ids, groups = arguments.numbered(ids, groups, self.samples)
         ids = self._rows_of(ids, groups)
-        forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
+        forms = {n: Grouping(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
         return self.with_forms(forms, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
@@ -266,13 +266,13 @@ class PerSampleGrads(Matrix):
         return made
 
     @checked(ON_VERBS)
-    def project(self, dim: int, seed: int = 0, budget: int = BUDGET, *, kind: Kind = "signs") -> Tensor:
+    def project(self, dim: int, seed: int = 0, max_bytes: int = BUDGET, *, kind: Kind = "signs") -> Tensor:
         """J R, the rows projected by a random map R, (N, dim).
 
         R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``seed``, ``dim``, and
         each parameter's name and shape, so projections of any two batches can be compared.
 
-        dim: the number of coordinates    seed: the seed of R    budget: bytes to use beside the result
+        dim: the number of coordinates    seed: the seed of R    max_bytes: bytes to use beside the result
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
         map that adds each number to one coordinate (see `forms.SparseMap`) and is much faster. The squared length
         of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
@@ -286,7 +286,7 @@ class PerSampleGrads(Matrix):
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
         """
         maps = matrix.random_maps("project", dim, seed, kind)
-        return self._read(lambda name, form: form.project(maps(name, form), budget), dim)
+        return self._read(lambda name, form: form.project(maps(name, form), max_bytes), dim)
 
     @checked(ON_VERBS)
     def gram_of_all(self) -> Tensor:

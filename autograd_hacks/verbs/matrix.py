@@ -38,20 +38,20 @@ INTERNAL = {"with_forms", "reading", "summing", "wide_sum", "spread", "batches"}
 """Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
 
-def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
+def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], max_bytes: int) -> dict[str, Tensor]:
     """Σₙ wₙ (gₙ - about)², elementwise, {name: shape}.  w: N, None for all 1    about: {name: shape}, else zero"""
     moments: dict[str, Tensor] = {}
     for name, form in forms.items():
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
-        moments[name] = form.second_moment(weights, about.get(name), budget)
+        moments[name] = form.second_moment(weights, about.get(name), max_bytes)
     return moments
 
 
-def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
+def small_alike(forms: Forms, max_bytes: int) -> list[dict[str, list[Tensor]]]:
     """Small forms, in groups to be read at once in an eighth of a budget, because a kernel for each would take far longer.
 
     A group has the rows of `Dense` forms as matrices, or both factors of `Outer` forms of one position and of one shape."""
-    found, left = dict[Hashable, dict[str, list[Tensor]]](), budget // 8
+    found, left = dict[Hashable, dict[str, list[Tensor]]](), max_bytes // 8
     for name, form in forms.items():
         if type(form) is Outer and form.flat is not None:
             held, shape, numbers = [*form.flat], (form.fan_out, form.fan_in), form.samples * (form.fan_out + form.fan_in)
@@ -65,9 +65,9 @@ def small_alike(forms: Forms, budget: int) -> list[dict[str, list[Tensor]]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
+def norms_of(forms: Forms, samples: int, max_bytes: int) -> Tensor:
     """The norms of rows of all parameters together, N."""
-    groups, parts = small_alike(forms, budget), list[Tensor]()
+    groups, parts = small_alike(forms, max_bytes), list[Tensor]()
     for group in groups:
         factors = [*zip(*group.values())]
         if len(factors) == 1:
@@ -76,7 +76,7 @@ def norms_of(forms: Forms, samples: int, budget: int) -> Tensor:
             products = reduce(torch.mul, [row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors])
             parts.append(products.view(samples, len(group)))
     joined = {name for group in groups for name in group}
-    return joint_norms([*parts, *[form.norms(budget) for name, form in forms.items() if name not in joined]], samples)
+    return joint_norms([*parts, *[form.norms(max_bytes) for name, form in forms.items() if name not in joined]], samples)
 
 
 def joint_norms(parts: Sequence[Tensor], samples: int) -> Tensor:
@@ -101,7 +101,7 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, device="cpu") if total is None else total
 
 
-def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
+def along_own(form: Form, w: Tensor, some: Tensor, max_bytes: int) -> Tensor:
     """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M weights    some: the numbers of the M samples"""
     forms, factor = without_factor({"": form})
     plain = forms[""]
@@ -116,8 +116,8 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
         # rounds as well as the weighted sum does.
         left, right = pair
         if len(some) * right.shape[1] * (left.shape[2] + right.shape[2]) <= form.shape.numel():
-            return products_of_pairs((left, right), (left[some], right[some]), budget) @ (w * factor**2)
-    return form.dot(form[some].weighted_sum(w, budget).conj().resolve_conj(), budget)
+            return products_of_pairs((left, right), (left[some], right[some]), max_bytes) @ (w * factor**2)
+    return form.dot(form[some].weighted_sum(w, max_bytes).conj().resolve_conj(), max_bytes)
 
 
 def random_maps(what: str, dim: int, seed: int, kind: str) -> Callable[[str, Form], AnyMap]:
@@ -270,7 +270,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A verb's results for each parameter, {name: (N, ...)}."""
         return {name: self._placed(verb(name, form)) for name, form in self.items()}
 
-    def _totals(self, w: Tensor, budget: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _totals(self, w: Tensor, max_bytes: int, narrow: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
         forms' own dtype"""
         (forms, factor), found = without_factor(self), dict[str, Tensor]()
@@ -282,7 +282,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
                 scaled[like.device, like.dtype] = own
             return own
 
-        for group in small_alike(forms, budget):
+        for group in small_alike(forms, max_bytes):
             factors = [*zip(*group.values())]
             own = given(like := factors[0][0]).to(like.dtype)
             if len(factors) == 1:
@@ -298,10 +298,10 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             if name in found:
                 yield name, found[name]
                 continue
-            total = form.weighted_sum(given(like := form.like), budget)
+            total = form.weighted_sum(given(like := form.like), max_bytes)
             yield name, total.to(like.dtype) if narrow else total
 
-    def wide_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
+    def wide_sum(self, w: Tensor, max_bytes: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w in the forms' accumulation dtype."""
         with self.summing(lambda: self._by_row(w)) as (by_row, _):
-            return self.spread.settled(self._totals(by_row, budget), narrow=False)
+            return self.spread.settled(self._totals(by_row, max_bytes), narrow=False)

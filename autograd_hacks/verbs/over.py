@@ -26,7 +26,6 @@ from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.row_files import RowFiles, digest_of
-from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import check_kind, check_loader, kind_of
 from autograd_hacks.verbs.grads import WITHIN, PerSampleGrads
 from autograd_hacks.verbs.losses import backward
@@ -53,7 +52,7 @@ def over(
     total: bool = False,
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
-    budget: int = KEPT,
+    max_bytes: int = KEPT,
 ) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
@@ -73,9 +72,9 @@ def over(
     dictionary, and ``.progress``. `Store` searches both. After an interruption, the same call with the same loss and verb
     resumes. With several processes the name must contain {rank}
     only: as in `per_sample_grads`
-    budget: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
+    max_bytes: bytes for gradients of ``against`` that are kept from batch to batch, 256 MiB by default. Kept gradients
     are recomputed when the weights change. If the loss depends on anything else that changes, pass
-    ``budget=0``
+    ``max_bytes=0``
 
     With ``add_hooks(segments=...)``, for samples that pack several documents, ``loss`` returns one loss for each document.
 
@@ -103,7 +102,7 @@ def over(
             origin = digest_of(other, before=origin)
         file = RowFiles(_of_process(out), origin, weights)
     recorder.kinds.doubt()  # checks with another loss, or of whole samples, don't count here
-    step = _Step(model, loss, verb, against, only, budget)
+    step = _Step(model, loss, verb, against, only, max_bytes)
     pieces: list[dict[str, Tensor]] = []
     batches = 0
     for batch in progress(loader, "gradients", "batch"):
@@ -164,12 +163,12 @@ class _Step:
     verb: Callable[..., Any]
     against: Iterable[Any] | None
     only: str | Iterable[str] | None
-    budget: int
+    max_bytes: int
 
     def __post_init__(self) -> None:
         self._kept: list[PerSampleGrads] = []  # gradients of the other data's first batches
-        self._left = self.budget
-        self._weights: object = None  # the weights of the kept gradients
+        self._left = self.max_bytes
+        self._weights = ""  # a digest of the kept gradients' weights
         self._seen: list[str] = []  # digests of the other data's batches
 
     def rows(self, batch: Any, total: bool) -> dict[str, Tensor]:
@@ -195,9 +194,10 @@ class _Step:
 
     def _others(self, against: Iterable[Any]) -> Iterator[PerSampleGrads]:
         """The gradients of the other data, batch by batch."""
-        weights = _look_of(self.model)
+        own = [*self.model.parameters(), *self.model.buffers()]
+        weights = digest_of([part_of(x) for x in own], [x.requires_grad for x in own])  # also sees writes through ``.data``
         if weights != self._weights:
-            self._kept, self._left, self._weights = [], self.budget, weights
+            self._kept, self._left, self._weights = [], self.max_bytes, weights
         kept = self._kept
         yield from kept[:]
         first = len(kept)
@@ -253,20 +253,6 @@ def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
                 f"over: verb returned {kind_of(x)}; expected {rows}, as a tensor or a dictionary of tensors" + ON_DATA_SETS
             )
     return {name: x.detach().cpu() for name, x in named.items()}
-
-
-def _look_of(model: nn.Module) -> object:
-    """A fingerprint of a model's numbers.  It also changes with writes through ``.data``, which torch doesn't notice."""
-    parts = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for x in parts:
-        if x.layout == torch.strided and not x.is_meta:
-            real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-            if real.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-                sizes = torch.linalg.vector_norm(real, dtype=torch.float64), real.sum(dtype=torch.float64)
-                by_device.setdefault(x.device, []).extend(sizes)
-    places = [(x.data_ptr() if x.layout == torch.strided else 0, version_of(x)) for x in parts]
-    return [torch.stack(x).tolist() for x in by_device.values()], places, [p.requires_grad for p in model.parameters()]
 
 
 def _of_process(out: str | os.PathLike[str]) -> Path:

@@ -32,8 +32,8 @@ class NoiseScale(NamedTuple):
         return torch.where(self.signal <= 0, torch.inf, self.noise / self.signal)
 
 
-def noise_scales(grads: Matrix, budget: int) -> dict[str, NoiseScale]:
-    """`NoiseScale` by the parameter's name.  budget: bytes to use beside the result
+def noise_scales(grads: Matrix, max_bytes: int) -> dict[str, NoiseScale]:
+    """`NoiseScale` by the parameter's name.  max_bytes: bytes to use beside the result
 
     Raises as ``grads.noise_scale()`` does.
     """
@@ -47,16 +47,16 @@ def noise_scales(grads: Matrix, budget: int) -> dict[str, NoiseScale]:
     with grads.summing(lambda: None, grads.samples) as (_, count):
         if count < 2:
             raise ValueError(f"noise_scale: a variance needs two samples or more, but there are {count:.0f}" + ON_NOISE)
-        norms = {name: form.norms(budget) for name, form in grads.items()}
+        norms = {name: form.norms(max_bytes) for name, form in grads.items()}
         squares = grads.spread.summed({name: x.double().square().sum() for name, x in norms.items()})
         shares = {name: form.new_sums(form.samples) + 1 / count for name, form in grads.items()}
-        about = grads.spread.settled((name, form.weighted_sum(shares[name], budget)) for name, form in grads.items())
+        about = grads.spread.settled((name, form.weighted_sum(shares[name], max_bytes)) for name, form in grads.items())
         lengths = {name: whole_of(mean.abs().double().square().sum()) for name, mean in about.items()}
         noise = {name: (squares[name] - count * lengths[name]) / (count - 1) for name in grads}
         found = [(noise[name] / squares[name]).cpu() for name in grads]  # NaN where all are zero
         digits = [1e4 * torch.finfo(form.sum_dtype).eps / (count - 1) for form in grads.values()]
         for name, share, least in zip(grads, torch.stack(found).tolist() if found else (), digits):
             if share <= least:  # on all processes: the difference of sums has no digits left
-                of = second_moments({name: grads[name]}, None, {name: whole_of(about[name])}, budget)
+                of = second_moments({name: grads[name]}, None, {name: whole_of(about[name])}, max_bytes)
                 noise[name] = whole_of(grads.spread.settled(of.items())[name].double().sum()) / (count - 1)
     return {name: NoiseScale(noise[name], lengths[name] - noise[name] / count) for name in grads}

@@ -52,12 +52,12 @@ def assert_verbs(found: PerSampleGrads, rows: Rows) -> None:
     """All verbs of preconditioned rows against rows that were preconditioned."""
     flat = joined(rows)
     w, v = torch.randn(len(flat)).double(), {name: torch.randn_like(x[0]) for name, x in rows.items()}
-    for budget in (2**26, 1000):
-        assert_close(found.norms(budget=budget), flat.norm(dim=1))
-        assert_close(found.gram(budget=budget), flat @ flat.mT)
-        assert_close(found.dot(v, budget), flat @ torch.cat([x.flatten() for x in v.values()]))
-        assert_close(found.weighted_sum(w, budget), {name: torch.einsum("n,n...->...", w, x) for name, x in rows.items()})
-        assert_close(found.second_moment(budget=budget), {name: x.square().sum(0) for name, x in rows.items()})
+    for max_bytes in (2**26, 1000):
+        assert_close(found.norms(max_bytes=max_bytes), flat.norm(dim=1))
+        assert_close(found.gram(max_bytes=max_bytes), flat @ flat.mT)
+        assert_close(found.dot(v, max_bytes), flat @ torch.cat([x.flatten() for x in v.values()]))
+        assert_close(found.weighted_sum(w, max_bytes), {name: torch.einsum("n,n...->...", w, x) for name, x in rows.items()})
+        assert_close(found.second_moment(max_bytes=max_bytes), {name: x.square().sum(0) for name, x in rows.items()})
     assert_close(found.dense(), rows)
     assert_close(found.select(slice(1, 3)).dense(), {name: x[1:3] for name, x in rows.items()})
 

@@ -63,9 +63,9 @@ VERBS: dict[str, Callable[[PerSampleGrads], Any]] = {
 }
 
 
-@pytest.mark.parametrize("budget", [1, 2**26])
+@pytest.mark.parametrize("max_bytes", [1, 2**26])
 @pytest.mark.parametrize("kind", VERBS)
-def test_what_is_found_is_what_all_rows_say(kind: str, budget: int, tmp_path: Path) -> None:
+def test_what_is_found_is_what_all_rows_say(kind: str, max_bytes: int, tmp_path: Path) -> None:
     model, data, others = net(), batches(4, 4, 3), batches(3)
     over(model, data, loss, VERBS[kind], out=tmp_path / kind)
     loss(model, others[0]).sum().backward()
@@ -73,18 +73,18 @@ def test_what_is_found_is_what_all_rows_say(kind: str, budget: int, tmp_path: Pa
     store, rows, asked = Store(tmp_path / kind), all_rows(model, data), all_rows(model, others)
     assert len(store) == 11
     for cosine, products in [(False, asked @ rows.T), (True, F.normalize(asked, dim=1) @ F.normalize(rows, dim=1).T)]:
-        values, numbers = store.search(queries, 4, cosine=cosine, model=model, budget=budget)
+        values, numbers = store.search(queries, 4, cosine=cosine, model=model, max_bytes=max_bytes)
         assert_close(values, products.topk(4).values)
         assert_close(products.gather(1, numbers), values)
 
 
-@pytest.mark.parametrize("budget", [1, 2**26])
-def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 2**26])
+def test_duplicates_are_all_pairs_above_the_threshold(max_bytes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rows = torch.randn(8, 5)
     rows[6], rows[3], rows[4] = 2 * rows[1], rows[0] + 0.01 * torch.randn(5), 0
     store = written(tmp_path / "rows.npy", rows)
-    cosines, pairs = store.duplicates(0.99, budget=budget)
+    cosines, pairs = store.duplicates(0.99, max_bytes=max_bytes)
     assert pairs.tolist() == [[1, 6], [0, 3]]
     assert_close(cosines, torch.cosine_similarity(rows[pairs[:, 0]], rows[pairs[:, 1]]))
     assert store.duplicates(1)[1].tolist() == [[1, 6]]

@@ -72,8 +72,6 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form], sketches: boo
         (sketch, Form.project(form, sparse), written @ map_of(sparse)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
-        (form.cross(form), Form.cross(form, form), written.mT @ written),
-        (form.cross(form, budget=64), Form.cross(form, form), written.mT @ written),
     ]:
         assert_close(got, definition)
         assert_close(got, by_hand)
@@ -89,9 +87,9 @@ def test_terms_along_directions_add_up_to_the_rows(form: Form) -> None:
     assert_close((along(rows, at) * v).sum(1), expected)
 
 
-@pytest.mark.parametrize("budget", [1, 2**26])
+@pytest.mark.parametrize("max_bytes", [1, 2**26])
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (0, 0)])
-def test_sums_of_parameters_without_entries(shape: tuple[int, ...], budget: int) -> None:
+def test_sums_of_parameters_without_entries(shape: tuple[int, ...], max_bytes: int) -> None:
     torch.manual_seed(0)
     dense = Dense(torch.randn(4, *shape).double())
     outer = [] if len(shape) < 2 else [Outer(torch.randn(4, 2, shape[0]).double(), torch.randn(4, 2, shape[1]).double())]
@@ -99,13 +97,13 @@ def test_sums_of_parameters_without_entries(shape: tuple[int, ...], budget: int)
         zero = torch.zeros(shape).double()
         for part in (form, Concatenation.of([form, form]), group(form, torch.tensor([0, 1, 1, 3]), 4), form[:0]):
             w = torch.rand(part.samples).double()
-            assert_close(part.weighted_sum(w, budget), zero)
-            assert_close(part.second_moment(w, None, budget), zero)
-            assert_close(part.second_moment(w, zero, budget), zero)
-            assert_close(part.reduce(torch.cos, budget), zero)
-            assert_close(part.norms(budget), torch.zeros(part.samples).double())
-            assert_close(part.gram(part, budget), torch.zeros(part.samples, part.samples).double())
-            assert_close(part.dot(zero, budget), torch.zeros(part.samples).double())
+            assert_close(part.weighted_sum(w, max_bytes), zero)
+            assert_close(part.second_moment(w, None, max_bytes), zero)
+            assert_close(part.second_moment(w, zero, max_bytes), zero)
+            assert_close(part.reduce(torch.cos, max_bytes), zero)
+            assert_close(part.norms(max_bytes), torch.zeros(part.samples).double())
+            assert_close(part.gram(part, max_bytes), torch.zeros(part.samples, part.samples).double())
+            assert_close(part.dot(zero, max_bytes), torch.zeros(part.samples).double())
 
 
 @given(one, st.data())
@@ -173,18 +171,18 @@ def test_scaling_scales_rows(form: Form, factor: float) -> None:
 
 
 @given(cases(), st.sampled_from([1, 100, 1000]))
-def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) -> None:
+def test_a_small_budget_changes_nothing(case: tuple[Form, Form], max_bytes: int) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(2, form.samples, dtype=torch.float64)
     random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0)
-    assert_close(form.norms(budget), form.norms())
-    assert_close(form.gram(other, budget), form.gram(other))
-    assert_close(form.dot(v, budget), form.dot(v))
-    assert_close(form.weighted_sum(w, budget), form.weighted_sum(w))
-    assert_close(form.second_moment(w[0], v, budget), form.second_moment(w[0], v))
-    assert_close(form.reduce(torch.tanh, budget), form.reduce(torch.tanh))
-    assert_close(form.project(random, budget), form.project(random))
-    assert_close(form.project(sparse, budget), form.project(sparse))
+    assert_close(form.norms(max_bytes), form.norms())
+    assert_close(form.gram(other, max_bytes), form.gram(other))
+    assert_close(form.dot(v, max_bytes), form.dot(v))
+    assert_close(form.weighted_sum(w, max_bytes), form.weighted_sum(w))
+    assert_close(form.second_moment(w[0], v, max_bytes), form.second_moment(w[0], v))
+    assert_close(form.reduce(torch.tanh, max_bytes), form.reduce(torch.tanh))
+    assert_close(form.project(random, max_bytes), form.project(random))
+    assert_close(form.project(sparse, max_bytes), form.project(sparse))
 
 
 @given(cases())

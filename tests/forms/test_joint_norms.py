@@ -28,8 +28,8 @@ def product(left: float = 1.0, right: float = 1.0, positions: tuple[int, ...] = 
     return Outer(left * torch.randn(N, *positions, 20), right * torch.randn(N, *positions, 30))
 
 
-def norms_of(found: list[Form], samples: int = N, budget: int = 2**26) -> Tensor:
-    return matrix.norms_of({str(number): form for number, form in enumerate(found)}, samples, budget)
+def norms_of(found: list[Form], samples: int = N, max_bytes: int = 2**26) -> Tensor:
+    return matrix.norms_of({str(number): form for number, form in enumerate(found)}, samples, max_bytes)
 
 
 def written(found: list[Form]) -> Tensor:
@@ -39,10 +39,12 @@ def written(found: list[Form]) -> Tensor:
 
 
 @given(st.data(), st.integers(0, 4), st.sampled_from([1, 1000, 2**26]))
-def test_norms_of_any_forms_are_those_of_all_rows_beside_each_other(data: st.DataObject, samples: int, budget: int) -> None:
+def test_norms_of_any_forms_are_those_of_all_rows_beside_each_other(
+    data: st.DataObject, samples: int, max_bytes: int
+) -> None:
     found = [data.draw(forms(samples, (2, 3))) for _ in range(data.draw(st.integers(0, 4)))]
     expected = written(found) if found else torch.zeros(samples)
-    assert_close(norms_of(found, samples, budget), expected)
+    assert_close(norms_of(found, samples, max_bytes), expected)
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-20, 1.0, 1e18, 1e25, 1e36])
@@ -84,9 +86,9 @@ def test_parameters_of_several_dtypes() -> None:
 
 def test_no_more_memory_than_the_budget_is_joined() -> None:
     found, size = {str(number): vector() for number in range(10)}, N * 30 * 4
-    for budget, count in ((8 * 4 * size, 4), (8 * size, 0), (2**26, 10)):
-        assert sum(map(len, matrix.small_alike(found, budget))) == count
-        assert_close(matrix.norms_of(found, N, budget).double(), written([*found.values()]), rtol=ULPS, atol=0)
+    for max_bytes, count in ((8 * 4 * size, 4), (8 * size, 0), (2**26, 10)):
+        assert sum(map(len, matrix.small_alike(found, max_bytes))) == count
+        assert_close(matrix.norms_of(found, N, max_bytes).double(), written([*found.values()]), rtol=ULPS, atol=0)
 
 
 def test_joint_norms_lead_back_to_all_factors() -> None:

@@ -25,10 +25,10 @@ def test_pieces_share_memory_and_rows_that_a_form_owns_are_left_alone() -> None:
     assert len(places) == 1
     for form in (Dense(own), add([Dense(own), Outer(*factors())]), scale(Outer(*factors()), 3.0)):
         expected = form.dense().flatten(1)
-        for budget in (100, 700, 2000, 2**20):
-            assert_close(Form.norms(form, budget), expected.norm(dim=1))
+        for max_bytes in (100, 700, 2000, 2**20):
+            assert_close(Form.norms(form, max_bytes), expected.norm(dim=1))
             assert_close(
-                Form.second_moment(form, expected[:, 0], own[0], budget).flatten(),
+                Form.second_moment(form, expected[:, 0], own[0], max_bytes).flatten(),
                 expected[:, 0] @ (expected - own[0].flatten()) ** 2,
             )
     assert torch.equal(own, before)
@@ -40,13 +40,13 @@ def test_verbs_in_pieces_lead_back_to_factors_weights_and_directions(verb: str, 
     held = factors(lead_back)
     v, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 5), (6,)))
 
-    def slopes(budget: int) -> tuple[Tensor, ...]:
+    def slopes(max_bytes: int) -> tuple[Tensor, ...]:
         form: Form = Outer(*held)
         got = {
-            "dot": lambda: Form.dot(form, v, budget),
-            "weighted_sum": lambda: Form.weighted_sum(form, w, budget),
-            "second_moment": lambda: Form.second_moment(form, w, v, budget),
-            "norms": lambda: Form.norms(form, budget) * w,
+            "dot": lambda: Form.dot(form, v, max_bytes),
+            "weighted_sum": lambda: Form.weighted_sum(form, w, max_bytes),
+            "second_moment": lambda: Form.second_moment(form, w, v, max_bytes),
+            "norms": lambda: Form.norms(form, max_bytes) * w,
         }[verb]()
         leaves = [x for x in (*held, v, w) if x.requires_grad]
         return torch.autograd.grad(got.pow(3).sum(), leaves, allow_unused=True, materialize_grads=True)

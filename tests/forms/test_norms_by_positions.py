@@ -54,12 +54,12 @@ def test_products_of_windows_are_those_of_pixels(data: st.DataObject, seed: int,
     one, other = (data.draw(windowed(samples, shape)) for _ in range(2))
     with for_nothing:
         for form in (one, add([one, other]), add([one, other, one])):
-            for budget in (2**20, 4000, 1):
-                assert_close(form.norms(budget), written(form))
+            for max_bytes in (2**20, 4000, 1):
+                assert_close(form.norms(max_bytes), written(form))
             single = form.to(torch.float32)
             with mock.patch.object(factored, "looks_free", return_value=False):  # as on a GPU
-                for budget in (2**20, 4000, 1):
-                    assert_close(single.norms(budget), written(form).float(), rtol=1e-4, atol=1e-5)
+                for max_bytes in (2**20, 4000, 1):
+                    assert_close(single.norms(max_bytes), written(form).float(), rtol=1e-4, atol=1e-5)
     found, exact = norms_of_pairs([one.pair, other.pair], 2**20)
     assert_close(found[exact], written(add([one, other]))[exact])
 
@@ -68,8 +68,8 @@ def test_products_of_windows_are_those_of_pixels(data: st.DataObject, seed: int,
 def test_any_form_has_its_norms_by_positions(data: st.DataObject, samples: int, shape: tuple[int, ...]) -> None:
     form = data.draw(forms(samples, shape))
     with for_nothing:
-        for budget in (2**20, 100, 1):
-            assert_close(form.norms(budget), written(form))
+        for max_bytes in (2**20, 100, 1):
+            assert_close(form.norms(max_bytes), written(form))
 
 
 @crossed(decades=[0, 1, 2, 3, 4, 6], positions=[2, 3, 16, 200, 1000], looks=[True, False])

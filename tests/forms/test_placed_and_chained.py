@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from strategies import pull_along
 from torch import Tensor
 from torch.testing import assert_close
@@ -15,7 +14,6 @@ from autograd_hacks.forms import (
     Form,
     Outer,
     Placed,
-    Sum,
     add,
     magnitudes,
     scale,
@@ -105,58 +103,12 @@ def test_rows_of_values_that_differ_in_being_complex(factor: complex) -> None:
     assert_close(form.to(torch.complex128).dense(), one_by_one(v, theta, g).to(torch.complex128))
 
 
-class Stubborn(torch.autograd.Function):
-    """Its backward looks at values, which torch can't do for many rows at once."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:
-        return 2 * g if g.sum() > 0 else g + g
-
-
-def test_what_torch_can_not_do_for_many_rows_is_done_row_by_row() -> None:
-    theta, g = torch.randn(4, 2, requires_grad=True), torch.randn(3, 4, 2)
-    with pytest.raises(RuntimeError):
-        pull_along(Stubborn.apply(theta), theta)(g, True)
-    form = Chained(Dense(g), pull_along(Stubborn.apply(theta), theta), theta.shape, theta)
-    assert_close(form.dense(), 2 * g)
-    assert_close(form.weighted_sum(torch.ones(2, 3)), 2 * g.sum(0).expand(2, 4, 2))
-
-
-def test_large_rows_are_brought_back_in_turn() -> None:
-    theta, g = torch.randn(300, 2, requires_grad=True), torch.randn(3, 300, 300)
-    v = theta @ torch.randn(2, 300)
-    assert_close(Chained(Dense(g), pull_along(v, theta), theta.shape, theta).dense(), one_by_one(v, theta, g))
-
-
 def test_an_error_of_the_way_back_is_not_hidden() -> None:
     theta = torch.randn(4, 2, requires_grad=True)
     v = theta.sin()
     v.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         Chained(Dense(torch.randn(3, 4, 2)), pull_along(v, theta), theta.shape, theta).dense()
-
-
-def test_one_way_back_for_a_sum_and_for_reads_of_one_value() -> None:
-    theta, rows = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), list[int]()
-    inner = pull_along(F.softmax(theta, 1), theta)
-
-    def pull(values: Tensor, batched: bool) -> Tensor:
-        rows.append(len(values) if batched else 1)
-        return inner(values, batched)
-
-    one, other = (Chained(outer(4, 4), pull, theta.shape, theta) for _ in range(2))
-    total = add([one, other])
-    assert not isinstance(total, Sum)
-    assert_close(total.dense(), one.dense() + other.dense())
-    rows.clear()
-    total.weighted_sum(torch.randn(3).double())
-    assert rows == [1]
-    total.weighted_sum(torch.randn(2, 3).double())
-    assert rows == [1, 2]
 
 
 def test_rows_are_memory_of_their_own() -> None:

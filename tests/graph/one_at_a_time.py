@@ -44,7 +44,8 @@ def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Seq
     held = [] if model is None else [*model.parameters(), *model.buffers()]
     edges = map(get_gradient_edge, outputs)
     trace = Trace([(edge.node, edge.output_nr) for edge in edges], {id(x) for x in held})
-    return trace, Memory({*map(memory_of, held)}.__contains__, {*map(memory_of, given)})
+    own = {*map(memory_of, held)}
+    return trace, Memory(lambda x: memory_of(x) in own, {*map(memory_of, given)})
 
 
 def root_label(samples: int, axis: int = 0) -> Label:
@@ -157,20 +158,15 @@ def _compare(found: Judged, what: str, label: Label, owners: Tensor, samples: in
 
 def _behind(trace: Trace, places: Sequence[tuple[int, int]]) -> set[int]:
     """The nodes behind some nodes' inputs."""
-    behind = [edge[0] for k, place in places if (edge := trace.edges[k][place]) is not None]
-    seen = set(behind)
-    while behind:
-        ahead = {edge[0] for edge in trace.edges[behind.pop()] if edge is not None} - seen
-        seen |= ahead
-        behind += ahead
-    return seen
+    return trace.behind([edge[0] for k, place in places if (edge := trace.edges[k][place]) is not None])
 
 
 def _rows(passes: Passes, trace: Trace, walk: Walk) -> float:
     """How far the rows of the uses are from those of a backward pass a sample: each use's node is called with its sample's
     part of the batch's gradient, and what comes out is brought to the parameters."""
-    places = [n for n, k in enumerate(trace.leaves) if id(trace.leaf(k)) in trace.parameters and k not in walk.mixed]
-    leaves = [trace.leaf(trace.leaves[n]) for n in places]
+    trained = [id(x) in trace.parameters and k not in walk.mixed for k, x in zip(trace.leaves, trace.variables)]
+    places = [n for n, is_trained in enumerate(trained) if is_trained]
+    leaves = [trace.variables[n] for n in places]
     worst = 0.0
     for n in range(passes.samples):
         at: list[Any] = []

@@ -21,7 +21,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, UnsupportedLayer, VerificationFailed
-from autograd_hacks.forms import Dense, Outer, convolution, scale
+from autograd_hacks.forms import Dense, convolution, scale
 from autograd_hacks.formulas import RULES, Call, Rule, single_input
 
 loss_types = st.sampled_from(["mean", "sum"])
@@ -112,20 +112,6 @@ def test_a_registered_rule_covers_the_layer(register: Any) -> None:
         register(Scale, lambda layer, call: {"scale": Dense(call.grads[0] * call.args[0])})
         assert autograd_hacks.is_supported(model[1])
         assert_right(model, *batch())
-
-
-def test_a_registered_rule_may_cover_what_its_layer_reads_of_a_submodule(register: Any) -> None:
-    class Reader(Bare):
-        pass
-
-    formula = single_input(lambda layer, x, g: {"inner.weight": Outer(g, x)})
-    register(Reader, Rule(formula, covers=lambda layer: ("inner",)))
-    model = nn.Sequential(mlp(), Reader(lambda m, x: x @ m.inner.weight.T, inner=nn.Linear(2, 2, bias=False).double()))
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
-        assert autograd_hacks.describe(model).rows[-1].how.startswith("rule <lambda>")
-        assert autograd_hacks.describe(model).rows[-1].form == "Outer"
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from autograd_hacks.forms import RandomMap, SparseMap
 
 
 def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
-    model, x, budget = Language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
+    model, x, max_bytes = Language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
     row = 50_000 * 64 * 4  # 12.8 MB, and 51 for all
     grads = stepped(model, x)
     w = torch.rand(4)
-    with at_most(budget):
+    with at_most(max_bytes):
         norms = grads.norms()
-    with at_most(budget):
+    with at_most(max_bytes):
         gram = grads.gram()
     with at_most(row + 2**20):
         total = grads.weighted_sum(w)["embed.weight"]
@@ -36,16 +36,16 @@ def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
         along = grads.dot({"embed.weight": total})
     assert_close(gram.diagonal().sqrt(), norms)
     assert_close(gram @ w, along)
-    with at_most(2 * row + 3 * budget):
+    with at_most(2 * row + 3 * max_bytes):
         autograd_hacks.clip_grad1_norm_(model, 1.0)
 
 
 def test_groups_of_many_samples_keep_to_the_budget() -> None:
     grads = stepped(nn.Linear(256, 256), torch.randn(200, 4, 256)).group(torch.zeros(200, dtype=torch.long))
-    activations, budget = 2 * 200 * 4 * 256 * 4, 2**18
+    activations, max_bytes = 2 * 200 * 4 * 256 * 4, 2**18
     for verb in (grads.norms, grads.second_moment):
-        with at_most(2 * activations + 4 * budget + 256 * 257 * 4):
-            verb(budget=budget)
+        with at_most(2 * activations + 4 * max_bytes + 256 * 257 * 4):
+            verb(max_bytes=max_bytes)
 
 
 def wide() -> tuple[nn.Module, Tensor]:
@@ -57,7 +57,7 @@ def images() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("build", "budget", "in_metric"),
+    ("build", "max_bytes", "in_metric"),
     [
         (wide, 2**24, False),
         (wide, 2**23, True),
@@ -65,7 +65,7 @@ def images() -> tuple[nn.Module, Tensor]:
     ],
 )
 def test_no_verb_takes_more_than_its_budget(
-    build: Callable[[], tuple[nn.Module, Tensor]], budget: int, in_metric: bool
+    build: Callable[[], tuple[nn.Module, Tensor]], max_bytes: int, in_metric: bool
 ) -> None:
     """In the metric of Adam rows are written some at a time, and beside the budget comes D of each parameter."""
     model, x = build()
@@ -78,53 +78,53 @@ def test_no_verb_takes_more_than_its_budget(
     numbers, samples = sum(4 * form.shape.numel() for form in grads.values()), len(x)
     # Vectors of N, norms of each parameter; and the windows that a convolution cuts at a time.
     small = 2**19 + 2**22 + 2 * numbers * in_metric
-    assert samples * numbers > budget + small  # which J written out would take
+    assert samples * numbers > max_bytes + small  # which J written out would take
     grads = grads.preconditioned(metric) if in_metric else grads
     v, w = {name: torch.randn(form.shape) for name, form in grads.items()}, torch.rand(3, samples)
     several: list[tuple[str, int, Callable[[], object]]] = [
-        ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, budget)),
+        ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, max_bytes)),
     ]
     for what, result, verb in [
-        ("norms", 0, lambda: grads.norms(budget=budget)),
-        ("dot", 0, lambda: grads.dot(v, budget)),
-        ("gram", 4 * samples**2, lambda: grads.gram(budget=budget)),
-        ("weighted_sum", numbers, lambda: grads.weighted_sum(w[0], budget)),
-        ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
-        ("about a mean", numbers, lambda: grads.second_moment(budget=budget, about=v)),
-        ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), budget)),
-        ("project", 0, lambda: grads.project(8, budget=budget)),
-        ("project, sparse", 0, lambda: grads.project(64, budget=budget, kind="sjlt")),
+        ("norms", 0, lambda: grads.norms(max_bytes=max_bytes)),
+        ("dot", 0, lambda: grads.dot(v, max_bytes)),
+        ("gram", 4 * samples**2, lambda: grads.gram(max_bytes=max_bytes)),
+        ("weighted_sum", numbers, lambda: grads.weighted_sum(w[0], max_bytes)),
+        ("second_moment", numbers, lambda: grads.second_moment(max_bytes=max_bytes)),
+        ("about a mean", numbers, lambda: grads.second_moment(max_bytes=max_bytes, about=v)),
+        ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), max_bytes)),
+        ("project", 0, lambda: grads.project(8, max_bytes=max_bytes)),
+        ("project, sparse", 0, lambda: grads.project(64, max_bytes=max_bytes, kind="sjlt")),
         *(several if not in_metric else []),
     ]:
-        with at_most(budget + result + small, what):
+        with at_most(max_bytes + result + small, what):
             verb()
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_never_have_a_gradient_for_each_entry(mode: str) -> None:
-    table, samples, length, features, budget = 300, 256, 400, 64, 2**21
+    table, samples, length, features, max_bytes = 300, 256, 400, 64, 2**21
     model = nn.Sequential(nn.EmbeddingBag(table, features, mode=mode), nn.Tanh(), nn.Linear(features, 2))
     x, row = torch.randint(table, (samples, length)), 4 * table * features
     indices = 5 * 8 * x.numel()  # and the bag of each, in the order of the entries
-    assert 4 * x.numel() * features > 2 * (indices + budget)  # a gradient for each
+    assert 4 * x.numel() * features > 2 * (indices + max_bytes)  # a gradient for each
     form = stepped(model, x)["0.weight"]
     assert sum(held.nbytes for leaf in form.leaves() for held in leaf.held) <= indices
     v, w = torch.randn(table, features), torch.rand(samples)
     for what, result, verb in [
-        ("norms", 0, lambda: form.norms(budget)),
-        ("dot", 0, lambda: form.dot(v, budget)),
-        ("weighted_sum", row, lambda: form.weighted_sum(w, budget)),
-        ("second_moment", row, lambda: form.second_moment(w, budget=budget)),
-        ("gram", 4 * samples**2, lambda: form.gram(form, budget)),
-        ("project", 0, lambda: form.project(RandomMap("", form.shape, 8, 0), budget)),
-        ("project, sparse", 0, lambda: form.project(SparseMap("", form.shape, 8, 0), budget)),
+        ("norms", 0, lambda: form.norms(max_bytes)),
+        ("dot", 0, lambda: form.dot(v, max_bytes)),
+        ("weighted_sum", row, lambda: form.weighted_sum(w, max_bytes)),
+        ("second_moment", row, lambda: form.second_moment(w, max_bytes=max_bytes)),
+        ("gram", 4 * samples**2, lambda: form.gram(form, max_bytes)),
+        ("project", 0, lambda: form.project(RandomMap("", form.shape, 8, 0), max_bytes)),
+        ("project, sparse", 0, lambda: form.project(SparseMap("", form.shape, 8, 0), max_bytes)),
     ]:
-        with at_most(indices + result + 3 * budget, what):
+        with at_most(indices + result + 3 * max_bytes, what):
             verb()
 
 
 def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, length, budget = 128, 96, 2**20
+    samples, length, max_bytes = 128, 96, 2**20
     places = torch.arange(length)[:, None] - torch.arange(length) + length
 
     def attention(m: nn.Module, x: Tensor) -> Tensor:
@@ -139,17 +139,17 @@ def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkey
         autograd_hacks.compute_grad1(model)
         model(x).square().sum().backward()
         form = autograd_hacks.per_sample_grads(model, "sum")["table"]
-        monkeypatch.setitem(type(form).dense.__globals__, "BUDGET", budget)
+        monkeypatch.setitem(type(form).dense.__globals__, "BUDGET", max_bytes)
         result = 4 * samples * form.shape.numel()
-        assert scores > 5 * budget + result
-        with at_most(2 * budget + result):
+        assert scores > 5 * max_bytes + result
+        with at_most(2 * max_bytes + result):
             rows = form.dense()
         for what, verb in [
             ("norms", form.norms),
-            ("weighted_sum", lambda budget: form.weighted_sum(torch.ones(samples), budget)),
+            ("weighted_sum", lambda max_bytes: form.weighted_sum(torch.ones(samples), max_bytes)),
         ]:
-            with at_most(2 * budget, what):
-                verb(budget=budget)
+            with at_most(2 * max_bytes, what):
+                verb(max_bytes=max_bytes)
     assert_close(rows.flatten(1).norm(dim=1), form.norms())
 
 

@@ -89,7 +89,7 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
             squares(model(x)).sum().backward()
         one = 256 * 256 * 4
         loss = squares(model(x)).sum()
-        with at_most(6 * one), autograd_hacks.during_backward(model, "norms", loss_type="sum", budget=one):
+        with at_most(6 * one), autograd_hacks.during_backward(model, "norms", loss_type="sum", max_bytes=one):
             loss.backward()
             assert alive(LayerCall) <= others  # nor are the layers' inputs kept
         loss = squares(model(x)).sum()
@@ -113,7 +113,7 @@ def test_what_it_refuses() -> None:
     check_each((NothingRecorded, "", lambda: during(0)))
     with autograd_hacks.add_hooks(model):
         check_each(
-            (ValueError, r"no entry for '0\.weight'", lambda: during(0, dot={})),
+            (ValueError, r"without '0\.weight'", lambda: during(0, dot={})),
             (ValueError, "project=0", lambda: during(0, project=0)),
             (RuntimeError, r"leave accumulate\(model\) first", within_accumulate),
             (NothingRecorded, "", lambda: during(0)),

@@ -32,8 +32,8 @@ def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
             squares(model(x)).sum().backward()
             with autograd_hacks.pause_hooks():
                 rows = one_backward_per_sample(model, squares, x)
-            for budget in (2**26, 1000):
-                assert_quantities(model, rows, "sum", budget)
+            for max_bytes in (2**26, 1000):
+                assert_quantities(model, rows, "sum", max_bytes)
 
 
 def test_micro_batches_and_frozen_and_unreached_parameters() -> None:

@@ -27,7 +27,7 @@ from autograd_hacks.errors import NothingRecorded
 pytestmark = pytest.mark.usefixtures("double")
 
 X, OTHERS = torch.randn(11, 4).double(), torch.randn(6, 4).double()
-BUDGETS = pytest.mark.parametrize("budget", [0, 150, 2**28])
+BUDGETS = pytest.mark.parametrize("max_bytes", [0, 150, 2**28])
 
 
 def loss(model: nn.Module, x: Any) -> Tensor:
@@ -114,8 +114,8 @@ def reader() -> nn.Module:
     return Bare(read, conv=nn.Conv1d(1, 2, 3), head=nn.Linear(4, 2), scale=torch.randn(4), table=nn.Embedding(2, 4))
 
 
-@crossed(make=[perceptron, reader], budget=[0, 500, 2**28])
-def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
+@crossed(make=[perceptron, reader], max_bytes=[0, 500, 2**28])
+def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], max_bytes: int) -> None:
     """TracIn: Σ over checkpoints of the learning rate times ⟨g, g′⟩."""
     model, twin, seen = make().double(), make().double(), list[int]()
     autograd_hacks.add_hooks(model)
@@ -130,9 +130,11 @@ def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callab
         twin.load_state_dict(make().double().state_dict())
         model.load_state_dict(twin.state_dict())
         expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
-        found += rate * autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.gram, against=others, budget=budget)
+        found += rate * autograd_hacks.over(
+            model, X.split(4), loss, PerSampleGrads.gram, against=others, max_bytes=max_bytes
+        )
     assert_close(found, expected)
-    assert len(seen) == (2 if budget == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
+    assert len(seen) == (2 if max_bytes == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
 
 
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def move(model: nn.Module, by: float) -> None:
 
 @BUDGETS
 @pytest.mark.parametrize("factor", [None, 1.001, -1.0])
-def test_weights_that_change_between_batches(net: nn.Module, budget: int, factor: float | None) -> None:
+def test_weights_that_change_between_batches(net: nn.Module, max_bytes: int, factor: float | None) -> None:
     """factor: of what changes behind torch's back"""
     expected, (first, *_) = list[Tensor](), net.parameters()
 
@@ -187,13 +189,13 @@ def test_weights_that_change_between_batches(net: nn.Module, budget: int, factor
             else:
                 first.data.mul_(factor)  # which counts as no change
 
-    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), max_bytes=max_bytes)
     assert_close(found, torch.cat(expected))
 
 
 @BUDGETS
 @pytest.mark.parametrize("kind", ["NumPy", "torch"])
-def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind: str) -> None:
+def test_batches_in_memory_that_is_filled_anew(net: nn.Module, max_bytes: int, kind: str) -> None:
     class Refilled:
         def __iter__(self) -> Iterator[Tensor]:
             memory = torch.empty(2, 4)
@@ -205,19 +207,19 @@ def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind
                     memory.copy_(x)
                 yield torch.from_numpy(array) if kind == "NumPy" else memory
 
-    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=Refilled(), budget=budget)
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=Refilled(), max_bytes=max_bytes)
     assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
 
 
-@pytest.mark.parametrize("budget", [0, 150])
-def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
+@pytest.mark.parametrize("max_bytes", [0, 150])
+def test_other_data_in_another_order_each_time(net: nn.Module, max_bytes: int) -> None:
     shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
 
     def over(size: int, **options: Any) -> None:
         autograd_hacks.over(net, X.split(size), loss, PerSampleGrads.gram, against=shuffled, **options)
 
     check_each(
-        (ValueError, "or another order; it must not shuffle", lambda: over(2, budget=budget)),
+        (ValueError, "or another order; it must not shuffle", lambda: over(2, max_bytes=max_bytes)),
     )
 
 
@@ -303,10 +305,12 @@ def buffered() -> nn.Module:
 
 
 @BUDGETS
-def test_models_with_buffers_of_all_kinds(buffered: nn.Module, budget: int) -> None:
+def test_models_with_buffers_of_all_kinds(buffered: nn.Module, max_bytes: int) -> None:
     expected = rows(buffered, X) @ rows(buffered, OTHERS).mT
     autograd_hacks.add_hooks(buffered)
-    found = autograd_hacks.over(buffered, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    found = autograd_hacks.over(
+        buffered, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), max_bytes=max_bytes
+    )
     assert_close(found, expected)
 
 

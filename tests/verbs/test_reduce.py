@@ -41,22 +41,22 @@ def looped(model: nn.Module, x: Tensor, f: Function, ids: Tensor | None = None) 
 
 
 @pytest.mark.usefixtures("double")
-@crossed(budget=[1, 2**26], what=FUNCTIONS)
-def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
+@crossed(max_bytes=[1, 2**26], what=FUNCTIONS)
+def test_sums_are_those_of_a_loop(what: str, max_bytes: int) -> None:
     model, x, f = convolutions(), torch.randn(7, 2, 5), FUNCTIONS[what]
     expected = looped(model, x, f)
-    found = stepped(model, x).reduce(f, budget)
+    found = stepped(model, x).reduce(f, max_bytes)
     assert list(found) == list(expected)
     assert_close(found, expected, equal_nan=True)  # double
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("budget", [1, 2**26])
-def test_groups_are_added_up_first(budget: int) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 2**26])
+def test_groups_are_added_up_first(max_bytes: int) -> None:
     model, x, ids = convolutions(), torch.randn(7, 2, 5), torch.tensor([4, 1, 1, 4, 9, 1, 4])
     expected = looped(model, x, torch.sign, ids)
     grads = stepped(model, x)
-    assert_close(grads.group(ids).reduce(torch.sign, budget), expected)
+    assert_close(grads.group(ids).reduce(torch.sign, max_bytes), expected)
     each = grads.reduce(torch.sign)
     assert any(not torch.equal(each[name], expected[name]) for name in expected)
 
@@ -107,11 +107,11 @@ MIXING: dict[str, Function] = {
 }
 
 
-@crossed(budget=[1, 2**26], what=MIXING)
-def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
+@crossed(max_bytes=[1, 2**26], what=MIXING)
+def test_what_mixes_numbers_is_refused(what: str, max_bytes: int) -> None:
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"changes with the other numbers .* elementwise one"):
-        stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], budget)
+        stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], max_bytes)
 
 
 def test_a_function_that_overwrites_rows_is_refused_and_changes_none() -> None:

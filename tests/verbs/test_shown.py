@@ -65,7 +65,7 @@ def test_a_handle_says_what_is_recorded(model: nn.Module) -> None:
 
 
 def verbs_of(form: type[Form]) -> list[str]:
-    names = ["dense", "matrix", "dot", "weighted_sum", "second_moment", "gram", "norms", "project", "cross", "block", "to"]
+    names = ["dense", "matrix", "dot", "weighted_sum", "second_moment", "gram", "norms", "project", "block", "to"]
     return [name for name in [*names, "__getitem__", "written", "release"] if hasattr(form, name)]
 
 
