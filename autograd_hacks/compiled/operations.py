@@ -33,10 +33,10 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import AXES, Axes, axis
-from autograd_hacks.graph.label import ALONE, MIX, At, Entries, tidied, viewed
+from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import TAKING
-from autograd_hacks.graph.values import MASKS, VALUES, Indexed
+from autograd_hacks.graph.values import MASKS, Indexed
 from autograd_hacks.probe.tape import READ
 
 ADJOINTS = {
@@ -65,8 +65,8 @@ def rule_of(node: fx.Node) -> Any:
     entry = AXES.get(name)
     if entry is None and torch.Tag.pointwise in target.tags:  # type: ignore[union-attr]  # rules are of operations alone
         entry = Axes()
-    # Of some operations the law knows only that everything depends on everything, or nothing of the scales of channels.
-    return None if entry is None or entry.rule is AXES["dot"].rule or "_per_channel_" in name else _by_law
+    # The law knows nothing of the scales of channels.
+    return None if entry is None or "_per_channel_" in name else _by_law
 
 
 def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
@@ -84,7 +84,12 @@ def _moved(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     for k, x in enumerate(tensors):
         if (at := labels[x]) is not None:  # the tensor into which a scatter writes keeps its entries' places
             found.append(
-                [at] if name.endswith("_scatter") and k == 0 else move.law(at, k, ins, outs, labels.samples, **numbers)
+                [at]
+                if name.endswith("_scatter") and k == 0
+                else [
+                    _tidied(own, size, labels.samples)
+                    for own, size in zip(move.law(at, Sizes(k, ins, outs), labels.samples, **numbers), outs)  # type: ignore[arg-type]
+                ]
             )
     if not all(at is None or isinstance(at, At) for own in found for at in own):
         if move is MOVES["view"]:
@@ -129,9 +134,8 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
     if name.startswith(ATTENTION) or len(others) == len(ins) - ins.count(None):
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
-    assert axes.rule is not None
     numbers = {key: number(given[key]) for key in axes.reads if key in given}
-    links = axes.rule(o, outs, [None if x is None else shape(x) for x in ins], **numbers)
+    links = axes.links(o, outs, [None if x is None else shape(x) for x in ins], numbers)
     owned, lost = list[At](), dict[fx.Node, At]()
     for k, x in enumerate(ins):
         if x is None or (at := labels[x]) is None:
@@ -287,14 +291,14 @@ def _known(index: fx.Node | None, samples: int) -> Tensor | None:
     ).view(sizes)
 
 
-@rule(*(name for name in VALUES.keys() & READ.keys() if READ[name] != "mask"))
+@rule(*(name for name in MOVES.keys() & READ.keys() if READ[name] != "mask"))
 def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
     """The label of a result from which the law by values, read backwards, gives the labels that the arguments have.
 
     Zeros stand for all values: if an unknown index chose among samples, the law would find all of them in the first one.
     """
     name, given, ins = name_of(node), by_name(node), tensors_of(node)
-    law, index = VALUES[name], given[READ[name]]
+    law, index = MOVES[name], given[READ[name]]
     indices = index if isinstance(index, list | tuple) else [index]
     masks = [y for y in indices if y is not None and y.meta["val"].dtype in MASKS]
     if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
@@ -308,7 +312,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
     label, numbers = next(iter(owned.values())), {key: number(given[key]) for key in law.reads}
     for d, length in enumerate(out):
         if all(shapes[k][at.dim] == length for k, at in owned.items()):  # type: ignore[index]  # it has a shape
-            found: Any = law.law(label.moved(d), 0, [out], shapes, labels.samples, read=lambda _: read, **numbers)
+            found: Any = law.law(label.moved(d), Sizes(0, [out], shapes), labels.samples, read=lambda *_: read, **numbers)
             if all(_tidied(found[k], shapes[k], labels.samples) == at for k, at in owned.items()):
                 return label.moved(d)
     added: Any = given.get("values", given.get("source", given.get("src")))

@@ -10,7 +10,7 @@ A rule gets only shapes and the saved numbers that its entry names, so these and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from autograd_hacks.graph.label import ALONE, MIX, Links, Shape, Shapes, Sizes
 from autograd_hacks.support.graph import signed
 
 Rule = Callable[..., "list[Links]"]
-"""``rule(o, outs, ins, **numbers)``: the links of each input to output number o.  Rules below get the first three as
-`Sizes`."""
+"""``rule(sizes, **numbers)``: the links of each input to the output of which `Sizes` tell."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,19 @@ class Axes:
     reads: tuple[str, ...] = ()
     multiplies: bool = False
 
+    def links(self, o: int, outs: Shapes, ins: Shapes, numbers: Mapping[str, Any]) -> Sequence[Links]:
+        """For each axis of each input the axis of output number o with which it is walked in step."""
+        if self.rule is None:
+            return [broadcast(outs[o] or (), own) for own in ins]
+        return self.rule(Sizes(o, outs, ins), **numbers)
+
 
 AXES: dict[str, Axes] = {}
 
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        def of(o: int, outs: Shapes, ins: Shapes, **numbers: Any) -> list[Links]:
-            return rule(Sizes(o, outs, ins), **numbers)
-
-        AXES.update(dict.fromkeys(names.split(), Axes(of, tuple(reads.split()), multiplies)))
+        AXES.update(dict.fromkeys(names.split(), Axes(rule, tuple(reads.split()), multiplies)))
         return rule
 
     return enter
@@ -162,17 +164,15 @@ def _(sizes: Sizes, dim: Any = None, keepdim: bool = False) -> list[Links]:
     return [[ALONE if d in over else d if keepdim else kept.index(d) for d in range(n)]]
 
 
-@axes("trace dot vdot dist pdist _pdist_forward")
-def _(sizes: Sizes) -> list[Links]:
-    return [[MIX] * len(s or ()) for s in sizes.ins]
-
-
 @axes("nll_loss_forward nll_loss multi_margin_loss multilabel_margin_loss_forward nll_loss2d nll_loss2d_forward")
 def _(sizes: Sizes) -> list[Links]:
-    """Scores by class on axis 1, or on the only axis."""
+    """Scores by class on axis 1, or on the only axis; on tapes a target for each of the others, and perhaps weights."""
     out, n = sizes.out, len(sizes.own)
     links = [0, ALONE, *range(1, n - 1)] if len(out) == n - 1 and out else [ALONE] * n
-    return [links, *[[ALONE] * len(s or ()) for s in sizes.ins[1:]]]
+    more: list[Links] = [[ALONE] * len(s or ()) for s in sizes.ins[1:]]
+    if len(more) == 2 and sizes.ins[1] is not None:
+        more[0] = [d if d < len(out) else ALONE for d in range(len(sizes.ins[1]))]
+    return [links, *more]
 
 
 @axes("nll_loss_backward nll_loss2d_backward")
@@ -208,17 +208,6 @@ def _(sizes: Sizes, dim: Any = -1) -> list[Links]:
     return [of(s or ()) for s in sizes.ins]
 
 
-@axes("renorm", reads="dim")
-def _(sizes: Sizes, dim: int) -> list[Links]:
-    return [[d if d == axis(dim, sizes.n) else MIX for d in range(sizes.n)]]
-
-
-@axes("_weight_norm_interface", reads="dim")
-def _(sizes: Sizes, dim: int) -> list[Links]:
-    own = axis(dim, sizes.n)
-    return [[d if d == own else MIX for d in range(len(s or ()))] for s in sizes.ins]
-
-
 # Products.
 
 
@@ -246,32 +235,14 @@ def _(sizes: Sizes) -> list[Links]:
     ]
 
 
-@axes("addbmm", multiplies=True)
-def _(sizes: Sizes) -> list[Links]:
-    return [broadcast(sizes.out, sizes.ins[0]), (ALONE, 0, ALONE), (ALONE, ALONE, 1)]
-
-
 @axes("mv addmv", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
     return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE,)]
 
 
-@axes("addr")
-def _(sizes: Sizes) -> list[Links]:
-    return [broadcast(sizes.out, sizes.ins[0]), (0,), (1,)]
-
-
 @axes("linear mkldnn_linear", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
     return [[*range(sizes.n - 1), ALONE], (sizes.n - 1, ALONE), (sizes.n - 1,)][: len(sizes.ins)]
-
-
-@axes("_trilinear", reads="expand1 expand2 expand3 sumdim", multiplies=True)
-def _(sizes: Sizes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
-    expanded = [[signed(d) for d in e] for e in (expand1, expand2, expand3)]
-    full = next(len(s) + len(e) for s, e in zip(sizes.ins, expanded) if s is not None)
-    kept = [d for d in range(full) if d not in [signed(s) for s in sumdim]]
-    return [[kept.index(d) if d in kept else ALONE for d in range(full) if d not in e] for e in expanded]
 
 
 @axes("_cdist_forward cdist _euclidean_dist", multiplies=True)
@@ -368,9 +339,9 @@ def _(sizes: Sizes, C: int, group: int) -> list[Links]:
 
 
 def _places(last: int) -> Rule:
-    def rule(o: int, outs: Shapes, ins: Shapes) -> list[Links]:
-        n = len(ins[0] or outs[o] or ()) if ins[0] is not None else next(len(s) for s in ins if s is not None)
-        return [within(last, len(s or ())) if len(s or ()) == n else [MIX] * len(s or ()) for s in ins]
+    def rule(sizes: Sizes) -> list[Links]:
+        n = next(len(s) for s in sizes.ins if s is not None)
+        return [within(last, len(s or ())) if len(s or ()) == n else [MIX] * len(s or ()) for s in sizes.ins]
 
     return rule
 
@@ -399,11 +370,6 @@ def _(sizes: Sizes) -> list[Links]:
 def _(sizes: Sizes) -> list[Links]:
     n = len(sizes.own)
     return [[0 if d == 0 and sizes.n == 7 - n else MIX for d in range(n)]]
-
-
-@axes("channel_shuffle")
-def _(sizes: Sizes) -> list[Links]:
-    return [[MIX if d == 1 else d for d in range(sizes.n)]]
 
 
 @axes(

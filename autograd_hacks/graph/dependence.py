@@ -45,17 +45,19 @@ _SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
 
 
 def read_values(
-    tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]]
-) -> set[int]:
+    tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]],
+    packed: dict[int, frozenset[int]],
+) -> set[int]:  # fmt: skip
     """Shows that each sample's outputs depend on its own entries of the arguments.
 
     axes: the samples' axis in each argument, None for one that all samples share; None if the samples are packed
     samples: N
     roots: the outputs, each with whose its entries are
+    packed: by argument, the axes along which samples were packed in earlier forwards; those of this one are added
 
     Returns the numbers of the tensors on whose values that rests.  Raises Unshown, with the operation.
     """
-    reading = _Reading(tape, axes, samples)
+    reading = _Reading(tape, axes, samples, packed)
     try:
         return reading.run(roots)
     except Unshown as error:
@@ -71,7 +73,7 @@ def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
     """Whether what a forward has written to parameters or buffers may depend on its arguments.
 
     Laws of values don't matter for that, so it also holds for one sample.  axes: see `read_values`"""
-    reading = _Reading(tape, axes, 1)
+    reading = _Reading(tape, axes, 1, {})
     try:
         reading.leave()
     except Unshown:
@@ -91,8 +93,10 @@ class _Memory:
 
 
 class _Reading:
-    def __init__(self, tape: Tape, axes: Sequence[int | None] | None, samples: int) -> None:
-        self.tape, self.axes, self.samples = tape, axes, samples
+    def __init__(
+        self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]]
+    ) -> None:
+        self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
         for entry in tape.entries:
@@ -351,11 +355,14 @@ class _Reading:
 
     def _check_places(self) -> None:
         loose = dict[int, frozenset[int]]()
-        for number in self.tape.arguments if self.axes is None else ():
+        for number, n in self.tape.arguments.items() if self.axes is None else ():
             label, shape = self._label(number), self.shapes[number]
-            axes = varying(Entries(self._order(label, shape))) if is_owned(label) else ()
-            if not axes and label is not None and shape:
-                axes = (max(range(len(shape)), key=lambda d: (shape[d], d)),)
+            axes, before = frozenset[int](), self.packed.get(n, frozenset())
+            if is_owned(label) and 0 not in shape:
+                axes = frozenset(varying(Entries(self._order(label, shape))))
+                self.packed[n] = before | axes
+            if not axes and label is not None and shape and 0 not in shape:  # all of one sample
+                axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
             loose[number] = frozenset(d for d in axes if shape[d] != self.samples or label != At(d))
         lengths = {self.shapes[n][d] for n, own in loose.items() for d in own} - {self.samples}
         places = Places(loose, lengths, self._is_reached)
@@ -392,6 +399,6 @@ def _narrowed(found: Tensor) -> Tensor:
 
 
 def _ascends(order: Tensor) -> bool:
-    along = [size for size in order.shape if size != 1]
+    along = [size for size in order.shape if size > 1]
     own = order.flatten()
     return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

@@ -16,7 +16,7 @@ wrong one.  SUM and MIXED are both "several samples"; which of them decides only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -134,13 +134,6 @@ def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     return torch.arange(size, device=device or "cpu") // inner % samples
 
 
-def order_on(label: Owned, dim: int, size: int, samples: int) -> Tensor | None:
-    """The sample of each entry on one axis, if it changes along no other."""
-    if set(varying(label)) - {dim}:
-        return None
-    return entries(label, [*[1] * dim, size], samples).flatten().expand(size)
-
-
 def entries(label: Owned, shape: Shape, samples: int, device: Any = None) -> Tensor:
     """The label as a tensor that broadcasts to the value's shape."""
     if isinstance(label, Entries):
@@ -233,52 +226,42 @@ def _regrouped(dim: int, inner: int, old: Shape, new: Shape, period: int) -> At 
     return None
 
 
-def cut(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
-    """The label of entries start, start + step, ... on an axis, ``size`` of them.  shape: of the whole"""
-    if dim not in varying(label):
-        return label
-    if isinstance(label, At):
-        unit = samples * label.inner
-        if step == 1 and start % unit == 0 and size % unit == 0:
-            return At(dim, size // unit, label.inner)
-        if size == 1:
-            return One(start // label.inner % samples)
-    own = entries(label, shape, samples)
-    return Entries(own.index_select(dim, torch.arange(size, device=own.device) * step + start))
+def taken(
+    label: Owned, links: Links, whole: Shape, own: Shape, samples: int, take: Callable[[Tensor], Tensor], device: Any = None
+) -> Label:
+    """The label of an input that the output contains: of what ``take`` takes of the output.
 
-
-def put(label: Owned, dim: int, start: int, size: int, step: int, shape: Shape, samples: int) -> Owned:
-    """The label of the whole, from that of entries start, start + step, ... on an axis, ``size`` of them.
-
-    Where the order lies on other axes, it holds for the whole axis, unless a single entry was taken: of samples taken one by
-    one, each is another's.  shape: of the whole
+    links: for each axis of the input the output's; ALONE for one along which it takes
+    whole, own: the shapes of output and input
     """
-    is_taken_alone = isinstance(label, One) or (isinstance(label, Entries) and size == 1)
-    if samples == 1 or (dim not in varying(label) and not is_taken_alone):
-        return label
-    if isinstance(label, At) and step == 1 and start % (unit := samples * label.inner) == 0 and shape[dim] % unit == 0:
-        return At(dim, shape[dim] // unit, label.inner)
-    part = [size if d == dim else s for d, s in enumerate(shape)]
-    own = entries(label, part, samples)
-    sizes = [shape[d] if d == dim else s for d, s in enumerate(own.shape)]
-    index = torch.arange(size, device=own.device) * step + start
-    whole = torch.full(sizes, NOBODY, dtype=own.dtype, device=own.device)
-    return Entries(whole.index_copy_(dim, index, own.expand([size if d == dim else s for d, s in enumerate(own.shape)])))
+    if isinstance(label, One) or (varying(label) and set(varying(label)) <= set(links)):
+        return linked(label, links, own)
+    at = entries(label, whole, samples, device)
+    found = take(at.expand([1 if d in links and at.shape[d] == 1 else size for d, size in enumerate(whole)]))
+    return One(int(found)) if found.numel() == 1 and bool(found >= 0) else Entries(found)
 
 
-def folded(label: Owned, dim: int, times: int, shape: Shape, samples: int) -> Label:
-    """The label of a value that stood ``times`` times behind itself on an axis.  shape: the value's own"""
-    if dim not in varying(label) or times == 1:
-        return label
-    if not times:
-        return None
-    size = shape[dim]
-    if isinstance(label, At) and size % (samples * label.inner) == 0:
-        return At(dim, size // (samples * label.inner), label.inner)
-    own = entries(label, [s * times if d == dim else s for d, s in enumerate(shape)], samples)
-    parts = own.unflatten(dim, (times, size))
-    most = parts.amax(dim, keepdim=True)
-    return Entries(most.squeeze(dim)) if bool(((parts == most) | (parts < 0)).all()) else SUM
+def spread(
+    label: Owned, links: Links, out: Shape, whole: Shape, samples: int, take: Callable[[Tensor], Tensor],
+    lost: Several = MIXED, kept: Container[int] = (), device: Any = None,
+) -> Label:  # fmt: skip
+    """The label of an input of which ``take`` took the output's entries; `NOBODY` has what it left.
+
+    links: for each axis of the input the output's with the same entries; ALONE for one along which it takes
+    out, whole: the shapes of output and input
+    lost: what is said if entries of several samples were taken from one
+    kept: linked axes along which ``take`` is not alike
+    device: of the tensors that ``take`` takes by
+    """
+    along = varying(label)
+    if type(label) is At and label.dim in links:
+        return linked(label, links, whole)
+    small = [size if links[d] < 0 or links[d] in along or d in kept else 1 for d, size in enumerate(whole)]
+    places = take(torch.arange(prod(small), device=device or "cpu").view(small))
+    at = entries(label, out, samples, device)
+    order, index = torch.broadcast_tensors(at, places.to(at.device))
+    found = scattered(order.flatten(), index.flatten(), prod(small))
+    return lost if found is None else Entries(found.view(small))
 
 
 def tidied(found: Entries, shape: Shape, samples: int) -> Owned:

@@ -1,7 +1,7 @@
 """The law of each kind of node: labels of the gradients at its outputs in, labels at its inputs out.
 
 Three classes: by rule (`axes.py`, `moves.py`), by rule from saved values (`values.py`), by asking the node (`probed.py`).
-`Law` is the answer for one node in one forward.  A rule gives links of axes (`axes.py`) or moves labels (`moves.py`); a
+`Answer` is that of one node in one forward.  A rule gives links of axes (`axes.py`) or moves labels (`moves.py`); a
 layer's rule, in `formulas/table.py`, is something else.
 
 A kind is known by ``node.name()``: a node's type is not enough, since all nodes of other people's C++ have one type.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 
-from autograd_hacks.graph.axes import AXES, Axes, broadcast
+from autograd_hacks.graph.axes import AXES, Axes
 from autograd_hacks.graph.label import (
     MIXED,
     SUM,
@@ -29,13 +29,14 @@ from autograd_hacks.graph.label import (
     Owned,
     Several,
     Shapes,
+    Sizes,
     joined,
     linked,
+    tidied,
 )
-from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.moves import Law as Rule
+from autograd_hacks.graph.moves import MOVES, Law
 from autograd_hacks.graph.probed import CannotAsk, probed
-from autograd_hacks.graph.values import VALUES
+from autograd_hacks.graph.values import MASKS
 from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, raw_names
 from autograd_hacks.support.internals import SAVED
 
@@ -60,7 +61,7 @@ class Kind:
     numbers: tuple[str, ...] = ()
     get: Callable[[Any], Any] | None = None
     entry: Axes | None = None
-    law: Rule | None = None
+    law: Law | None = None
     by_values: bool = False
     is_stateless: bool = False
     has_operands: bool = True
@@ -73,10 +74,8 @@ class Kind:
         return self.entry is not None and self.entry.rule is None
 
     def links(self, o: int, outs: Shapes, ins: Shapes, values: Any) -> Sequence[Links]:
-        """For each axis of each input the axis of output number o with which it is walked in step."""
-        if self.entry is None or self.entry.rule is None:
-            return [broadcast(outs[o] or (), own) for own in ins]
-        return self.entry.rule(o, outs, ins, **self.named(values))
+        """See `Axes`; values: those of its numbers."""
+        return [] if self.entry is None else self.entry.links(o, outs, ins, self.named(values))
 
     def named(self, values: Any) -> dict[str, Any]:
         if not self.numbers:
@@ -95,9 +94,7 @@ def node_name(operation: str) -> str:
     return "".join(word.title() for word in operation.split("_"))
 
 
-_BY_NODE = {
-    node_name(name): name for name in (*AXES, *MOVES, *VALUES)
-}  # one operation may stand in several tables: the later ones hold what is more exact
+_BY_NODE = {node_name(name): name for name in (*AXES, *MOVES)}  # where an operation is in both, `MOVES` is more exact
 
 
 @cache
@@ -108,9 +105,8 @@ def kind_of_name(name: str, kind: type) -> Kind:
     operation = _BY_NODE.get(found[1]) if found else None
     if operation is None or issubclass(kind, BackwardCFunction):
         return Kind(name)
-    for table, by_values in ((VALUES, True), (MOVES, False)):
-        if (own := table.get(operation)) is not None:
-            return _kind(name, kind, own.reads, law=own.law, by_values=by_values, is_stateless=True)
+    if (own := MOVES.get(operation)) is not None:
+        return _kind(name, kind, own.reads, law=own.law, by_values=own.by_values, is_stateless=True)
     more = {"overwritten": 1 if operation == "copy" else 0, "keeps_sizes": operation in _SIZED.split()}
     return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True, **more)
 
@@ -133,8 +129,8 @@ def kind_of(node: Any) -> Kind:
     return found
 
 
-def _identity(label: Owned, o: int, outs: Shapes, ins: Shapes, samples: int) -> list[Label]:
-    return [label if k == o else None for k in range(len(ins))]
+def _identity(label: Owned, sizes: Sizes, samples: int) -> list[Label]:
+    return [label if k == sizes.o else None for k in range(len(sizes.ins))]
 
 
 class Deferred(Exception):
@@ -151,11 +147,11 @@ def saved(node: Any, name: str, may_recompute: bool) -> Any:
     return kept_by(node, name)
 
 
-class Law(NamedTuple):
+class Answer(NamedTuple):
     """The answer of a law: what a node does to labels in one forward.
 
     ins: the labels that it gives to its inputs
-    read: the saved tensors that this rests on, by name; None if on none
+    read: the saved tensors that this rests on, by name; of indices perhaps only sizes; None if on none
     was_asked: whether the node was asked, so that nothing of it holds for another forward
     why: why there is no answer, where the labels are MIXED for that reason
     """
@@ -169,7 +165,7 @@ class Law(NamedTuple):
 def law_of(
     kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool],
     samples: int, may_recompute: bool = False,
-) -> Law:  # fmt: skip
+) -> Answer:  # fmt: skip
     """The labels of a node's inputs.  Raises Deferred.
 
     labels: of its outputs, at least one of which isn't None
@@ -180,40 +176,52 @@ def law_of(
     first = there[0]
     if any(type(label) is Several for label in there):
         several = SUM if all(label is SUM for label in there) else MIXED
-        return Law([None if own is None else several for own in ins])
+        return Answer([None if own is None else several for own in ins])
     if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
-        return Law([None if own is None else first for own in ins])
+        return Answer([None if own is None else first for own in ins])
     if kind.entry is not None:
         found = _by_entry(kind, numbers, labels, outs, ins, alone, samples)
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
-                    law = asked(node, labels, samples, may_recompute)
-                    answer = [b if type(a) is Several and not law.why else a for a, b in zip(law.ins, found)]
-                    return law._replace(ins=answer)
-        return Law(found)
+                    answer = asked(node, labels, samples, may_recompute)
+                    ins_of = [b if type(a) is Several and not answer.why else a for a, b in zip(answer.ins, found)]
+                    return answer._replace(ins=ins_of)
+        return Answer(found)
     is_use = all(own is None or is_own for own, is_own in zip(ins, alone))
     if is_use and (kind.law is None or kind.by_values):
-        return Law([None if own is None else SUM for own in ins])
+        return Answer([None if own is None else SUM for own in ins])
     if kind.law is None:
         return asked(node, labels, samples, may_recompute)
+    return _by_move(kind.law, kind, node, numbers, labels, outs, ins, samples, may_recompute)
+
+
+def _by_move(
+    law: Law, kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, samples: int,
+    may_recompute: bool,
+) -> Answer:  # fmt: skip
+    """The answer of a law that moves labels; the node is asked where that has none."""
     given, seen = kind.named(numbers), dict[str, Any]()
 
-    def read(name: str) -> Any:
-        seen[name] = saved(node, name, may_recompute)
-        return seen[name]
+    def read(name: str, notes_values: bool = True) -> Any:
+        x = saved(node, name, may_recompute)
+        seen[name] = x if notes_values else [own if own is None or own.dtype in MASKS else own.shape for own in x]
+        return x
 
     if kind.by_values:
         given["read"] = read
-    answer = [None] * len(ins)
+    joint: list[Label] = [None] * len(ins)
     for o, label in enumerate(labels):
         if label is None:
             continue
-        of_output = kind.law(label, o, outs, ins, samples, **given)
+        of_output = law(label, Sizes(o, outs, ins), samples, **given)
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
-        answer = [None if s is None else joined(a, b, s, samples) for a, b, s in zip(answer, of_output, ins)]
-    return Law(answer, seen or None)
+        for k, (more, shape) in enumerate(zip(of_output, ins)):
+            if shape is not None:
+                more = tidied(more, shape, samples) if isinstance(more, Entries) else more
+                joint[k] = joined(joint[k], more, shape, samples)
+    return Answer(joint, seen or None)
 
 
 def _by_entry(
@@ -232,11 +240,11 @@ def _by_entry(
     return found
 
 
-def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool, keeps_zeros: bool = False) -> Law:
+def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool, keeps_zeros: bool = False) -> Answer:
     """The labels of a node's inputs, by asking it.  Raises Deferred."""
     if is_recomputed(node) and not may_recompute:
         raise Deferred
     try:
-        return Law(probed(node, labels, samples, keeps_zeros), was_asked=True)
+        return Answer(probed(node, labels, samples, keeps_zeros), was_asked=True)
     except CannotAsk as error:
-        return Law([None if ahead is None else MIXED for ahead, _ in node.next_functions], was_asked=True, why=str(error))
+        return Answer([None if ahead is None else MIXED for ahead, _ in node.next_functions], was_asked=True, why=str(error))

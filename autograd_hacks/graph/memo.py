@@ -25,6 +25,7 @@ from autograd_hacks.graph.label import Entries, Label, same
 from autograd_hacks.graph.laws import Deferred, saved
 from autograd_hacks.graph.probed import CannotAsk, confirmed, probed
 from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.values import MASKS
 from autograd_hacks.graph.walk import Memory, Walk, walked
 
 KEPT = 32
@@ -106,6 +107,9 @@ def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Whether a saved value is what was noted: a tensor, or the sizes of an index."""
+    if isinstance(a, Tensor) and isinstance(b, torch.Size):
+        return a.shape == b and a.dtype not in MASKS
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

@@ -9,30 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from autograd_hacks.graph.axes import AXES, broadcast
+from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
-    MIXED,
     Entries,
     Label,
     Links,
     Owned,
     Shapes,
+    Sizes,
     entries,
     is_owned,
     linked,
-    put,
-    scattered,
-    tidied,
+    spread,
+    taken,
 )
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.values import MASKS, VALUES, of_mask
+from autograd_hacks.graph.values import MASKS, of_mask
 from autograd_hacks.probe.tape import READ
 
 OVERWRITING = frozenset("copy fill zero bernoulli uniform normal random exponential geometric cauchy log_normal".split())  # noqa: SIM905 a list of words to be read
@@ -138,21 +137,10 @@ class Step:
         """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
-        if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
-            return self._of_loss(o)
         entry = AXES.get(self.name)
         if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             return None
-        if entry.rule is None:
-            return [broadcast(self.outs[o] or (), own) for own in self.ins]
-        return entry.rule(o, self.outs, self.ins, **self._numbers(entry.reads))
-
-    def _of_loss(self, o: int) -> list[Links]:
-        """Scores by class on axis 1; a target for each of the others."""
-        out, n = self.outs[o] or (), len(self.ins[0] or ())
-        if not out:
-            return [[ALONE] * len(s or ()) for s in self.ins]
-        return [[0, ALONE, *range(1, n - 1)], range(len(self.ins[1] or ())), [ALONE]]
+        return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
 
     def _numbers(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: self.given[name] for name in names if name in self.given}
@@ -161,16 +149,13 @@ class Step:
         """The labels of its tensors, from that of result number o.  Raises Unshown."""
         if (law := _BY_VALUES.get(self.name)) is not None:
             return law(self, label, samples)
-        if self.operation.read and (by_values := VALUES.get(self.name)) is not None:
+        move = MOVES.get(self.name)
+        if move is not None and (self.operation.read or not move.by_values):
             is_apart = self.name in TAKING and not self.reached[0]
-            ins = [None, *self.ins[1:]] if is_apart else self.ins
-            given = {name: self.given[name] for name in by_values.reads}
-            found = by_values.law(label, 0, self.outs, ins, samples, read=lambda _: self.values, **given)
-            if found is None:
-                raise Unshown
-            return found
-        if (move := MOVES.get(self.name)) is not None:
-            found = move.law(label, o, self.outs, self.ins, samples, **self._numbers(move.reads))
+            ins, given = [None, *self.ins[1:]] if is_apart else self.ins, self._numbers(move.reads)
+            if move.by_values:
+                given["read"] = lambda *_: self.values
+            found = move.law(label, Sizes(o, self.outs, ins), samples, **given)
             if found is not None:
                 return found
         links = self.links(o)
@@ -197,12 +182,12 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     own = step.ins[0] or ()
     if step.given["storage_offset"] is not None:
         raise Unshown
-    memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long, device="cpu")
-    memory.copy_(torch.arange(prod(own), device="cpu").view(*own))
-    taken = memory.as_strided(step.given["size"], step.given["stride"]).flatten()
-    at = entries(label, step.outs[0] or (), samples, "cpu").expand(*(step.outs[0] or ())).flatten()
-    found = scattered(at, taken, prod(own))
-    return [MIXED if found is None else tidied(Entries(found.view(*own)), own, samples)]
+
+    def take(x: Tensor) -> Tensor:
+        memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long, device="cpu").copy_(x)
+        return memory.as_strided(step.given["size"], step.given["stride"])
+
+    return [spread(label, [ALONE] * len(own), step.outs[0] or (), own, samples, take)]
 
 
 @_law("nonzero")
@@ -214,8 +199,8 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
 
 @_law("bincount")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    at = entries(label, step.outs[0] or (), samples, step.values.device).expand(*(step.outs[0] or ()))
-    return [Entries(at[step.values])] * len(step.ins)
+    places, out = step.values, step.outs[0] or ()
+    return [taken(label, [ALONE], out, places.shape, samples, lambda x: x[places], places.device)] * len(step.ins)
 
 
 @_law("repeat_interleave")
@@ -223,10 +208,9 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """Entry i of the result is the number of the repeated entry."""
     if len(step.ins) != 1:
         raise Unshown
-    rows = torch.repeat_interleave(step.values)
-    at = entries(label, (len(rows),), samples, rows.device).expand(len(rows))
-    found = scattered(at, rows, len(step.values))
-    return [MIXED if found is None else Entries(found)]
+    times = step.values
+    take = lambda x: x.repeat_interleave(times)  # noqa: E731
+    return [spread(label, [ALONE], step.outs[0] or (), step.ins[0] or (), samples, take, device=times.device)]
 
 
 @_law("_embedding_bag _embedding_bag_forward_only")
@@ -240,5 +224,5 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     bag = torch.searchsorted(offsets[: out[0]].contiguous(), places, right=True) - 1
     at = entries(bags, out[:1], samples, offsets.device).expand(out[0])
     own = Entries(at[bag])
-    whole = put(bags, 0, 0, out[0], 1, (len(offsets),), samples) if len(offsets) != out[0] else bags
+    whole = spread(bags, [ALONE], out[:1], (len(offsets),), samples, lambda x: x[: out[0]])
     return [linked(own, [ALONE, MIX], step.ins[0] or ()), own, whole, *[own] * (len(step.ins) - 3)]

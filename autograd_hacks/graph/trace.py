@@ -57,44 +57,40 @@ class Trace:
         find, known, of_leaf, parameter = place.get, _BY_TYPE.get, Leaf, Parameter
         for node in nodes:  # the list grows
             kind = type(node)
+            ahead: list[tuple[int, int] | None] = []
             if kind is of_leaf:
-                x = node.variable
+                own, x = LEAF, node.variable
                 if id(x) in parameters or isinstance(x, parameter):
                     fixed.append(len(edges))
                     ids.append(id(x))
                 leaves.append(len(edges))
                 variables.append(x)
-                kinds.append(LEAF)
-                edges.append(())
                 read.append(x.shape)
-                continue
-            if ends and node in ends:
-                kinds.append(END)
-                edges.append(())
+            elif ends and node in ends:
+                own = END
                 read.append(_sizes(node))
-                continue
-            own = known(kind) or kind_of(node)
-            is_known = own.keeps_sizes
-            ahead: list[tuple[int, int] | None] = []
-            for edge in node.next_functions:
-                other = edge[0]
-                if other is None:
-                    ahead.append(None)
-                    is_known = False
-                    continue
-                k = find(other)
-                if k is None:
-                    k = place[other] = len(nodes)
-                    nodes.append(other)
-                ahead.append((k, edge[1]))
+            else:
+                own = known(kind) or kind_of(node)
+                is_known = own.keeps_sizes
+                for edge in node.next_functions:
+                    other = edge[0]
+                    if other is None:
+                        ahead.append(None)
+                        is_known = False
+                        continue
+                    k = find(other)
+                    if k is None:
+                        k = place[other] = len(nodes)
+                        nodes.append(other)
+                    ahead.append((k, edge[1]))
+                if own.get is not None:
+                    read.append(own.get(node))
+                if not is_known:
+                    made = node._input_metadata
+                    is_plain = len(made) == 1 and not made[0].is_nested_tensor
+                    read.append(tuple(made[0].shape) if is_plain else _sizes(node))
             kinds.append(own)
             edges.append(tuple(ahead))
-            if own.get is not None:
-                read.append(own.get(node))
-            if not is_known:
-                made = node._input_metadata
-                is_plain = len(made) == 1 and not made[0].is_nested_tensor
-                read.append(tuple(made[0].shape) if is_plain else _sizes(node))
         self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]

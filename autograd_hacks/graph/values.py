@@ -1,8 +1,8 @@
 """Laws of operations that move entries as a saved tensor says: the index family, masks, sorting, packing.
 
 A law is called as in `moves.py`, with ``read`` too: ``read(name)`` gives a saved tensor.
-The walk notes what a law has read, since it rests on these values.  Laws along one axis read only if that may move
-samples; those of ``index``, ``index_put`` and masks always read.
+The walk notes what a law has read, since it rests on these values.  Laws read only if that may move samples, and ``index``
+notes the sizes of its indices else; ``index_put`` and masks always read.
 
 Laws hold for nodes and for operations on a tape.  A gradient reaches no index and no mask, so a node has no inputs for
 these; an operation has them among its inputs, where they stand among its arguments, and gets their labels too.
@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.graph.axes import axis, broadcast
@@ -32,20 +33,16 @@ from autograd_hacks.graph.label import (
     entries,
     is_owned,
     linked,
-    scattered,
-    tidied,
+    spread,
+    taken,
     varying,
     viewed,
 )
-from autograd_hacks.graph.moves import Law, Move, entering
+from autograd_hacks.graph.moves import along, move
 
-VALUES: dict[str, Move] = {}
 MASKS = (torch.bool, torch.uint8)
-Read = Callable[[str], Any]
-
-
-def value(names: str, reads: str = "") -> Callable[[Law], Law]:
-    return entering(VALUES, names, reads)
+Read = Callable[..., Any]
+"""``read(name)`` gives a saved tensor, or several; ``read(name, False)`` if the law needs only the sizes of indices."""
 
 
 def _thin(x: Tensor) -> Tensor:
@@ -56,52 +53,37 @@ def _thin(x: Tensor) -> Tensor:
     return x
 
 
-def _scattered(label: Owned, d: int, index: Tensor, out: Shape, own: Shape, samples: int) -> Label:
-    """The label of a tensor of which the output's entries were taken by an index along axis d.  index: of out's shape"""
-    index = _thin(index)
-    at = entries(label, out, samples, index.device)
-    sizes = [max(a, b) if a and b else 0 for a, b in zip(at.shape, index.shape)]
-    found = scattered(at.expand(sizes), index.expand(sizes), own[d], d)
-    return MIXED if found is None else tidied(Entries(_longer(found, own)), own, samples)
+def _gather(x: Tensor, d: int, index: Tensor) -> Tensor:
+    """``x.gather(d, index)``; where both are alike along an axis of x, one entry long."""
+    thin = _thin(index)
+    sizes = [n if k == d or x.shape[k] != 1 or thin.shape[k] != 1 else 1 for k, n in enumerate(index.shape)]
+    x = x.expand([-1 if k == d else max(n, x.shape[k]) for k, n in enumerate(sizes)])
+    return x.gather(d, thin.expand(sizes))
 
 
-def _longer(at: Tensor, own: Shape) -> Tensor:
-    """Owners of a part, for a tensor that is longer or shorter on some axes."""
-    for d, size in enumerate(own):
-        if at.shape[d] > size:
-            at = at.narrow(d, 0, size)
-        elif 1 < at.shape[d] < size:
-            rest = [size - at.shape[d] if k == d else s for k, s in enumerate(at.shape)]
-            at = torch.cat([at, at.new_full(rest, NOBODY)], d)
-    return at
+def _gathered(label: Owned, d: int, index: Tensor, sizes: Sizes, samples: int) -> Label:
+    """The label of a tensor of which the output's entries were taken by an index along axis d."""
+    thin, links = _thin(index), along(d, sizes.n)
+    kept = [k for k, n in enumerate(thin.shape) if n != 1]
+    take = lambda x: _gather(x, d, index)  # noqa: E731
+    return spread(label, links, sizes.out, sizes.own, samples, take, kept=kept, device=index.device)
 
 
-def _gathered(label: Owned, d: int, index: Tensor, out: Shape, samples: int) -> Entries:
-    """The label of a tensor whose entries were written to the output at an index along axis d."""
-    index = _thin(index)
-    at = entries(label, out, samples, index.device)
-    at = at.expand([out[k] if k == d else size for k, size in enumerate(at.shape)])
-    for k, (a, b) in enumerate(zip(at.shape, index.shape)):
-        if k != d and a > b > 1:
-            at = at.narrow(k, 0, b)
-    sizes = [b if k == d else max(a, b) if a and b else 0 for k, (a, b) in enumerate(zip(at.shape, index.shape))]
-    at = at.expand([at.shape[d] if k == d else size for k, size in enumerate(sizes)])
-    return Entries(at.gather(d, index.expand(sizes)))
+def _longer(label: Label, own: Shape) -> Label:
+    """The label of a tensor of which an index has used the first entries on each axis."""
+    if not isinstance(label, Entries):
+        return label
+    at = label.samples
+    sizes = [(0, n - at.shape[d] if at.shape[d] != 1 else 0) for d, n in enumerate(own)]
+    return Entries(F.pad(at, [n for pair in reversed(sizes) for n in pair], value=NOBODY))
 
 
 def _narrowed(found: Tensor, own: Shape) -> Label:
     """The label of a tensor that was broadcast, from the labels of the copies."""
-    found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
     if not found.numel() and 0 not in own:  # zeros arrive, of nobody
         return Entries(torch.full([1] * len(own), NOBODY, device="cpu"))
-    links = broadcast(found.shape, own)
-    lost = [k for k in range(found.ndim) if k not in links and found.shape[k] != 1]
-    if lost and found.numel():
-        most = found.amax(lost, keepdim=True)
-        if bool(((found != most) & (found >= 0)).any()):
-            return SUM
-        found = most
-    return Entries(found.reshape(found.shape[found.ndim - len(own) :]))
+    found = found.view([1] * max(0, len(own) - found.ndim) + list(found.shape))
+    return linked(Entries(found), broadcast(found.shape, own), own)
 
 
 def _is_moved(label: Owned, dims: Collection[int]) -> bool:
@@ -117,60 +99,59 @@ def _first(label: Owned, sizes: Sizes) -> Label:
 # Along one axis.
 
 
-@value("index_select", reads="dim")
+@move("index_select", reads="dim", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
     if found is not None and _is_moved(label, [d]) and sizes.own:
-        index = read("index").view([-1 if k == d else 1 for k in range(sizes.n)])
-        found = _scattered(label, d, index, sizes.out, sizes.own, samples)
+        index, links = read("index"), along(d, sizes.n)
+        take = lambda x: x.index_select(d, index)  # noqa: E731
+        found = spread(label, links, sizes.out, sizes.own, samples, take, device=index.device)
     return [found, *(linked(label, [d] * len(own or ()), own or ()) for own in sizes.ins[1:])]
 
 
-@value("gather", reads="dim")
+@move("gather", reads="dim", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
-    if sizes.out and is_owned(found):
-        found = _scattered(label, d, read("index"), sizes.out, sizes.own, samples) if _is_moved(label, [d]) else label
-        found = _as_long(found, sizes.own) if is_owned(found) else found
+    if sizes.out and found is not None:
+        found = _gathered(label, d, read("index"), sizes, samples) if _is_moved(label, [d]) else _longer(label, sizes.own)
     return [found, *[label] * (len(sizes.ins) - 1)]
 
 
-@value("sort topk", reads="dim")
+@move("sort topk", reads="dim", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
-    return [_scattered(label, d, read("indices"), sizes.out, sizes.own, samples) if _is_moved(label, [d]) else label]
+    return [_gathered(label, d, read("indices"), sizes, samples) if _is_moved(label, [d]) else label]
 
 
-@value("index_add index_copy index_reduce", reads="dim")
+@move("index_add index_copy index_reduce", reads="dim", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
 
     def of(own: Shape) -> Label:
-        if len(own) != sizes.n:
-            return MIXED
-        index = [-1 if k == d else 1 for k in range(sizes.n)]
-        return _gathered(label, d, read("index").view(index), sizes.out, samples) if d in varying(label) else label
+        if len(own) != sizes.n or d not in varying(label):
+            return label if len(own) == sizes.n else MIXED
+        index = read("index")
+        return taken(
+            label, along(d, sizes.n), sizes.out, own, samples, lambda x: x.index_select(d, index.view(-1)), index.device
+        )
 
     _, *index, source = sizes.ins
     moved = None if source is None else of(source)
     return [label, *(linked(moved, [d] * len(own or ()), own or ()) if is_owned(moved) else moved for own in index), moved]
 
 
-@value("scatter scatter_add scatter_reduce", reads="dim")
+@move("scatter scatter_add scatter_reduce", reads="dim", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
 
     def of(own: Shape) -> Label:
-        return _as_long(_gathered(label, d, read("index"), sizes.out, samples) if d in varying(label) else label, own)
+        if d not in varying(label):
+            return _longer(label, own)
+        index = read("index")
+        take = lambda x: _gather(x, d, index)  # noqa: E731
+        return _longer(taken(label, along(d, sizes.n), sizes.out, own, samples, take, index.device), own)
 
     return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
-
-
-def _as_long(label: Owned, own: Shape) -> Owned:
-    """The label of a tensor that is longer or shorter on some axes than the part of it that was used."""
-    if not isinstance(label, Entries):
-        return label
-    return Entries(_longer(label.samples, own))
 
 
 # Indices of several axes, and masks.
@@ -178,11 +159,8 @@ def _as_long(label: Owned, own: Shape) -> Owned:
 
 def of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
     """The label of a mask, from that of the entries that it chooses."""
-    if not is_owned(rows):
-        return rows
-    found = torch.full(mask.shape, NOBODY, device=mask.device)
-    found[mask.bool()] = entries(rows, shape, samples, mask.device).expand(*shape)
-    return Entries(found)
+    take, links = (lambda x: x[mask.bool()]), [ALONE] * mask.ndim
+    return spread(rows, links, shape, mask.shape, samples, take, device=mask.device) if is_owned(rows) else rows
 
 
 class Indexed:
@@ -200,27 +178,16 @@ class Indexed:
         self.whole, self.axes = whole, len(self.shape)
         self.start = self.dims[0] if all(b == a + 1 for a, b in pairwise(self.dims)) else 0
         self.left = [d for d in range(len(whole)) if d not in self.dims]
+        self.links = [ALONE if d in self.dims else self.place_of(d) for d in range(len(whole))]
 
     def place_of(self, d: int) -> int:
         """The axis in the result of an axis that isn't indexed."""
         before = self.left.index(d)
         return before + (self.axes if before >= self.start else 0)
 
-    def scattered(self, at: Tensor, samples: int) -> Label:
+    def spread(self, label: Owned, out: Shape, samples: int) -> Label:
         """The label of the whole, from that of the result."""
-        sizes = [self.whole[d] for d in self.dims]
-        rest = [self.place_of(d) for d in self.left]
-        at = at.permute([*[k for k in range(at.ndim) if k not in rest], *rest])
-        rows = at.expand(*self.shape, *at.shape[self.axes :]).reshape(-1, *at.shape[self.axes :])
-        flat: Any = 0  # where the indices point to in the indexed axes, laid out one behind the other
-        for size, index in zip(sizes, self.indices):
-            flat = flat * size + index % max(1, size)
-        found = scattered(rows, flat.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape), prod(sizes))
-        if found is None:
-            return MIXED
-        axes = [*self.dims, *self.left]
-        found = found.view(*sizes, *found.shape[1:]).permute([axes.index(d) for d in range(len(axes))])
-        return tidied(Entries(found), self.whole, samples)
+        return spread(label, self.links, out, self.whole, samples, self.read, device=self.indices[0].device)
 
     def labels(self, indices: Sequence[Tensor | None], label: Owned, samples: int) -> list[Label]:
         """The labels of indices, from that of the entries that they point to."""
@@ -236,28 +203,28 @@ class Indexed:
                 found.append(linked(label, links[self.axes - index.ndim :], index.shape))
         return found
 
-    def read(self, at: Tensor) -> Tensor:
-        """The label of the result, from that of the whole."""
-        at = at.expand([self.whole[d] if d in self.dims else at.shape[d] for d in range(at.ndim)])
-        index: list[Any] = [slice(None)] * at.ndim
+    def read(self, x: Tensor) -> Tensor:
+        """What the indices point to, in a tensor that may be one entry long on some axes."""
+        x = x.expand([self.whole[d] if d in self.dims else x.shape[d] for d in range(x.ndim)])
+        index: list[Any] = [slice(None)] * x.ndim
         for d, own in zip(self.dims, self.indices):
             index[d] = own
-        return at[tuple(index)]
+        return x[tuple(index)]
 
 
-@value("index _unsafe_index")
+@move("index _unsafe_index", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
-    indices, found = read("indices"), _first(label, sizes)
+    indices, found = read("indices", False), _first(label, sizes)
     by = Indexed(indices, sizes.own)
-    moved = range(by.start, by.start + by.axes)
-    if is_owned(found) and _is_moved(label, moved):
-        found = by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)
-    elif is_owned(found):
-        found = linked(label, [ALONE if d in by.dims else by.place_of(d) for d in range(len(sizes.own))], sizes.own)
+    if found is not None and _is_moved(label, range(by.start, by.start + by.axes)):
+        read("indices")
+        found = by.spread(label, sizes.out, samples)
+    elif found is not None:
+        found = linked(label, by.links, sizes.own)
     return [found, *(by.labels(indices, label, samples) if len(sizes.ins) > 1 else ())]
 
 
-@value("index_put _unsafe_index_put _index_put_impl")
+@move("index_put _unsafe_index_put _index_put_impl", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     _, *given, source = sizes.ins
     if not given and source is None:
@@ -269,18 +236,19 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     return [label, *(by.labels(indices, Entries(at), samples) if given else ()), moved]
 
 
-@value("masked_select")
+@move("masked_select", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     own, mask = sizes.own, read("mask")
     mask = mask.expand(torch.broadcast_shapes(mask.shape, torch.Size(own)))
-    order = entries(label, sizes.out, samples, mask.device).expand(sizes.out)
-    found = torch.full(mask.shape, NOBODY, dtype=order.dtype, device=order.device)
-    found[mask] = order
-    chosen: Owned = Entries(found)
-    return [_narrowed(found, own), *(linked(chosen, broadcast(mask.shape, at or ()), at or ()) for at in sizes.ins[1:])]
+
+    def of(shape: Shape) -> Label:
+        take = lambda x: x.expand(mask.shape)[mask]  # noqa: E731
+        return spread(label, [ALONE] * len(shape), sizes.out, shape, samples, take, SUM, device=mask.device)
+
+    return [None if shape is None else of(shape) for shape in sizes.ins]
 
 
-@value("masked_scatter")
+@move("masked_scatter", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     def of(own: Shape) -> Label:
         mask, out = read("mask"), sizes.out
@@ -294,19 +262,18 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     return [*found, None if source is None else of(source)]
 
 
-@value("embedding")
+@move("embedding", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     """The rows of a table of activations."""
     found = _first(label, sizes)
     if not _is_moved(label, range(sizes.n - 1)):
         found = linked(label, [ALONE, sizes.n - 1], sizes.own)
     elif found is not None:
-        by = Indexed([read("indices"), None], sizes.own)
-        found = by.scattered(entries(label, sizes.out, samples, by.indices[0].device), samples)
+        found = Indexed([read("indices"), None], sizes.own).spread(label, sizes.out, samples)
     return [found, *(linked(label, range(len(own or ())), own or ()) for own in sizes.ins[1:])]
 
 
-@value("_pack_padded_sequence", reads="batch_first")
+@move("_pack_padded_sequence", reads="batch_first", by_values=True)
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, batch_first: bool) -> list[Label]:
     """Rows of padded sequences, by time and then by sequence."""
     if not _is_moved(label, [0]):
@@ -315,4 +282,4 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, batch_first: bool) -
     time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(lengths)])
     row = torch.cat([torch.arange(n, device="cpu") for n in lengths])
     by = Indexed([row, time] if batch_first else [time, row], sizes.own)
-    return [by.scattered(entries(label, sizes.out, samples, row.device), samples)]
+    return [by.spread(label, sizes.out, samples)]

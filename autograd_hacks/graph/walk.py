@@ -6,7 +6,7 @@ of which nothing says that they are of the batch (a table of positions).  The ro
 forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
 samples contribute to any other value, samples mix there.
 
-Two words are near each other: *own* is what parameters alone make, *owned* is what has owners, which are samples.
+Two words are near each other: *own* is what parameters alone make, *owned* is a label with owners, which are samples.
 
 The labels are a function of the trace's key and of the values in ``read``; which tensors are the model's own or the batch's
 memory, of ``origins`` too.  So a memo may keep a walk, if it compares these.
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
-from autograd_hacks.graph.laws import Deferred, Law, asked, law_of
+from autograd_hacks.graph.label import MIXED, NOBODY, SUM, Entries, Label, One, Several, joined
+from autograd_hacks.graph.laws import Answer, Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
@@ -82,7 +82,7 @@ class Walk:
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     by_values: whether rules alone would say that samples mix
-    own: whether each node's outputs are made of parameters and buffers alone
+    of_parameters: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
     compared: the parameters whose rows by it agreed with gradients that were not zero, or can't be compared
@@ -96,7 +96,7 @@ class Walk:
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    of_parameters: list[bool] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
@@ -104,7 +104,8 @@ class Walk:
     read_as: dict[Hashable, Any] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:
-        return bool(self.read) or any(type(label) is Entries for outs in self.labels for label in outs)
+        values = [x for *_, own in self.read for x in (own if type(own) is list else [own])]
+        return any(isinstance(x, Tensor | Entries) for x in (*values, *(label for outs in self.labels for label in outs)))
 
 
 def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
@@ -116,135 +117,194 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
     roots: labels of the trace's roots, by their number
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     """
-    walk = _walked(trace, roots, samples, memory, settled)
+    walk = _Walking(trace, samples, memory, settled).run(roots)
     for exact in (ORDERS, ZEROS) if walk.mixes and samples > 1 else ():
-        again = _walked(trace, roots, samples, memory, settled, exact)
+        again = _Walking(trace, samples, memory, settled, exact).run(roots)
         if not again.mixes:
             again.by_values = True
             return again
     return walk
 
 
-def _walked(
-    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int], exact: str = ""
-) -> Walk:
-    walk = Walk([[None] * len(own) for own in trace.shapes])
-    if samples == 0:
+class _Walking:
+    """A walk that is under way.
+
+    of_parameters: see `Walk`
+    of_batch: nodes of the batch: some gradient that arrives there has owners
+    lost: edges at which owners are lost, to values that aren't of parameters alone
+    met: by value of parameters alone, edges from nodes that have owners
+    known: answers of nodes so far, by all that laws by rule read
+    """
+
+    def __init__(self, trace: Trace, samples: int, memory: Memory, settled: Collection[int], exact: str = "") -> None:
+        self.trace, self.samples, self.memory, self.settled, self.exact = trace, samples, memory, settled, exact
+        self.walk = Walk([[None] * len(outs) for outs in trace.shapes])
+        self.of_batch, self.lost, self.met = set[int](), list[Meeting](), dict[int, list[Meeting]]()
+        self.known: dict[Hashable, Answer] = {}
+
+    def run(self, roots: Mapping[int, Label]) -> Walk:
+        trace, walk = self.trace, self.walk
+        if self.samples == 0:
+            return walk
+        self.order = trace.order()
+        self.of_parameters = walk.of_parameters = self._made_of_parameters()
+        for number, label in roots.items():
+            self._begin(number, label)
+        for k in self.order:
+            if k in walk.unknown:
+                walk.unknown.update(edge[0] for edge in trace.edges[k] if edge is not None)
+            elif trace.kinds[k] is not LEAF and trace.kinds[k] is not END:
+                self._pass(k)
+        for j, met in self.met.items():
+            if trace.kinds[j] is LEAF or self.samples == 1 or any(isinstance(label, Several) for label in walk.labels[j]):
+                walk.uses += met
+        if self.lost:
+            self._tell_uses_from_mixes()
+        outputs = {k: number for number in roots if self.of_parameters[k := trace.roots[number][0]]}
+        if outputs:
+            self._part(outputs)
         return walk
-    order = trace.order()
-    own = walk.own = _own(trace, order, memory, walk)
-    lost: list[Meeting] = []  # edges at which owners are lost, to values that aren't of parameters alone
-    owned: set[int] = set()  # values of the batch: some gradient that arrives there has owners
-    answers: dict[Hashable, Law] = {}  # of nodes so far, by all that laws by rule read
-    meetings: dict[int, list[Meeting]] = {}  # by value of parameters alone: edges from nodes that have owners
-    labels, shapes, edges, kinds, numbers = walk.labels, trace.shapes, trace.edges, trace.kinds, trace.numbers
-    for number, label in roots.items():
-        k, at = trace.roots[number]
-        labels[k][at] = joined(labels[k][at], label, shapes[k][at] or (), samples)
-        if own[k]:
-            meetings.setdefault(k, []).append(Meeting(-1, number, label))
-            continue
-        owned.add(k)
-        if type(labels[k][at]) is Several:
-            walk.mixes.append(Meeting(-1, number, why="two outputs are one value, with samples on other axes"))
-            walk.mixed.update(_leaves(trace, own, [k]))
-    for k in order:
-        outs = labels[k]
-        if k in walk.unknown:
-            walk.unknown.update(edge[0] for edge in edges[k] if edge is not None)
-            continue
-        kind = kinds[k]
+
+    def _made_of_parameters(self) -> list[bool]:
+        """Whether each node's outputs are made of parameters and buffers alone."""
+        trace, own = self.trace, [False] * len(self.order)
+        for k in trace.fixed:
+            own[k] = True
+        for k in reversed(self.order):
+            kind = trace.kinds[k]
+            if kind.is_stateless and all(edge is None or own[edge[0]] for edge in trace.edges[k]):
+                own[k] = not (kind.has_operands or None in trace.read_by(k)) or self._origin(k) == OWN
+        return own
+
+    def _origin(self, k: int) -> str:
+        self.walk.origins[k] = origin = self.memory.origin(self.trace.nodes[k], self.trace.read_by(k))
+        return origin
+
+    def _begin(self, number: int, label: Label) -> None:
+        """Labels a root."""
+        k, at = self.trace.roots[number]
+        labels = self.walk.labels[k]
+        labels[at] = joined(labels[at], label, self.trace.shapes[k][at] or (), self.samples)
+        if self.of_parameters[k]:
+            self.met.setdefault(k, []).append(Meeting(-1, number, label))
+            return
+        self.of_batch.add(k)
+        if type(labels[at]) is Several:
+            self._mix(number, k, "two outputs are one value, with samples on other axes")
+
+    def _mix(self, root: int, k: int, why: str) -> None:
+        self.walk.mixes.append(Meeting(-1, root, why=why))
+        self.walk.mixed |= self._leaves([k])
+
+    def _pass(self, k: int) -> None:
+        """Brings labels through a node."""
+        trace, walk, outs = self.trace, self.walk, self.walk.labels[k]
         there = {*map(type, outs)}
-        if kind is LEAF or kind is END or there <= {NoneType}:
-            continue
         has_owners = Several not in there
-        if own[k] and (samples == 1 or not has_owners):
-            continue
-        ahead, like = edges[k], None
-        ins = [None if edge is None else shapes[edge[0]][edge[1]] for edge in ahead]
-        alone = [edge is not None and own[edge[0]] for edge in ahead]
-        asks = exact if has_owners and (kind.has_operands or kind.law is not None) else ""
+        if there <= {NoneType} or (self.of_parameters[k] and (self.samples == 1 or not has_owners)):
+            return
+        kind, ahead, like = trace.kinds[k], trace.edges[k], None
+        ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in ahead]
+        alone = [edge is not None and self.of_parameters[edge[0]] for edge in ahead]
+        asks = has_owners and (kind.has_operands or kind.law is not None) and bool(self.exact)
         if not (asks or Entries in there):
-            like = kind, numbers[k], tuple(outs), shapes[k], tuple(ins), tuple(alone)
+            like = kind, trace.numbers[k], tuple(outs), trace.shapes[k], tuple(ins), tuple(alone)
         try:
-            law = answers.get(like) or _answer(trace, k, outs, ins, alone, samples, k in settled, asks)
+            answer = self.known.get(like) or self._answer(k, ins, alone, asks)
         except Deferred:
             walk.deferred.append(k)
             walk.unknown.update(edge[0] for edge in ahead if edge is not None)
-            continue
-        answer, why = law.ins, law.why
-        if law.read:
-            walk.read += [(k, name, _kept(x)) for name, x in law.read.items()]
-        if law.was_asked:
-            walk.asked.append((k, tuple(outs), tuple(answer)))
-            arriving = [label for edge, label in zip(ahead, answer) if edge is not None]
-            walk.met_zero |= any(
-                label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all())) for label in arriving
-            )
-        if like is not None and not (law.read or law.was_asked):  # it rests on nothing else
-            answers[like] = law
-        for place, (edge, label) in enumerate(zip(ahead, answer)):
-            if edge is None or label is None:
+            return
+        walk.read += [(k, name, _kept(x)) for name, x in (answer.read or {}).items()]
+        if answer.was_asked:
+            walk.asked.append((k, tuple(outs), tuple(answer.ins)))
+            walk.met_zero |= any(map(_is_of_nobody, [label for edge, label in zip(ahead, answer.ins) if edge is not None]))
+        elif like is not None and not answer.read:  # it rests on nothing else
+            self.known[like] = answer
+        for place, (edge, label) in enumerate(zip(ahead, answer.ins)):
+            if edge is not None and label is not None:
+                self._arrive(edge, Meeting(k, place, label, answer.why), ins[place] or (), has_owners)
+
+    def _answer(self, k: int, ins: Sequence[Any], alone: Sequence[bool], asks: bool) -> Answer:
+        """What a node does to labels.  Raises Deferred.
+
+        ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
+        trace, samples, outs, may_recompute = self.trace, self.samples, self.walk.labels[k], k in self.settled
+        node, ahead, shapes = trace.nodes[k], trace.edges[k], trace.shapes[k]
+        if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes)):  # no gradient has an entry
+            labels = [SUM if is_own else _of_nobody(sizes or (), samples) for is_own, sizes in zip(alone, ins)]
+            return Answer([None if edge is None else label for edge, label in zip(ahead, labels)])
+        if asks and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
+            return asked(node, outs, samples, may_recompute, self.exact == ZEROS)
+        return law_of(trace.kinds[k], node, trace.numbers[k], outs, shapes, ins, alone, samples, may_recompute)
+
+    def _arrive(self, value: tuple[int, int], at: Meeting, shape: Sequence[int], has_owners: bool) -> None:
+        """Adds the label of a gradient that comes to a value from a node.  has_owners: whether the node's outputs do"""
+        j, number = value
+        labels, label = self.walk.labels[j], at.label
+        before = labels[number]
+        labels[number] = now = label if before is None else joined(before, label, shape, self.samples)
+        if not has_owners:
+            return
+        if self.of_parameters[j]:
+            self.met.setdefault(j, []).append(at)
+        elif type(label) is not Several:
+            self.of_batch.add(j)
+            if type(now) is Several and type(before) is not Several:
+                self.lost.append(at)
+        else:
+            self.lost.append(at)
+
+    def _tell_uses_from_mixes(self) -> None:
+        """Tells uses of values that no sample owns from places where samples mix."""
+        trace, walk, of_batch = self.trace, self.walk, self.of_batch
+        are_sized = list(self.of_parameters)  # whether its axes are those of parameters, as those of ``table + buffer``
+        for k in reversed(self.order):
+            kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
+            if self.of_parameters[k]:
                 continue
-            j, at = edge
-            before = labels[j][at]
-            labels[j][at] = now = label if before is None else joined(before, label, ins[place] or (), samples)
-            if has_owners:
-                if own[j]:
-                    meetings.setdefault(j, []).append(Meeting(k, place, label, why))
-                    continue
-                if type(label) is not Several:
-                    owned.add(j)
-                if type(label) is Several or (type(now) is Several and type(before) is not Several):
-                    lost.append(Meeting(k, place, label, why))
-    for j, met in meetings.items():
-        if kinds[j] is LEAF or samples == 1 or any(isinstance(label, Several) for label in labels[j]):
-            walk.uses += met
-    if lost:
-        _decide(trace, order, own, owned, lost, memory, walk)
-    of_parameters = {trace.roots[number][0]: number for number in roots if own[trace.roots[number][0]]}
-    if of_parameters:
-        _part(trace, own, of_parameters, walk)
-    return walk
+            if kind.is_entrywise:
+                are_sized[k] = any(are_sized[j] and trace.shapes[j][n] == trace.shapes[k][0] for j, n in ahead)
+            is_reached = any(label is not None for label in walk.labels[k])
+            if kind is LEAF or kind is END or any(j in of_batch for j, _ in ahead) or (
+                k not in of_batch and is_reached and self._origin(k) == BATCH
+            ):  # fmt: skip
+                of_batch.add(k)
+        behind: list[int] = []
+        for at in self.lost:
+            edge = trace.edges[at.node][at.place]
+            assert edge is not None
+            met, is_table = walk.labels[edge[0]][edge[1]], are_sized[edge[0]] and not at.why
+            if edge[0] not in of_batch and (met is SUM or (met is MIXED and is_table)):
+                walk.uses.append(at._replace(why=""))
+            else:
+                walk.mixes.append(at._replace(label=None))
+                behind.append(edge[0])
+        walk.mixed |= self._leaves(behind)
+
+    def _part(self, outputs: Mapping[int, int]) -> None:
+        """Tells uses at nodes of outputs of parameters alone, from outputs that the batch meets elsewhere, too:
+        the gradient at their nodes is then that of all samples.
+
+        outputs: their numbers, by node
+        """
+        trace, walk, own = self.trace, self.walk, self.of_parameters
+        at = [trace.edges[use.node][use.place] for use in walk.uses if use.node >= 0 and not own[use.node]]
+        behind = trace.behind([edge[0] for edge in at if edge is not None])
+        for k, number in outputs.items():
+            inside = trace.behind([k]) & {use.node for use in walk.uses if use.node >= 0 and own[use.node]}
+            if k in behind or not inside.isdisjoint(behind):
+                self._mix(number, k, "an output is made of parameters, and the batch meets it inside the model")
+            elif not inside:  # of one sample
+                walk.uses += [Meeting(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
+
+    def _leaves(self, starts: list[int]) -> set[int]:
+        """The parameters behind some nodes."""
+        return {k for k in self.trace.behind(starts) if self.trace.kinds[k] is LEAF and self.of_parameters[k]}
 
 
-def _answer(
-    trace: Trace, k: int, outs: Sequence[Label], ins: Sequence[Any], alone: Sequence[bool], samples: int,
-    may_recompute: bool, asks: str,
-) -> Law:  # fmt: skip
-    """What a node does to labels.  Raises Deferred.
-
-    outs: the labels at its outputs    ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
-    node, ahead = trace.nodes[k], trace.edges[k]
-    if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, trace.shapes[k])):  # no gradient has an entry
-        return Law(
-            [
-                None if edge is None else SUM if is_own else _of_nobody(sizes or (), samples)
-                for edge, is_own, sizes in zip(ahead, alone, ins)
-            ]
-        )
-    if asks and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-        return asked(node, outs, samples, may_recompute, asks == ZEROS)
-    return law_of(trace.kinds[k], node, trace.numbers[k], outs, trace.shapes[k], ins, alone, samples, may_recompute)
-
-
-def _part(trace: Trace, own: list[bool], roots: Mapping[int, int], walk: Walk) -> None:
-    """Tells uses at nodes of outputs that are made of parameters alone, from outputs that the batch meets elsewhere, too:
-    the gradient at their nodes is then that of all samples.
-
-    roots: the outputs' numbers, by node
-    """
-    met = [edge[0] for k, place, *_ in walk.uses if k >= 0 and not own[k] and (edge := trace.edges[k][place]) is not None]
-    behind = trace.behind(met)
-    for k, number in roots.items():
-        inside = trace.behind([k]) & {use.node for use in walk.uses if use.node >= 0 and own[use.node]}
-        if k in behind or not inside.isdisjoint(behind):
-            walk.mixes.append(
-                Meeting(-1, number, why="an output is made of parameters, and the batch meets it inside the model")
-            )
-            walk.mixed.update(_leaves(trace, own, [k]))
-        elif not inside:  # of one sample
-            walk.uses += [Meeting(k, n, One(0)) for n, edge in enumerate(trace.edges[k]) if edge is not None]
+def _is_of_nobody(label: Label) -> bool:
+    return label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
 
 
 def _of_nobody(shape: Sequence[int], samples: int) -> Label:
@@ -252,59 +312,8 @@ def _of_nobody(shape: Sequence[int], samples: int) -> Label:
     return One(0) if samples == 1 or 0 in shape else Entries(torch.full([1] * len(shape), NOBODY, device="cpu"))
 
 
-def _own(trace: Trace, order: list[int], memory: Memory, walk: Walk) -> list[bool]:
-    """Whether each node's outputs are made of parameters and buffers alone."""
-    own = [False] * len(order)
-    for k in trace.fixed:
-        own[k] = True
-    for k in reversed(order):
-        kind = trace.kinds[k]
-        if kind.is_stateless and all(edge is None or own[edge[0]] for edge in trace.edges[k]):
-            own[k], ahead = True, trace.read_by(k)
-            if kind.has_operands or None in ahead:
-                walk.origins[k] = origin = memory.origin(trace.nodes[k], ahead)
-                own[k] = origin == OWN
-    return own
-
-
-def _decide(
-    trace: Trace, order: list[int], own: list[bool], owned: set[int], lost: list[Meeting], memory: Memory, walk: Walk
-) -> None:
-    """Tells uses of values that no sample owns from places where samples mix."""
-    of_batch = [False] * len(order)
-    for k in reversed(order):
-        kind = trace.kinds[k]
-        if own[k]:
-            continue
-        if (
-            k in owned
-            or kind is LEAF
-            or kind is END
-            or any(edge is not None and of_batch[edge[0]] for edge in trace.edges[k])
-        ):
-            of_batch[k] = True
-        elif any(label is not None for label in walk.labels[k]):
-            walk.origins[k] = origin = memory.origin(trace.nodes[k], trace.read_by(k))
-            of_batch[k] = origin == BATCH
-    behind: list[int] = []
-    for node, place, label, why in lost:
-        edge = trace.edges[node][place]
-        assert edge is not None
-        if walk.labels[edge[0]][edge[1]] is SUM and not of_batch[edge[0]]:
-            walk.uses.append(Meeting(node, place, label))
-        else:
-            walk.mixes.append(Meeting(node, place, why=why))
-            behind.append(edge[0])
-    walk.mixed.update(_leaves(trace, own, behind))
-
-
-def _leaves(trace: Trace, own: list[bool], starts: list[int]) -> set[int]:
-    """The parameters behind some nodes."""
-    return {k for k in trace.behind(starts) if trace.kinds[k] is LEAF and own[k]}
-
-
 def _kept(x: Any) -> Any:
     """A copy, since a tensor of indices may be written to before the next forward."""
     if isinstance(x, Tensor):
         return x.clone()
-    return [_kept(own) for own in x] if isinstance(x, list | tuple) else x
+    return [_kept(own) for own in x] if type(x) in (list, tuple) else x

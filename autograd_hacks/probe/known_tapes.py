@@ -21,6 +21,7 @@ class Tapes:
     def __init__(self) -> None:
         self.sites: set[Site] = set()  # those of forwards that were checked as a whole
         self.constants = Constants()
+        self.packed: dict[int, frozenset[int]] = {}  # by argument, the axes along which samples were packed
         self.mixing: Any = None  # what ran in the last forward in which samples mixed
         self._known: OrderedDict[int, _Shown] = OrderedDict()
         self._next = 0

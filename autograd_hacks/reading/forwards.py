@@ -101,8 +101,12 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     where parameters meet tensors without a graph."""
     trace, walk = reader.trace, reader.walk
     for k, edges in enumerate(trace.edges):
-        kind, outs, own = trace.kinds[k], trace.shapes[k], [edge is not None and walk.own[edge[0]] for edge in edges]
-        if walk.own[k] or not any(own):
+        kind, outs, own = (
+            trace.kinds[k],
+            trace.shapes[k],
+            [edge is not None and walk.of_parameters[edge[0]] for edge in edges],
+        )
+        if walk.of_parameters[k] or not any(own):
             continue
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in edges]
         for o, label in enumerate(walk.labels[k]):

@@ -5,17 +5,18 @@ operations laws show it.  If that is not possible, copies of the model run with 
 computes a loss itself, the rows are compared too."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Within
+from autograd_hacks.capture.kinds import Kind, Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
@@ -92,10 +93,9 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
     places = zip_longest(ran.outputs[: ran.count], within.outputs[: ran.count])
     roots = [(x, at or likeliest(x.shape, samples, range(x.ndim))) for x, at in places]
+    labels = [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
     try:
-        read = read_values(
-            tape, axes, samples, [(x, MIXED if at is None else label_of(at, x.shape, samples)) for x, at in roots]
-        )
+        read = read_values(tape, axes, samples, labels, _packed(recorder, within))
     except Unshown as why:
         within.kind.why_unshown, within.unshown_at, within.meet = str(why), why.at, why.meet
         return False
@@ -106,6 +106,19 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     within.kind.why_unshown, within.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
     tapes.add(tape, read, within.kind.shown)
     return True
+
+
+def _packed(recorder: Recorder, within: Within) -> dict[int, frozenset[int]]:
+    """By argument, the axes along which samples were packed in this kind of forward.
+
+    If it is new, as with a single entry, other kinds with the same arguments say it.
+    """
+    kinds: Mapping[Any, Kind] = recorder.kinds.seen
+    tapes, arguments = within.kind.tapes, {kind.tapes: (path, tree) for (path, (tree, *_), *_), kind in kinds.items()}
+    for other, own in arguments.items():
+        if own == arguments.get(tapes):
+            tapes.packed = other.packed | tapes.packed
+    return tapes.packed
 
 
 def _is_spread() -> bool:
@@ -196,23 +209,43 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
     if is_alone and _is_by_tape(recorder, ran, samples):
         kind.is_independent = True
         return
-    # Where laws show all but what follows from values that Python reads, gradients are apart, and two runs change these.
-    kinds, with_rows = {site[0] for site in within.open_sites}, 2  # rows take a backward pass: compared in two runs, or all
-    if kinds and kinds <= {READ_BY_PYTHON, NUMBER}:  # and not hooks or functions, which change gradients
-        with_rows = 0
-    half = torch.arange(samples, device="cpu") % 2 == 0
-    every = [half, ~half] if kinds == {READ_BY_PYTHON} else kept_samples(samples, torch.Generator().manual_seed(samples))
-    if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):
-        with_rows = len(every)
+    every, with_rows = _runs_for({site[0] for site in within.open_sites}, samples)
     if is_alone:
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
-    makes_loss, parts = _losses(ran), recorder.kinds.replace
-    mixing_sites = recorder.kinds.mixing_sites
-    is_met = within.meet and parts is None and within.counted_at is None  # else the way out is replace=
-    if is_met or not mixing_sites.isdisjoint(within.open_sites):  # runs may miss it by luck
+    is_met = within.meet and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
+    if is_met or not recorder.kinds.mixing_sites.isdisjoint(within.open_sites):  # runs may miss it by luck
         how = "" if is_met else ", after which samples mixed in an earlier forward"
         _note_mixing(within, f"by the laws of operations {kind.why_unshown}{how}.", range(ran.count))
         return
+    if not _changes_something(recorder, copy, batch, ran, every, with_rows) and within.counted_at is not None:
+        raise ProbeFailed(
+            "independence of samples: the samples are packed along the model's arguments, and laws don't show that they are "
+            f"independent: {kind.why_unshown}. Give replace=, a function of the samples to be kept and of the model's "
+            "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
+            "model's outputs are then compared." + ON_PRIVATE
+        )
+
+
+def _runs_for(kinds: set[str], samples: int) -> tuple[list[torch.Tensor], int]:
+    """Which samples each run keeps, and in how many of the runs rows are compared, which take a backward pass.
+
+    kinds: of what no law shows, where laws show all else"""
+    half = torch.arange(samples, device="cpu") % 2 == 0
+    every = kept_samples(samples, torch.Generator().manual_seed(samples))
+    if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):  # they change gradients
+        return every, len(every)
+    # If all follows from values that Python reads, gradients are apart, and two runs change these.
+    return [half, ~half] if kinds == {READ_BY_PYTHON} else every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
+
+
+def _changes_something(
+    recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, every: Sequence[torch.Tensor], with_rows: int
+) -> bool:
+    """Runs the copy with samples replaced, and notes what that shows.  Returns whether any run had other arguments.
+
+    every, with_rows: see `_runs_for`"""
+    within, kind, samples = ran.within, ran.within.kind, ran.within.samples or 0
+    makes_loss, parts = _losses(ran), recorder.kinds.replace
     runs, arguments = Runs(recorder, within, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
@@ -233,20 +266,14 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
-            mixing_sites |= set(within.open_sites)
+            recorder.kinds.mixing_sites |= set(within.open_sites)
             others = "replaced" if parts is None else "left out"
             unshown = f" By the laws of operations {kind.why_unshown}." if kind.why_unshown else ""
             _note_mixing(within, f"{what} changed for samples that were kept while others were {others}.{unshown}", slots)
-            return
+            return True
     # If all samples are equal, replacing them shows nothing.
     kind.is_independent |= has_changed
-    if not has_changed and within.counted_at is not None:
-        raise ProbeFailed(
-            "independence of samples: the samples are packed along the model's arguments, and laws don't show that they are "
-            f"independent: {kind.why_unshown}. Give replace=, a function of the samples to be kept and of the model's "
-            "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
-            "model's outputs are then compared." + ON_PRIVATE
-        )
+    return has_changed
 
 
 def _note_mixing(within: Within, what: str, slots: Sequence[int]) -> None:

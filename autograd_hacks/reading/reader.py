@@ -117,7 +117,7 @@ class Reader:
         The walk has compared their labels there."""
         ahead = {n: self.trace.behind([self.trace.roots[n][0]]) for n in range(len(self.places))}
         there = [n for n, at in enumerate(self.places.values()) if isinstance(at, Layout) and at == usual]
-        told = {k for n in there for k in ahead[n] if not self.walk.own[k]}
+        told = {k for n in there for k in ahead[n] if not self.walk.of_parameters[k]}
         compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
         return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
@@ -262,7 +262,7 @@ class Reader:
                 path[-1] = path[-1]._replace(output=number)
             if k < 0 or is_users(self.trace.nodes[k]):  # a Function may not be linear, so its rows are compared
                 break
-            if not self.walk.own[k]:
+            if not self.walk.of_parameters[k]:
                 whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
                 return whole if (k, place, at) in read or leaf in inside.get(k, ()) else []
             # What ``F.linear`` makes of its weight, where nobody else can add to it.
@@ -285,7 +285,7 @@ class Reader:
 
     def is_own(self, node: Node) -> bool:
         """Whether a node's outputs are made of parameters alone."""
-        return (k := self.number.get(node)) is not None and self.walk.own[k]
+        return (k := self.number.get(node)) is not None and self.walk.of_parameters[k]
 
     def _whose(self, noted: Noted) -> Whose | None:
         """Whose a call's outputs are; None if its rule gives no rows, because they aren't of the batch or lie otherwise."""

@@ -19,7 +19,6 @@ from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.graph.laws import kind_of, law_of, node_name
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.probed import CannotAsk, probed
-from autograd_hacks.graph.values import VALUES
 from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.sweep import call_node, fitted
 
@@ -187,7 +186,6 @@ SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]
     "solve": (torch.linalg.solve, [(4, 4), (4, 2)], 0, "MIXED MIXED"),
     "distances": (torch.cdist, [(4, 3), (5, 3)], 0, "At SUM"),
     "attention": (F.scaled_dot_product_attention, [(1, 1, 4, 3)] * 3, 2, "At MIXED MIXED"),
-    "channel shuffle": (lambda x: torch.channel_shuffle(x, 2), [(1, 4, 2, 2)], 1, "MIXED"),
     "addmm": (torch.addmm, [(2,), (4, 3), (3, 2)], 0, "SUM At SUM"),
     "bmm over positions": (torch.bmm, [(2, 4, 3), (2, 3, 2)], 1, "At SUM"),
     "mv": (torch.mv, [(4, 3), (3,)], 0, "At SUM"),
@@ -220,5 +218,5 @@ def test_all_kinds_of_the_tables_that_torch_makes_here_are_among_the_examples() 
 
 
 def kind_of_class(name: str) -> bool:
-    tables = {node_name(n) for n in (*AXES, *MOVES, *VALUES)}
+    tables = {node_name(n) for n in (*AXES, *MOVES)}
     return name.split("Backward0")[0] in tables

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, traced
-from pairs import PAIRS, N, eye, leaf
+from pairs import ORDER, PAIRS, PERMUTED, N, eye, leaf
 from torch import Tensor
 
 from autograd_hacks.graph import probed
@@ -78,13 +78,21 @@ def test_another_size_is_another_key_and_their_number_is_bounded() -> None:
     assert (len(memo), memo.misses) == (3, 8)
 
 
-def test_an_index_that_is_written_to_between_forwards_is_seen() -> None:
+INDEXED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "samples": (lambda h, index: h[index], 0),
+    "features": (lambda h, index: h[:, index], 3),
+    "some features of permuted samples": (lambda h, index: torch.cat([h.t()[index[:2]][:, PERMUTED]] * 2).t(), 3),
+}
+
+
+@pytest.mark.parametrize("what", INDEXED)
+def test_an_index_that_is_written_to_between_forwards_is_seen_if_it_moves_samples(what: str) -> None:
     net, memo, index = layers(), Memo(), torch.arange(N)
-    for k in (0, 1, 0):
-        index.copy_(torch.tensor([1, 0, 3, 2]) if k else torch.arange(N))
-        out = net[1](net[0](torch.randn(N, 4).double())[index])
+    for order in (ORDER, PERMUTED, ORDER, PERMUTED.flip(0)):
+        index.copy_(order)
+        out = net[1](INDEXED[what][0](net[0](torch.randn(N, 4).double()), index))
         check([out], N, net, **by_memo(memo, out, N, net))
-    assert memo.misses == 3
+    assert memo.hits == INDEXED[what][1]
 
 
 ZEROS = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, walk_of
 from programs import CHANGING, D, N, Net, between
 
@@ -49,6 +50,17 @@ def test_a_table_of_positions_is_a_use_though_its_indices_are_made_in_the_forwar
     trace, walk = walk_of([out], N, net, [ids])
     assert [trace.kinds[use.node].name for use in walk.uses].count("AddBackward0") == 1
     check([out], N, net, [ids])
+
+
+@pytest.mark.parametrize("how", ["index", "embedding", "solve"])
+def test_a_parameter_beside_a_constant_is_read_as_a_table(how: str) -> None:
+    """N divides a size of it."""
+    net, x = nn.ParameterDict({"table": torch.randn(4 * N, 4 * N)}).double(), torch.randn(N, 4 * N).double()
+    table, ids = net["table"] + 9 * torch.eye(4 * N).double(), torch.randint(0, 4 * N, (N, 40))
+    reads = {"index": lambda: table[ids], "embedding": lambda: F.embedding(ids, table)}
+    out = reads[how]() if how in reads else torch.linalg.solve(table, x.t()).t()
+    assert not walk_of([out], N, net, [ids, x])[1].mixes
+    check([out], N, net, [ids, x])
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:

@@ -18,22 +18,22 @@ def run_again() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(BareVector(), nn.Tanh()), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("how", ["output", "input", "in place", "gradient", "pruned", "spectral"])
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "output": lambda inner: inner.register_forward_hook(lambda layer, args, out: 3 * out),
+    "input": lambda inner: inner.register_forward_pre_hook(lambda layer, args: (args[0] + 1,)),
+    "in place": lambda inner: inner.register_forward_hook(lambda layer, args, out: [None, out.mul_(2)][0]),
+    "gradient": lambda inner: inner.register_forward_hook(
+        lambda layer, args, out: out.register_hook(lambda g: 2 * g) and None
+    ),
+    "pruned": lambda inner: prune.l1_unstructured(inner, "weight", 3),
+    "spectral": lambda inner: spectral_norm(inner).eval(),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
 def test_hooks_that_change_something_are_a_part_of_the_model(how: str) -> None:
     model = run_again().double()
-    inner = model[1][0].inside
-    if how == "output":
-        inner.register_forward_hook(lambda layer, args, out: 3 * out)
-    if how == "input":
-        inner.register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
-    if how == "in place":
-        inner.register_forward_hook(lambda layer, args, out: [None, out.mul_(2)][0])
-    if how == "gradient":
-        inner.register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: 2 * g) and None)
-    if how == "pruned":
-        prune.l1_unstructured(inner, "weight", 3)
-    if how == "spectral":
-        spectral_norm(inner).eval()
+    HOOKS[how](model[1][0].inside)
     check_batches(model, *(torch.randn(3, 4).double() for _ in range(2)))
 
 

@@ -45,19 +45,6 @@ def test_samples_that_mix_at_the_very_end() -> None:
     check_refused(model, (torch.randn(6, 3),), **words)
 
 
-@pytest.mark.parametrize("kind", ["itself", "computed from", "autocast"])
-def test_as_many_features_as_samples_are_not_taken_for_these(kind: str) -> None:
-    """Layers that meet no argument itself don't show on which axis the samples are."""
-
-    def centred(m: nn.Module, x: Tensor) -> Tensor:
-        h = m.first(x if kind != "computed from" else x * 2).tanh()
-        return m.last(h - h.mean(0))
-
-    context = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
-    model = Bare(centred, first=nn.Linear(3, 3), last=nn.Linear(3, 3))
-    check_refused(model, *[(torch.randn(3, 3),)] * 2, context=context, error=SamplesMixed)
-
-
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_mixing_in_a_part_that_is_called_by_itself(batch_dim: int) -> None:
     """The samples of a part are on axis 0 of its input, whatever the axis of the model's."""
@@ -70,7 +57,16 @@ def test_mixing_in_a_part_that_is_called_by_itself(batch_dim: int) -> None:
             autograd_hacks.compute_grad1(model)
 
 
+def centred(before: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Layers that meet no argument itself don't show on which axis the samples are."""
+    body = nn.Sequential(nn.Linear(6, 6), Bare(lambda m, h: h.tanh() - h.tanh().mean(0)), nn.Linear(6, 6))
+    return Bare(lambda m, x: m.body(before(x)), body=body.to(dtype))
+
+
 SQUARE: dict[str, Callable[[], nn.Module]] = {
+    "centred": lambda: centred(lambda x: x),
+    "centred, computed from": lambda: centred(lambda x: x * 2),
+    "centred, cast": lambda: centred(Tensor.bfloat16, torch.bfloat16),
     "softmax": lambda: Bare(lambda m, x: (x * m.w).softmax(0), w=torch.randn(6)),
     "a part of the columns": lambda: Bare(lambda m, x: (x[:, :6] * m.w).softmax(0), w=torch.randn(6)),
     "turned": lambda: Bare(lambda m, x: (x.t()[:6] * m.w).softmax(1), w=torch.randn(6, 1)),

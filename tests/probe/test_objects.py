@@ -108,6 +108,7 @@ def test_an_object_that_the_model_returns(kind: str, bare: bool, param_grad: boo
 
 @crossed(kind=OBJECTS, bare=[False, True])
 def test_mixing_in_an_object_that_the_model_returns(kind: str, bare: bool) -> None:
+    check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))  # or that it is given
     for independent, mixes in enumerate((Tensor.clone, Tensor.detach)):
         model = net(OBJECTS[kind], mixes=mixes, bare=bare)
         check_refused(model, *[(data(4),)] * 2, losses=lambda out: squares(read(out)), independent=bool(independent))
@@ -143,7 +144,3 @@ def test_axes_in_an_object() -> None:
     model, more = Bare(positions, layer=nn.Linear(3, 2), shift=torch.randn(3)).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model, batch_dim=(Plain(0, None),)):  # type: ignore[arg-type]
         check(model, torch.randn(4, 4, 3).double(), run=lambda x: model(Plain(x, more)))
-
-
-def test_mixing_by_an_object_that_the_model_is_given() -> None:
-    check_refused(net(lambda h: h, mixes=Tensor.clone), (Plain(data(4)),))

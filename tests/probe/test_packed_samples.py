@@ -140,6 +140,21 @@ def test_graphs_are_shown_to_be_independent_in_batches_of_all_sizes(name: str) -
         torch.testing.assert_close(got, want)
 
 
+def test_few_edges_after_a_batch_with_more() -> None:
+    """One edge, no edge, and edges in one graph alone, of as many nodes as N divides."""
+    model, y = Net(APART["means of neighbours"]).double(), torch.tensor([0, 1, 2, 1])
+    with autograd_hacks.add_hooks(model, batch_dim=None, independent=True):
+        for counts in (4, 2, 3, 5), (0, 1, 0, 0), (0, 0, 0, 0), (3, 0, 0, 0):
+            graphs = [(x, e[:, :count]) for (x, e), count in zip(graphs_of((3, 5, 2, 6)), counts)]
+            model.zero_grad()
+            autograd_hacks.backward(F.cross_entropy(model(*packed(graphs)), y, reduction="none"), "sum")
+            private.clip_and_noise_(model, max_norm=0.5, noise_multiplier=0.0, expected_batch_size=N)
+            each = [F.cross_entropy(model(*packed(graphs[k : k + 1])), y[k : k + 1]) for k in range(N)]
+            assert all(
+                torch.allclose(model.get_parameter(name).grad, g) for name, g in clipped(model, each.__getitem__).items()
+            )
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_graphs_that_mix_are_refused(name: str) -> None:
     model = Net(MIXED[name]).double()

@@ -23,8 +23,6 @@ def test_the_number_of_kinds_is_bounded() -> None:
             notes: list[Any] = [{f"file {n}": n}, list(range(n)), ["a"] * n, {"file": {str(n): None}}]
             check(model, torch.randn(4, 3).double(), run=lambda x, own=notes[n % 4]: model(x, own))
         assert len(kinds) <= MOST
-        x = torch.randn(4, 3).double()
-        check(model, x)
 
 
 def test_a_model_whose_dtype_changes_and_changes_back() -> None:
