@@ -58,7 +58,7 @@ class Backend:
     given: the ids of the tensors among these arguments
     compilations: how often torch.compile has called it
     is_symbolic: whether the last of these graphs was of symbolic sizes
-    failed: why the backward that belongs to the last graph wasn't compiled, which torch tries again in the backward pass
+    failed: why the backward that belongs to the last graph wasn't compiled
     made_of_samples: in private steps, what the last forward made from samples
     """
 
@@ -90,6 +90,8 @@ class Backend:
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
         with compiler.recurrent_layers_unrolled() if is_recurrent else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
+        if self.failed is not None:  # which torch would tell in the backward pass, when the forward has changed buffers
+            raise self.failed
         if not self.is_private:
             return compiled
 
@@ -283,9 +285,7 @@ class _Compilation:
         compiled = self._compiled(graph, inputs, is_backward=False)
 
         def call(args: list[Any]) -> Any:
-            if self.certificate is not None:
-                self.certificate.note_forward(args)
-            return compiled(args)
+            return compiled(args) if self.certificate is None else self.certificate.run_forward(compiled, args)
 
         return compiler.boxed(call)
 

@@ -237,7 +237,9 @@ def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
 
 
 @rule("embedding_dense_backward")
-def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Found:
+def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, entries: int, padding: int, by_frequency: bool) -> Found:
+    if by_frequency:
+        return labels.mixed(node, "gradients are divided by how often the whole batch reads an entry (scale_grad_by_freq)")
     at = labels.same(node, [labels[g], labels[index]])
     return labels.contract(node, {g: at, index: at}, 0) if at is not None else None
 

@@ -222,6 +222,18 @@ def test_numbers_among_the_arguments_are_numbers() -> None:
         step(torch.randn(5, 4), torch.ones(5, 1).numpy(), 2)
 
 
+def counted(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(1)
+    return m.layer(x)
+
+
+def test_several_forwards_before_their_passes() -> None:
+    step = autograd_hacks.compile(nn.Linear(4, 3), "norms", backend=None, loss_type="sum", dynamic=True)
+    for x, out in [(x, step(x)) for x in (torch.randn(5, 4), torch.randn(3, 4))]:
+        out.sum().backward()
+        assert_close(step.norms, (3 * (x.square().sum(1) + 1)).sqrt())
+
+
 def test_sizes_are_symbols_or_compiled_one_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,16 +245,19 @@ def test_sizes_are_symbols_or_compiled_one_by_one(
         assert step._backend.compilations == compilations
 
     def fails(self: Any, graph: Any, inputs: Any, is_backward: bool) -> Any:
-        if self.backend.is_symbolic:
+        if self.backend.is_symbolic and is_backward:
             raise TypeError("cannot determine truth value of Relational")
         return compiled(self, graph, inputs, is_backward)
 
     compiled = backends._Compilation._compiled
     monkeypatch.setattr(backends._Compilation, "_compiled", fails)
     monkeypatch.setattr("autograd_hacks.compiled.step.MOST_FIXED", 2)
-    step = autograd_hacks.compile(model, "norms", backend=None, loss_type="sum")
-    for n in (5, 4, 6, 4):
-        norms_are_right(step, torch.randn(n, 4))
+    counting = Bare(counted, layer=model)
+    counting.register_buffer("count", torch.zeros(()))
+    step = autograd_hacks.compile(counting, "norms", backend=None, loss_type="sum")
+    for k, n in enumerate((5, 4, 6, 4)):
+        step(torch.randn(n, 4)).sum().backward()
+        assert counting.count == k + 1  # the forward ran once
     assert capsys.readouterr().err.count("is compiled for each size of its arguments") == 1
     with pytest.raises(UnsupportedOperation, match="compiled 2 times, for other sizes each"):
         step(torch.randn(7, 4))

@@ -243,27 +243,37 @@ def test_arguments_with_and_without_samples() -> None:
         (lambda m, x: x @ torch.linalg.inv(m.layer.weight), UnsupportedOperation, "inv_ex"),
         (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
         (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
+        (lambda m, x: m.table((x > 0).long()), SamplesMixed, "scale_grad_by_freq"),
         # Returns a loss of the whole batch.
         (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
     ],
-    ids=["neither argument nor state", "a branch", "values that are checked", "distances", "batch norm", "a whole loss"],
+    ids=["neither argument nor state", "a branch", "values that are checked", "distances", "batch norm", "by frequency", "a whole loss"],
 )
 def test_what_can_not_be_told_is_refused(run: Callable[[Any, Tensor], Tensor], error: type[Exception], words: str) -> None:
-    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), kept=[torch.randn(5, 3)])
+    table = nn.Embedding(2, 3, scale_grad_by_freq=True)
+    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), table=table, kept=[torch.randn(5, 3)])
     with pytest.raises(error, match=words):
         autograd_hacks.compile(model, "rows", backend=None, loss_type="sum")(torch.randn(5, 3))
 
 
+UNFILLED: dict[str, Any] = {"param_grad": False, "backend": None, "loss_type": "sum"}
+
+
 def test_gradient_past_the_graph_is_noticed() -> None:
-    model = nn.Linear(3, 3)
+    model = Bare(lambda m, x: F.linear(x, m.weight), weight=torch.randn(3, 3), other=torch.randn(3, 3))
     step = autograd_hacks.compile(model, "clip", max_norm=1.0, backend=None, loss_type="sum")
-    x = torch.randn(5, 3)
+    silent = autograd_hacks.compile(model, "norms", **UNFILLED)
+    x = torch.randn(5, 3, requires_grad=True)
     for loss in (
         lambda: step(x).square().sum() + model.weight.square().sum(),
         lambda: model.weight.square().sum() + step(x).square().sum(),  # its gradient is added in place to the graph's
         lambda: (step(x) @ model.weight).square().sum(),
+        lambda: (step(x) @ model.other).square().sum(),  # its gradient arrives before the graph runs
+        lambda: checkpoint(step, x, use_reentrant=True).square().sum() + model.weight.square().sum(),
+        lambda: step(x).square().sum() + silent(x).sum(),
+        lambda: silent(x).square().sum() + 2 * autograd_hacks.compile(model, "norms", **UNFILLED)(x).square().sum(),
     ):
-        with pytest.raises(UnseenGradient, match="weight"):
+        with pytest.raises(UnseenGradient, match="weight|other|reentrant|several times"):
             loss().backward()
     model.zero_grad()
     step(x).square().sum().backward()
