@@ -34,7 +34,7 @@ class Certificate:
         is_due = self._is_due or is_milestone(self.steps + 1)
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in args] if is_due else None
         found = compiled(args)
-        self._given = copies and (copies, [found[n].shape for n in self._places])
+        self._given = None if copies is None else (copies, [found[n].shape for n in self._places])
         return found
 
     def begin_backward(self, graph: fx.GraphModule | None, args: list[Any]) -> Callable[[list[Any]], None] | None:
