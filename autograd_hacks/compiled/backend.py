@@ -79,6 +79,11 @@ class Backend:
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
         self.is_symbolic = any(compiler.is_symbolic(x) for x in examples)
+        for name in compiler.lost(module.graph, examples):
+            raise UnsupportedOperation(
+                f"the forward writes in place to {name}, one number in float64, and torch's compiler loses what is written. "
+                "Keep it in float32, or as a tensor of shape (1,)." + ON_COMPILING
+            )
         one = _Compilation(
             self, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")]
         )
@@ -88,8 +93,8 @@ class Backend:
             partition_fn=one.partition,
             decompositions=compiler.decompositions(),
         )
-        is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
-        with compiler.recurrent_layers_unrolled() if is_recurrent else nullcontext():
+        recurrent = (module for module in self.model.modules() if isinstance(module, nn.RNNBase))
+        with compiler.recurrent_layers_unrolled() if any(recurrent) else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
         if self.failed is not None:  # which torch would tell in the backward pass, when the forward has changed buffers
             raise self.failed

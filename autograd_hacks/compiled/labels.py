@@ -223,8 +223,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
 
 def results_of(node: fx.Node) -> list[Any]:
     """The tensors that an operation returns, as they were traced."""
-    made = node.meta["val"]
-    return list(made) if isinstance(made, tuple | list) else [made]
+    return list(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
 
 
 def place_of(node: fx.Node) -> str:

@@ -228,8 +228,7 @@ class CompiledStep(nn.Module):
     # The results of the graph.
 
     def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
-        factor = apart.samples if self._is_mean else 1
-        made: Made = VERBS[self.verb](self, apart, gradients, factor)
+        made: Made = VERBS[self.verb](self, apart, gradients, apart.samples if self._is_mean else 1)
         if self.verb in ("rows", "norms") and not self._param_grad:
             made.gradients = dict.fromkeys(gradients)
         return made
@@ -272,9 +271,8 @@ class CompiledStep(nn.Module):
         else:
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
-        arriving = {**gradients, **noised}
         self._task = _LATEST[self.model] = task
-        self._arriving = {name: (g.data_ptr(), g._version) for name, g in arriving.items()}
+        self._arriving = {name: (g.data_ptr(), g._version) for name, g in {**gradients, **noised}.items()}
         return noised
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -360,8 +358,8 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    budget = step._budget if step._param_grad else 0  # rows that are kept make the ordinary gradient, too
-    return Made(results={"norms": apart.rounded(apart.norms(budget) * factor)})
+    # Rows that are kept make the ordinary gradient, too.
+    return Made(results={"norms": apart.rounded(apart.norms(step._budget if step._param_grad else 0) * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

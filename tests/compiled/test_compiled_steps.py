@@ -240,16 +240,26 @@ def test_arguments_with_and_without_samples() -> None:
         ),
         (lambda m, x: x @ torch.linalg.inv(m.layer.weight), UnsupportedOperation, "inv_ex"),
         (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
+        (lambda m, x: m.layer(x) / m.kept[1].add_(1), UnsupportedOperation, "one number in float64"),
         (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
         (lambda m, x: m.table((x > 0).long()), SamplesMixed, "scale_grad_by_freq"),
         # Returns a loss of the whole batch.
         (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
     ],
-    ids=["neither argument nor state", "a branch", "values that are checked", "distances", "batch norm", "frequency", "all"],
+    ids=[
+        "neither argument nor state",
+        "a branch",
+        "values that are checked",
+        "distances",
+        "lost",
+        "batch norm",
+        "frequency",
+        "all",
+    ],
 )
 def test_what_can_not_be_told_is_refused(run: Callable[[Any, Tensor], Tensor], error: type[Exception], words: str) -> None:
-    table = nn.Embedding(2, 3, scale_grad_by_freq=True)
-    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), table=table, kept=[torch.randn(5, 3)])
+    table, kept = nn.Embedding(2, 3, scale_grad_by_freq=True), [torch.randn(5, 3), torch.zeros((), dtype=torch.float64)]
+    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), table=table, kept=kept)
     with pytest.raises(error, match=words):
         autograd_hacks.compile(model, "rows", backend=None, loss_type="sum")(torch.randn(5, 3))
 
