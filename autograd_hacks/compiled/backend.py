@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 
 from autograd_hacks.compiled import torch_names as compiler
 from autograd_hacks.compiled.labelled import labelled
-from autograd_hacks.compiled.labels import Joint, after, size
+from autograd_hacks.compiled.labels import Joint, Labels, after, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
@@ -58,7 +59,7 @@ class Backend:
     given: the ids of the tensors among these arguments
     compilations: how often torch.compile has called it
     is_symbolic: whether the last of these graphs was of symbolic sizes
-    failed: why the backward that belongs to the last graph wasn't compiled, which torch tries again in the backward pass
+    failed: why the backward that belongs to the last graph wasn't compiled
     made_of_samples: in private steps, what the last forward made from samples
     """
 
@@ -78,6 +79,11 @@ class Backend:
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
         self.is_symbolic = any(compiler.is_symbolic(x) for x in examples)
+        for name in compiler.lost(module.graph, examples):
+            raise UnsupportedOperation(
+                f"the forward writes in place to {name}, one number in float64, and torch's compiler loses what is written. "
+                "Keep it in float32, or as a tensor of shape (1,)." + ON_COMPILING
+            )
         one = _Compilation(
             self, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")]
         )
@@ -87,9 +93,11 @@ class Backend:
             partition_fn=one.partition,
             decompositions=compiler.decompositions(),
         )
-        is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
-        with compiler.recurrent_layers_unrolled() if is_recurrent else nullcontext():
+        recurrent = (module for module in self.model.modules() if isinstance(module, nn.RNNBase))
+        with compiler.recurrent_layers_unrolled() if any(recurrent) else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
+        if self.failed is not None:  # which torch would tell in the backward pass, when the forward has changed buffers
+            raise self.failed
         if not self.is_private:
             return compiled
 
@@ -214,36 +222,15 @@ class _Compilation:
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint, last = self._joint(module.graph, num_fwd_outputs), module.graph.output_node()
-        gradients, flat, kinds = joint.gradients, list(last.args[0]), last.meta["desc"]  # type: ignore[arg-type]
+        joint = self._joint(module.graph, num_fwd_outputs)
         labels = labelled(joint) if joint.samples > 1 else None
-        numbers = {name: num_fwd_outputs + place for name, place in self.places.items()}
-        ordinary = [n for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in numbers.values()]
-        made_of: list[Made] = []
-
-        def run(*values: Any) -> list[Any]:
-            with torch.no_grad():
-                apart = OfOneSample(joint, values) if labels is None else TakenApart(joint, labels, values)
-                made = self.backend.verb(apart, gradients)
-                made_of.append(made)
-                found: list[Any] = [None] * len(flat)
-                plain = {name for name in gradients if name not in made.gradients}
-                is_summed = plain or any(flat[n] in apart.forms for n in ordinary)
-                sums = apart.weighted() if is_summed else {}
-                for n in ordinary:
-                    found[n] = sums[flat[n]] if flat[n] in apart.forms else apart.values[flat[n]]
-                for name, n in numbers.items():
-                    found[n] = made.gradients[name] if name in made.gradients else sums.get(gradients[name])
-                return [*found, *made.results.values()]
-
-        placeholders = module.graph.find_nodes(op="placeholder")
-        fakes = [node.meta["val"] for node in placeholders]
+        placeholders, kinds = module.graph.find_nodes(op="placeholder"), module.graph.output_node().meta["desc"]
         traced = compiler.make_fx(
-            torch.func.functionalize(run),  # forms write in place, which partitions don't support
+            torch.func.functionalize(partial(self._run, joint, labels, num_fwd_outputs)),  # partitions support no writing
             tracing_mode="symbolic" if self.backend.is_symbolic else "fake",
             _allow_non_fake_inputs=True,
             decomposition_table=compiler.lowered() if self.backend.compiles else {},
-        )(*fakes)
+        )(*(node.meta["val"] for node in placeholders))
         for own, before in zip(traced.graph.find_nodes(op="placeholder"), placeholders):
             own.target = own.name = before.target
             own.meta["desc"] = before.meta["desc"]
@@ -252,7 +239,6 @@ class _Compilation:
             traced = compiler.with_random_numbers_of_inductor(traced)
         traced.graph.eliminate_dead_code()
         traced.recompile()
-        self.results = list(made_of[-1].results)
         last = traced.graph.output_node()
         last.args = (tuple(last.args[0]),)  # type: ignore[arg-type]
         compiler.describe_more(traced.graph, kinds)
@@ -260,11 +246,28 @@ class _Compilation:
             node.meta.pop("partitioner_tag", None)
         if labels is not None:
             self.certificate = Certificate(joint, labels)
-        forward, backward = compiler.min_cut_rematerialization_partition(
+        forward, self.full = compiler.min_cut_rematerialization_partition(
             traced, inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
-        self.full = backward
-        return forward, self._without_results(backward)
+        return forward, self._without_results(self.full)
+
+    def _run(self, joint: Joint, labels: Labels | None, first: int, *values: Any) -> list[Any]:
+        """The joint graph's outputs, of which number ``first`` is the first gradient, and the verb's results."""
+        flat: Any = joint.graph.output_node().args[0]
+        with torch.no_grad():
+            apart = OfOneSample(joint, values) if labels is None else TakenApart(joint, labels, values)
+            made = self.backend.verb(apart, joint.gradients)
+            places = {first + place: name for name, place in self.places.items()}
+            others = {n: node for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in places}
+            is_summed = joint.gradients.keys() - made.gradients or any(node in apart.forms for node in others.values())
+            sums = apart.weighted() if is_summed else {}
+            found: list[Any] = [None] * len(flat)
+            for n, node in others.items():
+                found[n] = sums[node] if node in apart.forms else apart.values[node]
+            for n, name in places.items():
+                found[n] = made.gradients[name] if name in made.gradients else sums.get(joint.gradients[name])
+        self.results = list(made.results)
+        return [*found, *made.results.values()]
 
     def _without_results(self, backward: fx.GraphModule) -> fx.GraphModule:
         """The backward for AOTAutograd, which checks the number of outputs."""
@@ -283,9 +286,7 @@ class _Compilation:
         compiled = self._compiled(graph, inputs, is_backward=False)
 
         def call(args: list[Any]) -> Any:
-            if self.certificate is not None:
-                self.certificate.note_forward(args)
-            return compiled(args)
+            return compiled(args) if self.certificate is None else self.certificate.run_forward(compiled, args)
 
         return compiler.boxed(call)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
@@ -16,7 +16,7 @@ from autograd_hacks.support.ranges import check_bound, check_word, checked
 if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
 
-NUMBERS = {
+NUMBERS: Mapping[str, Sequence[str]] = {
     "rows": (), "norms": (), "clip": ("max_norm",),
     "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
 }  # fmt: skip
@@ -79,13 +79,12 @@ def compile(
     numbers = {
         "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size,
     }  # fmt: skip
-    needed: Collection[str] = NUMBERS[verb]
     check_noise("compile", noise)
     for name, number in list(numbers.items()):
-        if (name in needed) != (number is not None):
+        if (name in NUMBERS[verb]) != (number is not None):
             raise TypeError(
-                f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'None'}"
-                + ON_COMPILING
+                f"compile(model, {verb!r}) was given {name}={number!r}; "
+                f"expected {'a number' if name in NUMBERS[verb] else 'None'}" + ON_COMPILING
             )
         numbers[name] = number.item() if isinstance(number, Tensor) else number
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)

@@ -74,9 +74,8 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     given = [labels[x] for x in node.all_input_nodes]
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
-    made = node.meta.get("val")
     name = name_of(node)
-    if name in UNIFORM | UNWRITTEN or not any(isinstance(x, Tensor) for x in tree_leaves(made)):
+    if name in UNIFORM | UNWRITTEN or not any(isinstance(x, Tensor) for x in tree_leaves(node.meta.get("val"))):
         return None
     if not hasattr(node.target, "_schema"):
         return labels.unsupported(node, f"there is no rule for the operation {name!r}, a loop or a custom function")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import fx
 
 from autograd_hacks.errors import ON_COMPILING, PerSampleGradientError, SamplesMixed, UnsupportedOperation
 from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Links, Several
-from autograd_hacks.graph.tape_laws import REGISTERED, Step
+from autograd_hacks.graph.tape_laws import REGISTERED, Step, operation
 from autograd_hacks.support.internals import tree_flatten
 
 Label = At | Several | None
@@ -206,24 +206,16 @@ def name_of(node: fx.Node) -> str:
     return str(node.target) if schema is None else str(schema.name).removeprefix("aten::")
 
 
-@cache
-def _signature(operation: Any) -> tuple[list[str], dict[str, Any], list[str]]:
-    """The names of an operation's arguments, their defaults, and the names of its tensors."""
-    arguments = operation._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return [a.name for a in arguments], defaults, [a.name for a in arguments if "Tensor" in str(a.type)]
-
-
 def by_name(node: fx.Node) -> dict[str, Any]:
     """An operation's arguments by name, with defaults."""
-    names, defaults, _ = _signature(node.target)
-    return defaults | dict(zip(names, node.args)) | node.kwargs
+    known = operation(node.target)
+    return {**known.defaults, **dict(zip(known.arguments, node.args)), **node.kwargs}
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node | None]:
     """An operation's tensors in the order of its arguments, None for those that aren't given."""
     given, found = by_name(node), list[Any]()
-    for name in _signature(node.target)[2]:
+    for name in operation(node.target).tensors:
         x = given.get(name)
         found += x if isinstance(x, list | tuple) else [x]
     return [x if isinstance(x, fx.Node) else None for x in found]
@@ -231,8 +223,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
 
 def results_of(node: fx.Node) -> list[Any]:
     """The tensors that an operation returns, as they were traced."""
-    made = node.meta["val"]
-    return list(made) if isinstance(made, tuple | list) else [made]
+    return list(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
 
 
 def place_of(node: fx.Node) -> str:

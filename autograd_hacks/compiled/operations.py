@@ -5,7 +5,7 @@ the label of an argument's gradient; forwards, for the operations of a graph, th
 entries are the derivatives of others, their adjoints, so the law of the one read backwards is that of the other forwards.
 
 Laws of operations that move entries by an index are asked with zeros for its values, since labels hold for all values.
-Rules by name are for derivatives without a derivative, which have no node, and for copies of memory.
+Rules by name are for derivatives without a derivative, which have no node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import AXES, Axes, axis
-from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied, viewed
+from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import TAKING
 from autograd_hacks.graph.values import MASKS, Indexed
@@ -179,27 +179,6 @@ def _summed(
     return labels.contract(node, {**along, **lost}, output=o if isinstance(node.meta["val"], tuple | list) else None)
 
 
-# Copies of memory.
-
-
-@rule("as_strided", "as_strided_scatter")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any) -> Found:
-    """The label of a whole tensor's memory in another shape, or with other strides of the same shape."""
-    source = given[0] if isinstance(given[0], fx.Node) and isinstance(given[0].meta["val"], Tensor) else x
-    sizes, strides, *offset = number(given if source is x else given[1:])
-    at, memory = labels[source], x.meta["val"]
-    if not any(offset) and prod(shape(source)) == prod(shape(x)) == prod(sizes):
-        if shape(source) == shape(x) == sizes and strides == [size(s) for s in memory.stride()]:
-            return at
-        if memory.is_contiguous() and all(
-            n == 1 or s == prod(sizes[d + 1 :]) for d, (n, s) in enumerate(zip(sizes, strides))
-        ):
-            found = at and viewed(at, shape(source), shape(node), labels.samples)
-            if found is None or isinstance(found, At):
-                return found
-    return labels.unsupported(node, "reads or writes memory by strides")
-
-
 # Parts of an axis.
 
 
@@ -241,7 +220,9 @@ def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
 
 
 @rule("embedding_dense_backward")
-def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Found:
+def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, entries: int, padding: int, by_frequency: bool) -> Found:
+    if by_frequency:
+        return labels.mixed(node, "gradients are divided by how often the whole batch reads an entry (scale_grad_by_freq)")
     at = labels.same(node, [labels[g], labels[index]])
     return labels.contract(node, {g: at, index: at}, 0) if at is not None else None
 
@@ -263,8 +244,8 @@ def _(
     labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, offsets: fx.Node, to_bag: fx.Node, lengths: fx.Node,
     longest: fx.Node, entries: int, by_frequency: bool, mode: int, *_: Any,
 ) -> Found:  # fmt: skip
-    if mode == 2:
-        return labels.unsupported(node, "the largest entries of bags")
+    if mode == 2 or labels[index] is None:
+        return labels.unsupported(node, "the largest entries of bags, or bags that are the same in each batch")
     return labels.contract(node, {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)}, 0)
 
 

@@ -24,13 +24,18 @@ class Certificate:
         made = (node.meta.get("val") for node in joint.graph.nodes)
         # Under autocast, gradients are computed in the precision of their terms.
         self.dtypes = {x.dtype for x in made if isinstance(x, Tensor) and x.is_floating_point()}
-        self.steps = 0
-        self._given: list[Any] | None = None  # the last forward's arguments, if its step is checked
+        outputs: Any = joint.graph.output_node().args[0]
+        self._places = [outputs.index(output) for output in joint.tangents.values()]
+        self.steps, self._is_due = 0, False
+        # The last forward's arguments, if its step is checked, and the shapes of its outputs.
+        self._given: tuple[list[Any], list[torch.Size]] | None = None
 
-    def note_forward(self, args: list[Any]) -> None:
-        is_due = is_milestone(self.steps + 1)
+    def run_forward(self, compiled: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        is_due = self._is_due or is_milestone(self.steps + 1)
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in args] if is_due else None
-        self._given = copies
+        found = compiled(args)
+        self._given = None if copies is None else (copies, [found[n].shape for n in self._places])
+        return found
 
     def begin_backward(self, graph: fx.GraphModule | None, args: list[Any]) -> Callable[[list[Any]], None] | None:
         """Checks the rows of this step before it runs.  Returns a function that checks the compiled results, or None.
@@ -38,11 +43,15 @@ class Certificate:
         graph: the graph that the backward was compiled from; None if the graph itself runs
         """
         self.steps += 1
+        self._is_due |= is_milestone(self.steps)
         given, self._given = self._given, None
-        if given is None or not is_milestone(self.steps):
+        tangents = [x.detach() for x in args[len(args) - len(self.joint.tangents) :]]
+        # Of several forwards the pass may belong to an earlier one, of other sizes. Then the next step is checked.
+        if not self._is_due or given is None or given[1] != [x.shape for x in tangents]:
             return None
+        self._is_due = False
         with torch.no_grad():
-            self._check_rows(given, [x.detach() for x in args[len(args) - len(self.joint.tangents) :]])
+            self._check_rows(given[0], tangents)
             if graph is None:
                 return None
             expected = _AsTraced(graph).run(*args)

@@ -75,8 +75,10 @@ class CompiledStep(nn.Module):
         _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
-        self._task = NO_TASK  # the current pass
+        self._task = NO_TASK  # the pass in which the graph ran last
         self._arriving: dict[str, tuple[int, int]] = {}  # its gradients' addresses and versions
+        self._before = NO_TASK, ""  # the pass in which a parameter got gradient before the graph ran, and its name
+        self._within = NO_TASK  # the pass in which the step was called last
         self._backend = Backend(
             model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
         )
@@ -132,7 +134,7 @@ class CompiledStep(nn.Module):
                 "first, or the model instead of the step." + ON_COMPILING
             )
         self._backend.find_axes(Batch.of(args, kwargs, self._batch), self._batch)
-        self._results = {}
+        self._results, self._within = {}, current_task()
         before, began = self._backend.compilations, perf_counter()
         is_new = self._see_ties()
         try:
@@ -175,12 +177,9 @@ class CompiledStep(nn.Module):
         self._backend.failed = None
         try:
             with self._context:
-                found = self._compiled(self.model, args, kwargs)
-            why: Exception | None = self._backend.failed
+                return self._compiled(self.model, args, kwargs)
         except (TorchDynamoException, RecompileLimit) as error:
-            why = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-        if why is None:
-            return found
+            why: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
         if isinstance(why, PerSampleGradientError):
             raise why from None
         if isinstance(why, RecompileLimit):
@@ -229,8 +228,7 @@ class CompiledStep(nn.Module):
     # The results of the graph.
 
     def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
-        factor = apart.samples if self._is_mean else 1
-        made: Made = VERBS[self.verb](self, apart, gradients, factor)
+        made: Made = VERBS[self.verb](self, apart, gradients, apart.samples if self._is_mean else 1)
         if self.verb in ("rows", "norms") and not self._param_grad:
             made.gradients = dict.fromkeys(gradients)
         return made
@@ -249,13 +247,22 @@ class CompiledStep(nn.Module):
             self._pool.give_back(name, vars(p).pop("grad1", None))
 
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self._task != NO_TASK and self._task == current_task():
+        task = current_task()
+        if self._within not in (NO_TASK, task):
+            raise UnseenGradient(
+                "the compiled step was called in a backward pass, as by a reentrant checkpoint, which has a pass of its own "
+                "inside of another, so gradient of other uses isn't seen. Use checkpoint(..., use_reentrant=False)."
+                + ON_COMPILING
+            )
+        if _LATEST.get(self.model) == task:
             self._task = NO_TASK
             raise UnseenGradient(
-                "the compiled step was called several times for one loss, so each sample's gradient is a sum over calls. "
-                "Call it once on all inputs, with twice as many samples: step(torch.cat([a, b])).chunk(2); or use "
-                "add_hooks(model)." + ON_COMPILING
+                "the compiled step, or another one of the same model, was called several times for one loss, so each "
+                "sample's gradient is a sum over calls. Call it once on all inputs, with twice as many samples: "
+                "step(torch.cat([a, b])).chunk(2); or use add_hooks(model)." + ON_COMPILING
             )
+        if self._before[0] == task:
+            raise _unseen(self._before[1])
         if self.verb == "rows":
             for name, p in self._named.items():
                 if p.requires_grad:
@@ -264,9 +271,8 @@ class CompiledStep(nn.Module):
         else:
             self._results = results
         noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
-        arriving = {**gradients, **noised}
-        self._task = current_task()
-        self._arriving = {name: (g.data_ptr(), g._version) for name, g in arriving.items()}
+        self._task = _LATEST[self.model] = task
+        self._arriving = {name: (g.data_ptr(), g._version) for name, g in {**gradients, **noised}.items()}
         return noised
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -291,19 +297,28 @@ class CompiledStep(nn.Module):
 
 
 def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> None:
-    """Raises UnseenGradient if a parameter receives another gradient than the graph's."""
+    """Raises UnseenGradient if a parameter receives another gradient than the graph's, or notes one before it."""
     step = of()
-    if grad is None or step is None or step._task == NO_TASK or step._task != current_task():
+    if grad is None or step is None:
         return
+    if step._task != (task := current_task()):
+        step._before = task, name  # the graph may run later in this pass
     # Autograd adds a gradient that arrives later in place, which the version shows.
-    if step._arriving.get(name) != (grad.data_ptr(), grad._version):
+    elif step._arriving.get(name) != (grad.data_ptr(), grad._version):
         step._task = NO_TASK
-        raise UnseenGradient(
-            f"{name} received gradient from outside of the compiled graph, and it can't be split into samples. Causes are a "
-            "weight penalty in the loss, a weight that the loss reads, a hook on the parameter, or a parameter that the "
-            "model returns. Run a penalty's backward pass by itself; or use add_hooks(model)." + ON_COMPILING
-        )
+        raise _unseen(name)
 
+
+def _unseen(name: str) -> UnseenGradient:
+    return UnseenGradient(
+        f"{name} received gradient from outside of the compiled graph, and it can't be split into samples. Causes are a "
+        "weight penalty in the loss, a weight that the loss reads, a hook on the parameter, or a parameter that the "
+        "model returns. Run a penalty's backward pass by itself; or use add_hooks(model)." + ON_COMPILING
+    )
+
+
+_LATEST: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""{model: the pass in which a graph of it ran last}"""
 
 # Verbs.
 
@@ -343,8 +358,8 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    max_bytes = step._budget if step._param_grad else 0  # rows that are kept make the ordinary gradient, too
-    return Made(results={"norms": apart.rounded(apart.norms(max_bytes) * factor)})
+    # Rows that are kept make the ordinary gradient, too.
+    return Made(results={"norms": apart.rounded(apart.norms(step._budget if step._param_grad else 0) * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

@@ -158,7 +158,7 @@ class TakenApart:
             return self._outer(values, found.at)
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
-        if node.target is aten.embedding_dense_backward.default and not node.args[4]:
+        if node.target is aten.embedding_dense_backward.default:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
             return lookup(index.expand(g.shape[:-1]), g, torch.Size((node.args[2], g.shape[-1])), padding)  # type: ignore[arg-type]

@@ -145,6 +145,17 @@ def is_symbolic(x: Any) -> bool:
     return isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
 
 
+def lost(graph: fx.Graph, examples: Sequence[Any]) -> list[str]:
+    """The inputs that torch.compile (2.13) takes for Python numbers, so that it drops the operations that write to them."""
+    given = dict(zip(graph.find_nodes(op="placeholder"), examples))
+    return [
+        source_of(node.args[0])
+        for node in graph.nodes
+        if node.op == "call_method" and node.target[-1] == "_" != node.target[-2]
+        if isinstance(x := given.get(node.args[0]), Tensor) and not x.ndim and x.dtype == torch.float64
+    ]
+
+
 def source_of(node: fx.Node) -> str:
     """The Python expression for an input of a graph, for messages."""
     return str(getattr(getattr(node, "_dynamo_source", None), "name", node.name))

@@ -103,6 +103,9 @@ MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "strides that repeat": lambda m, h: h + h.as_strided(h.shape, (0, 1)),
     "the second smallest": lambda m, h: h + h.t().kthvalue(2).values[:, None],
     "the most frequent": lambda m, h: h + h.round().t().mode().values[:, None],
+    "bags that begin anywhere": lambda m, h: (
+        h * F.embedding_bag(torch.arange(4), m.layer.weight, torch.tensor([0, 1, 1, 3]))
+    ),
     "pairs by index": lambda m, h: h[torch.arange(4).view(2, 2)].mean(1).repeat(2, 1),
 }
 
@@ -117,24 +120,12 @@ def test_samples_that_mix_are_refused(name: str) -> None:
 ELSEWHERE = [torch.zeros(16)]
 
 
-def assigned(model: Any, h: Tensor) -> None:
-    model.kept = h.flatten() * 1
-
-
-def attribute(model: Any, h: Tensor) -> None:
-    model.other = h.flatten() * 1
-
-
-def in_a_list(model: Any, h: Tensor) -> None:
-    ELSEWHERE[0] = h.flatten() * 1
-
-
 KEEPS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "a buffer is assigned": (assigned, lambda m: m.kept),
-    "an attribute is assigned": (attribute, lambda m: m.other),
+    "a buffer is assigned": (lambda m, h: setattr(m, "kept", h.flatten() * 1), lambda m: m.kept),
+    "an attribute is assigned": (lambda m, h: setattr(m, "other", h.flatten() * 1), lambda m: m.other),
     "an attribute is written": (lambda m, h: m.other.copy_(h.flatten().repeat(16)[:16]), lambda m: m.other),
     "a buffer in place": (lambda m, h: m.kept.mul_(0.9).add_(h.mean()), lambda m: m.kept),
-    "in a list": (in_a_list, lambda m: ELSEWHERE[0]),
+    "in a list": (lambda m, h: ELSEWHERE.__setitem__(0, h.flatten() * 1), lambda m: ELSEWHERE[0]),
 }
 """What a forward keeps, and what it takes from the one before."""
 
@@ -222,6 +213,13 @@ def test_numbers_among_the_arguments_are_numbers() -> None:
         step(torch.randn(5, 4), torch.ones(5, 1).numpy(), 2)
 
 
+def test_several_forwards_before_their_passes() -> None:
+    step = autograd_hacks.compile(nn.Linear(4, 3), "norms", backend=None, loss_type="sum", dynamic=True)
+    for x, out in [(x, step(x)) for x in (torch.randn(5, 4), torch.randn(3, 4))]:
+        out.sum().backward()
+        assert_close(step.norms, (3 * (x.square().sum(1) + 1)).sqrt())
+
+
 def test_sizes_are_symbols_or_compiled_one_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,16 +231,19 @@ def test_sizes_are_symbols_or_compiled_one_by_one(
         assert step._backend.compilations == compilations
 
     def fails(self: Any, graph: Any, inputs: Any, is_backward: bool) -> Any:
-        if self.backend.is_symbolic:
+        if self.backend.is_symbolic and is_backward:
             raise TypeError("cannot determine truth value of Relational")
         return compiled(self, graph, inputs, is_backward)
 
     compiled = backends._Compilation._compiled
     monkeypatch.setattr(backends._Compilation, "_compiled", fails)
     monkeypatch.setattr("autograd_hacks.compiled.step.MOST_FIXED", 2)
-    step = autograd_hacks.compile(model, "norms", backend=None, loss_type="sum")
-    for n in (5, 4, 6, 4):
-        norms_are_right(step, torch.randn(n, 4))
+    counting = Bare(lambda m, x: (m.count.add_(1), m.layer(x))[1], layer=model)
+    counting.register_buffer("count", torch.zeros(()))
+    step = autograd_hacks.compile(counting, "norms", backend=None, loss_type="sum")
+    for k, n in enumerate((5, 4, 6, 4)):
+        step(torch.randn(n, 4)).sum().backward()
+        assert counting.count == k + 1  # the forward ran once
     assert capsys.readouterr().err.count("is compiled for each size of its arguments") == 1
     with pytest.raises(UnsupportedOperation, match="compiled 2 times, for other sizes each"):
         step(torch.randn(7, 4))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,8 +53,8 @@ def each_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor
 
 
 def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    found = one_backward_per_sample(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x, y)
-    return {name: rows for name, rows in found.items() if rows is not None}
+    found = one_backward_per_sample(model, partial(F.cross_entropy, reduction="none"), x, y).items()
+    return {name: rows for name, rows in found if rows is not None}
 
 
 def lengths(rows: dict[str, Tensor]) -> Tensor:
@@ -213,11 +214,8 @@ def test_the_steps_own_masks_and_buffers() -> None:
 
 
 def test_arguments_with_and_without_samples() -> None:
-    class Two(nn.Linear):
-        def forward(self, x: Tensor, table: Tensor, *, scale: Tensor) -> Tensor:
-            return (super().forward(x) @ table.T * scale[:, None]).tanh()
-
-    model, x, table = Two(4, 4).double(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    model = Bare(lambda m, x, table, *, scale: (m.layer(x) @ table.T * scale[:, None]).tanh(), layer=nn.Linear(4, 4))
+    model, x, table = model.double(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
     one, scale = 2 * torch.ones(1).double(), torch.rand(5).double()
     step = autograd_hacks.compile(model, "rows", batch=(0, None), backend=None, loss_type="sum")
     step(x, table, scale=one).sum().backward()
@@ -242,28 +240,48 @@ def test_arguments_with_and_without_samples() -> None:
         ),
         (lambda m, x: x @ torch.linalg.inv(m.layer.weight), UnsupportedOperation, "inv_ex"),
         (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
+        (lambda m, x: m.layer(x) / m.kept[1].add_(1), UnsupportedOperation, "one number in float64"),
         (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
+        (lambda m, x: m.table((x > 0).long()), SamplesMixed, "scale_grad_by_freq"),
         # Returns a loss of the whole batch.
         (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
     ],
-    ids=["neither argument nor state", "a branch", "values that are checked", "distances", "batch norm", "a whole loss"],
+    ids=[
+        "neither argument nor state",
+        "a branch",
+        "values that are checked",
+        "distances",
+        "lost",
+        "batch norm",
+        "frequency",
+        "all",
+    ],
 )
 def test_what_can_not_be_told_is_refused(run: Callable[[Any, Tensor], Tensor], error: type[Exception], words: str) -> None:
-    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), kept=[torch.randn(5, 3)])
+    table, kept = nn.Embedding(2, 3, scale_grad_by_freq=True), [torch.randn(5, 3), torch.zeros((), dtype=torch.float64)]
+    model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), table=table, kept=kept)
     with pytest.raises(error, match=words):
         autograd_hacks.compile(model, "rows", backend=None, loss_type="sum")(torch.randn(5, 3))
 
 
+UNFILLED: dict[str, Any] = {"param_grad": False, "backend": None, "loss_type": "sum"}
+
+
 def test_gradient_past_the_graph_is_noticed() -> None:
-    model = nn.Linear(3, 3)
+    model = Bare(lambda m, x: F.linear(x, m.weight), weight=torch.randn(3, 3), other=torch.randn(3, 3))
     step = autograd_hacks.compile(model, "clip", max_norm=1.0, backend=None, loss_type="sum")
-    x = torch.randn(5, 3)
+    silent = autograd_hacks.compile(model, "norms", **UNFILLED)
+    x = torch.randn(5, 3, requires_grad=True)
     for loss in (
         lambda: step(x).square().sum() + model.weight.square().sum(),
         lambda: model.weight.square().sum() + step(x).square().sum(),  # its gradient is added in place to the graph's
         lambda: (step(x) @ model.weight).square().sum(),
+        lambda: (step(x) @ model.other).square().sum(),  # its gradient arrives before the graph runs
+        lambda: checkpoint(step, x, use_reentrant=True).square().sum() + model.weight.square().sum(),
+        lambda: step(x).square().sum() + silent(x).sum(),
+        lambda: silent(x).square().sum() + 2 * autograd_hacks.compile(model, "norms", **UNFILLED)(x).square().sum(),
     ):
-        with pytest.raises(UnseenGradient, match="weight"):
+        with pytest.raises(UnseenGradient, match=r"weight|other|reentrant|several times"):
             loss().backward()
     model.zero_grad()
     step(x).square().sum().backward()

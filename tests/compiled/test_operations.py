@@ -246,15 +246,6 @@ def test_uses_of_parameters(inner: Inner) -> None:
         assert_close(model.get_parameter(name).grad1, rows)
 
 
-def test_bags_that_begin_anywhere_are_refused() -> None:
-    def inner(model: Any, h: Tensor) -> Tensor:
-        return h * F.embedding_bag(torch.arange(N), model.table.weight, torch.tensor([0, 1, 1, 4, 5, 5]))[:, None]
-
-    model = around(inner)
-    with pytest.raises((SamplesMixed, UnsupportedOperation)):
-        autograd_hacks.compile(model, "rows", backend=None, loss_type="sum")(torch.randn(N, N, N).double()).sum().backward()
-
-
 def test_no_operation_has_a_rule_beside_its_law_of_axes() -> None:
     assert not RULES.keys() & AXES.keys()
 
