@@ -72,7 +72,8 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
         if entry.func._schema.is_mutable and not entry.outputs
         for n in numbers_of(entry)
     )
-    found = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
+    written = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
+    found = [name for name in written if name not in recorder.record.gathered]  # shards are replaced while layers run
     if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):
         ran.within.kind.tapes.add(tape, (), BY_LABELS)
         return []

@@ -93,7 +93,7 @@ class Runs:
                     "private can leave the check out: independent=False."
                 ) from error
             left = [*model.named_buffers(), *((name, p) for name, p, own in before if not torch.equal(_sum_of(p), own))]
-            left += [(name, torch.tensor(x)) for name, x in _numbers(model).items() if numbers.get(name) != x]
+            left += [(name, torch.tensor(x, device="cpu")) for name, x in _numbers(model).items() if numbers.get(name) != x]
             return Seen([x.detach().clone() for x in outputs], {name: x.detach().clone() for name, x in left}, rows)
 
     def _with_rows(
