@@ -11,7 +11,7 @@ gives entries other places if other samples change, so nothing may depend on a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -61,19 +61,25 @@ def read_values(
     try:
         return reading.run(roots)
     except Unshown as error:
-        error.at, error.meet = reading.at, reading.lost is not None
-        raise
+        why = error
     except Exception as error:  # a law lacks a case, so it shows nothing
-        unshown = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
-        unshown.at = reading.at
-        raise unshown from error
+        why = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
+        why.__cause__ = error
+    why.at, surely = reading.at, _Reading(tape, axes, samples, packed, surely=True)
+    try:
+        surely.run(roots)
+    except Exception as error:  # it is asked for what it has seen so far
+        if surely.lost is not None:
+            why = error if isinstance(error, Unshown) else why
+            why.at, why.meet = surely.lost, True
+    raise why
 
 
 def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
     """Whether what a forward has written to parameters or buffers may depend on its arguments.
 
     Laws of values don't matter for that, so it also holds for one sample.  axes: see `read_values`"""
-    reading = _Reading(tape, axes, 1, {})
+    reading = _Reading(tape, axes, 1, {}, surely=True)
     try:
         reading.leave()
     except Unshown:
@@ -93,9 +99,14 @@ class _Memory:
 
 
 class _Reading:
+    """surely: whether only what surely reaches outputs is followed: values, and not the orders in which indices put them,
+    which may be undone; and past what no law shows, as if that kept entries in their places"""
+
     def __init__(
-        self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]]
-    ) -> None:
+        self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]],
+        surely: bool = False,
+    ) -> None:  # fmt: skip
+        self.surely = surely
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
@@ -108,7 +119,6 @@ class _Reading:
         self.read: set[int] = set()
         self.at: int | None = None  # the number of the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
-        self.unknown: tuple[str, int] | None = None  # what no law shows, and the operation's number: others may show more
         self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
 
     def leave(self) -> list[int]:
@@ -132,11 +142,7 @@ class _Reading:
             self.at = k
             self._backwards(self.tape.entries[k])
         self.at = self.lost
-        if self.unknown is None or self.lost is not None:
-            self._check_arguments()
-        if self.unknown is not None:
-            why, self.at = self.unknown
-            raise Unshown(why)
+        self._check_arguments()
         if self.axes is None or self.is_ragged:
             self._check_places()
         return self.read
@@ -166,8 +172,8 @@ class _Reading:
                     viewed.add(owner)
                 if base in unwritten:
                     unwritten.update(numbers)
-            if any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
-                self.unknown = f"{own.name} reads a tensor that is not an argument, a parameter or a buffer", k
+            if not self.surely and any(n in tape.sources and tape.sources[n].kind == OUTSIDE for n in there):
+                raise Unshown(f"{own.name} reads a tensor that is not an argument, a parameter or a buffer")
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
@@ -284,11 +290,21 @@ class _Reading:
         ins = self._ins(entry, own)
         if all(label is None for label in labels) or not any(n is not None and self._is_reached(n) for n in ins):
             return
+        orders = self._orders(entry, own, ins) if self.surely else ()
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
-            if at is not None and self._is_reached(at):
+            if self.surely and own.name == "sort" and isinstance(label, Several):
+                continue  # as experts' tokens, which another index puts back
+            if at is not None and at not in orders and self._is_reached(at):
                 self._add(at, label)
                 if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
                     self.lost = self.at
+
+    def _orders(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Collection[int]:
+        """The tensors by which an operation puts others in order, as indices do; what is looked up in a table are values."""
+        given = self._given(entry, own)
+        orders, written = (set(numbers_in([given.get(name)])) for name in (own.read, next(iter(own.written), "")))
+        moved = (n for n in ins if n is not None and n not in orders | written)
+        return orders if any(map(self._is_reached, moved)) else ()
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
@@ -301,7 +317,8 @@ class _Reading:
                 try:
                     answer = step.labels(label, o, self.samples)
                 except Unshown:
-                    self.unknown = f"there is no law for the operation {entry.func._schema.name}", self.at or 0
+                    if not self.surely:
+                        raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
                     answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found

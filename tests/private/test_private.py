@@ -262,6 +262,26 @@ def test_samples_that_meet_are_refused_where_runs_see_nothing(how: str) -> None:
                 step(model)
 
 
+def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
+    """Laws don't show it, since an order depends on all samples' values; nor do they say that samples meet."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, expert = m.a(x).flatten(0, 1), (x.flatten(0, 1)[:, 0] > 0).long()
+        order = expert.argsort(stable=True)
+        ends = torch.stack([expert == 0, expert == 1]).sum(1).cumsum(0).int()
+        made = torch._grouped_mm(h[order], m.experts, ends)  # it has no law
+        return (made * m.scales[expert[order], None])[order.argsort()].unflatten(0, x.shape[:2])
+
+    model: Any = Bare(forward, a=nn.Linear(8, 8))
+    model.experts, model.scales = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.rand(2))
+    model.float()
+    with autograd_hacks.add_hooks(model, independent=True):
+        for x in torch.randn(2, 4, 5, 8, dtype=torch.float32):
+            norms, _ = clipped(rows_of(model, x), BOUND)
+            backward(model, x)
+            assert_close(step(model), norms, rtol=1e-4, atol=0)
+
+
 KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
     "in place": lambda m, h: m.seen.mul_(0.9).add_(h.mean(0)),
     "a part": lambda m, h: m.seen[1:].copy_(h[0, 1:]),
