@@ -208,6 +208,12 @@ def _(sizes: Sizes, dim: Any = -1) -> list[Links]:
     return [of(s or ()) for s in sizes.ins]
 
 
+@axes("_weight_norm_interface", reads="dim")
+def _(sizes: Sizes, dim: int) -> list[Links]:
+    own = axis(dim, sizes.n)
+    return [[d if d == own else MIX for d in range(len(s or ()))] for s in sizes.ins]
+
+
 # Products.
 
 
@@ -243,6 +249,14 @@ def _(sizes: Sizes) -> list[Links]:
 @axes("linear mkldnn_linear", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
     return [[*range(sizes.n - 1), ALONE], (sizes.n - 1, ALONE), (sizes.n - 1,)][: len(sizes.ins)]
+
+
+@axes("_trilinear", reads="expand1 expand2 expand3 sumdim", multiplies=True)
+def _(sizes: Sizes, expand1: Any, expand2: Any, expand3: Any, sumdim: Any) -> list[Links]:
+    expanded = [[signed(d) for d in e] for e in (expand1, expand2, expand3)]
+    full = next(len(s) + len(e) for s, e in zip(sizes.ins, expanded) if s is not None)
+    kept = [d for d in range(full) if d not in [signed(s) for s in sumdim]]
+    return [[kept.index(d) if d in kept else ALONE for d in range(full) if d not in e] for e in expanded]
 
 
 @axes("_cdist_forward cdist _euclidean_dist", multiplies=True)

@@ -45,7 +45,8 @@ SHOWN = {
     "a checkpoint": lambda: (written(lambda own, h: checkpoint(torch.tanh, h, use_reentrant=False)), (5, 4)),
     "sorted features": lambda: (written(lambda own, h: h.sort(1).values * h.detach().amax(1, keepdim=True)), (5, 4)),
     "noise": lambda: (written(lambda own, h: h + torch.randn_like(h)), (5, 4)),
-    # What the labels of a tape don't show, so the model is traced.
+    "a product of three": lambda: (Bare(lambda m, x: m.layer(x, x.tanh()), layer=nn.Bilinear(4, 4, 3)), (5, 4)),
+    "a normed weight": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (4, 4)),
     "a circle": lambda: (nn.Sequential(nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular"), nn.ReLU()), (5, 2, 6)),
     "slopes that are drawn": lambda: (nn.Sequential(nn.Linear(4, 4), nn.RReLU()), (5, 4)),
 }
