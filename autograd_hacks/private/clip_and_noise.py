@@ -138,7 +138,8 @@ def clip_and_noise_(
 
     No sample's outputs may depend on other samples' values, and this must be checked: hook the model by
     ``add_hooks(model, independent=True)``.  Otherwise a copy repeats the recorded forward once for that check, and later
-    forwards are checked as they run.
+    forwards are checked as they run.  Nor may outputs depend on the number of samples, as ``h / len(x)`` does: that is
+    not checked.
 
     max_norm: the bound, above 0; inf only without noise. Or {pattern: bound} for parts of the parameters that are bounded
     separately; the bound of the whole is then the square root of the sum of their squares
