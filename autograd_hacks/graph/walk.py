@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.label import MIXED, NOBODY, SUM, Entries, Label, One, Several, joined
+from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
 from autograd_hacks.graph.laws import Answer, Deferred, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
@@ -258,13 +258,10 @@ class _Walking:
     def _tell_uses_from_mixes(self) -> None:
         """Tells uses of values that no sample owns from places where samples mix."""
         trace, walk, of_batch = self.trace, self.walk, self.of_batch
-        are_sized = list(self.of_parameters)  # whether its axes are those of parameters, as those of ``table + buffer``
         for k in reversed(self.order):
             kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
             if self.of_parameters[k]:
                 continue
-            if kind.is_entrywise:
-                are_sized[k] = any(are_sized[j] and trace.shapes[j][n] == trace.shapes[k][0] for j, n in ahead)
             is_reached = any(label is not None for label in walk.labels[k])
             if kind is LEAF or kind is END or any(j in of_batch for j, _ in ahead) or (
                 k not in of_batch and is_reached and self._origin(k) == BATCH
@@ -274,8 +271,7 @@ class _Walking:
         for at in self.lost:
             edge = trace.edges[at.node][at.place]
             assert edge is not None
-            met, is_table = walk.labels[edge[0]][edge[1]], are_sized[edge[0]] and not at.why
-            if edge[0] not in of_batch and (met is SUM or (met is MIXED and is_table)):
+            if walk.labels[edge[0]][edge[1]] is SUM and edge[0] not in of_batch:
                 walk.uses.append(at._replace(why=""))
             else:
                 walk.mixes.append(at._replace(label=None))

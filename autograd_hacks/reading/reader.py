@@ -334,7 +334,8 @@ class Reader:
         if not apart:
             return Whose(tuple(layouts))
         if sum(own is not None for own in labels) > 1:
-            found.mixed |= dict.fromkeys(self.walk.mixed, self.trace.kinds[k].name)
+            behind = [j for j in self.trace.behind([k]) if self.trace.kinds[j] is LEAF]
+            found.mixed |= dict.fromkeys(behind, self.trace.kinds[k].name)
         (n, *_), label = apart, labels[apart[0]]
         assert label is not None
         rows = rows_of(label, shapes[n], samples)

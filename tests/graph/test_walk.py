@@ -1,14 +1,17 @@
 """Each forward is labelled by itself: programs that change are right, or refused, in the very step."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from one_at_a_time import by_memo, check, judge, walk_of
 from programs import CHANGING, D, N, Net, between
+from torch import Tensor
 
-from autograd_hacks.graph.label import At
+from autograd_hacks.graph.label import NOBODY, At, Entries
 from autograd_hacks.graph.memo import Memo
+from autograd_hacks.graph.probed import confirmed
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -52,15 +55,27 @@ def test_a_table_of_positions_is_a_use_though_its_indices_are_made_in_the_forwar
     check([out], N, net, [ids])
 
 
-@pytest.mark.parametrize("how", ["index", "embedding", "solve"])
-def test_a_parameter_beside_a_constant_is_read_as_a_table(how: str) -> None:
-    """N divides a size of it."""
-    net, x = nn.ParameterDict({"table": torch.randn(4 * N, 4 * N)}).double(), torch.randn(N, 4 * N).double()
-    table, ids = net["table"] + 9 * torch.eye(4 * N).double(), torch.randint(0, 4 * N, (N, 40))
-    reads = {"index": lambda: table[ids], "embedding": lambda: F.embedding(ids, table)}
-    out = reads[how]() if how in reads else torch.linalg.solve(table, x.t()).t()
-    assert not walk_of([out], N, net, [ids, x])[1].mixes
-    check([out], N, net, [ids, x])
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "chunks": lambda y: torch.cat(y.chunk(2)[::-1]),
+    "parts, one empty": lambda y: torch.cat(y.split([2, 0])[::-1]),
+    "rows": lambda y: torch.stack(y.unbind(0)[::-1]),
+    "columns": lambda y: torch.stack(y.unbind(1), 0),
+}
+
+
+@pytest.mark.parametrize("how", PARTS)
+def test_parts_of_what_an_argument_and_a_parameter_make_together(how: str) -> None:
+    """Where other parts have other samples, which an index mixes up, no node with several outputs is a use."""
+    net, x = nn.ParameterDict({"p": torch.randn(8)}).double(), torch.randn(2, 4).double()
+    own = torch.tensor([0, 1, 0, 1, 1, 1, 1, 1])
+    made = PARTS[how](x + net["p"].view(2, 4)).flatten().tanh()
+    check([torch.zeros(2).double().index_put((own,), made, accumulate=True)], 2, net, [x])
+
+
+def test_nobodys_factor_may_be_a_samples_too() -> None:
+    label = Entries(torch.tensor([0, NOBODY]))
+    node = torch.randn(2, dtype=torch.float64, requires_grad=True).flip(0).grad_fn
+    assert not confirmed(node, [label], [label], 2)
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
