@@ -33,7 +33,7 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import AXES, Axes, axis
-from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied
+from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Sizes, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import TAKING
 from autograd_hacks.graph.values import MASKS, Indexed
@@ -177,6 +177,27 @@ def _summed(
     at: Any = labels.same(node, [own.moved(0) for own in lost.values()])
     along = {x: at.moved(own.index(ALONE)) for x, own in zip(ins, links) if list(own).count(ALONE) == 1}
     return labels.contract(node, {**along, **lost}, output=o if isinstance(node.meta["val"], tuple | list) else None)
+
+
+# Copies of memory.
+
+
+@rule("as_strided", "as_strided_scatter")
+def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any) -> Found:
+    """The label of a whole tensor's memory in another shape, or with other strides of the same shape."""
+    source = given[0] if isinstance(given[0], fx.Node) and isinstance(given[0].meta["val"], Tensor) else x
+    sizes, strides, *offset = number(given if source is x else given[1:])
+    at, memory = labels[source], x.meta["val"]
+    if not any(offset) and prod(shape(source)) == prod(shape(x)) == prod(sizes):
+        if shape(source) == shape(x) == sizes and strides == [size(s) for s in memory.stride()]:
+            return at
+        if memory.is_contiguous() and all(
+            n == 1 or s == prod(sizes[d + 1 :]) for d, (n, s) in enumerate(zip(sizes, strides))
+        ):
+            found = at and viewed(at, shape(source), shape(node), labels.samples)
+            if found is None or isinstance(found, At):
+                return found
+    return labels.unsupported(node, "reads or writes memory by strides")
 
 
 # Parts of an axis.

@@ -11,7 +11,7 @@ gives entries other places if other samples change, so nothing may depend on a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -99,8 +99,8 @@ class _Memory:
 
 
 class _Reading:
-    """surely: whether only what surely reaches outputs is followed: values, and not the orders in which indices put them,
-    which may be undone; and past what no law shows, as if that kept entries in their places"""
+    """surely: whether what surely reaches outputs is followed: not orders that sorting finds, which may be undone; and past
+    what no law shows, as if that kept entries in their places"""
 
     def __init__(
         self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]],
@@ -290,21 +290,15 @@ class _Reading:
         ins = self._ins(entry, own)
         if all(label is None for label in labels) or not any(n is not None and self._is_reached(n) for n in ins):
             return
-        orders = self._orders(entry, own, ins) if self.surely else ()
+        # Experts' tokens are sorted, and another index puts them back.
+        is_order = own.name == "sort" and (labels[0] is None or not entry.outputs[0][3].is_floating_point)
         for at, label in zip(ins, self._through(entry, own, ins, labels)):
-            if self.surely and own.name == "sort" and isinstance(label, Several):
-                continue  # as experts' tokens, which another index puts back
-            if at is not None and at not in orders and self._is_reached(at):
+            if self.surely and is_order and isinstance(label, Several):
+                continue
+            if at is not None and self._is_reached(at):
                 self._add(at, label)
                 if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
                     self.lost = self.at
-
-    def _orders(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Collection[int]:
-        """The tensors by which an operation puts others in order, as indices do; what is looked up in a table are values."""
-        given = self._given(entry, own)
-        orders, written = (set(numbers_in([given.get(name)])) for name in (own.read, next(iter(own.written), "")))
-        moved = (n for n in ins if n is not None and n not in orders | written)
-        return orders if any(map(self._is_reached, moved)) else ()
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""

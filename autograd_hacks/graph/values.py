@@ -25,6 +25,7 @@ from autograd_hacks.graph.label import (
     MIXED,
     NOBODY,
     SUM,
+    At,
     Entries,
     Label,
     Owned,
@@ -69,8 +70,10 @@ def _gathered(label: Owned, d: int, index: Tensor, sizes: Sizes, samples: int) -
     return spread(label, links, sizes.out, sizes.own, samples, take, kept=kept, device=index.device)
 
 
-def _longer(label: Label, own: Shape) -> Label:
+def _longer(label: Label, out: Shape, own: Shape, samples: int) -> Label:
     """The label of a tensor of which an index has used the first entries on each axis."""
+    if isinstance(label, At) and own[label.dim] != out[label.dim]:
+        label = Entries(entries(label, out, samples))
     if not isinstance(label, Entries):
         return label
     at = label.samples
@@ -113,7 +116,11 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
     if sizes.out and found is not None:
-        found = _gathered(label, d, read("index"), sizes, samples) if _is_moved(label, [d]) else _longer(label, sizes.own)
+        found = (
+            _gathered(label, d, read("index"), sizes, samples)
+            if _is_moved(label, [d])
+            else _longer(label, sizes.out, sizes.own, samples)
+        )
     return [found, *[label] * (len(sizes.ins) - 1)]
 
 
@@ -146,10 +153,10 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 
     def of(own: Shape) -> Label:
         if d not in varying(label):
-            return _longer(label, own)
+            return _longer(label, sizes.out, own, samples)
         index = read("index")
         take = lambda x: _gather(x, d, index)  # noqa: E731
-        return _longer(taken(label, along(d, sizes.n), sizes.out, own, samples, take, index.device), own)
+        return _longer(taken(label, along(d, sizes.n), sizes.out, own, samples, take, index.device), sizes.out, own, samples)
 
     return [label, *(None if own is None else of(own) for own in sizes.ins[1:])]
 
