@@ -1,6 +1,8 @@
 """Parameters that no layer's rule covers, read where they meet the batch: rows are those of each loss alone."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
 from rarely import crossed
-from steps import check_losses
+from steps import check_hooked, check_losses
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -161,3 +163,15 @@ def counted() -> nn.Module:
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
     check_right(model, (x,), (x,), total="each")
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_an_index_that_leaves_entries_beside_samples(more: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.cat([x, x.new_ones(more, 4)]) + m.places[: len(x) + more, None]
+        return h.gather(1, torch.tensor([[3, 2, 1, 0]]).expand(len(x), 4)).tanh()
+
+    model: Any = Bare(forward)
+    model.places = nn.Parameter(torch.randn(8, dtype=torch.float64))
+    batches = torch.randn(2, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    check_hooked(model, *[partial(lambda x: squares(model(x)), x) for x in batches])

@@ -246,6 +246,7 @@ def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forwa
 UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses": lambda x: (x > 3).float() + 9 * (x > 3).float().flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
+    "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
 }
