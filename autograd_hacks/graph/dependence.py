@@ -65,14 +65,28 @@ def read_values(
     except Exception as error:  # a law lacks a case, so it shows nothing
         why = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
         why.__cause__ = error
-    why.at, surely = reading.at, _Reading(tape, axes, samples, packed, surely=True)
+    why.at = reading.at
+    found = [_surely(tape, axes, samples, roots, entrywise=False)]
+    if found[0] is not None:  # the label of an axis also says something of entries that a view has left out
+        found.append(_surely(tape, axes, samples, roots, entrywise=True))
+    raise found[-1] or why
+
+
+def _surely(
+    tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]], entrywise: bool
+) -> Unshown | None:
+    """Where samples surely meet, whatever no law shows; None if they don't."""
+    reading, why = _Reading(tape, axes, samples, {}, surely=True, entrywise=entrywise), None
     try:
-        surely.run(roots)
-    except Exception as error:  # it is asked for what it has seen so far
-        if surely.lost is not None:
-            why = error if isinstance(error, Unshown) else why
-            why.at, why.meet = surely.lost, True
-    raise why
+        reading.run(roots)
+    except Unshown as error:
+        why = error
+    except Exception as error:  # a law lacks a case: it is asked for what it has seen so far
+        why = Unshown(f"samples meet, at {operation(tape.entries[reading.lost or 0].func).name} ({error})")
+    if reading.lost is None or why is None:
+        return None
+    why.at, why.meet = reading.lost, True
+    return why
 
 
 def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
@@ -100,13 +114,13 @@ class _Memory:
 
 class _Reading:
     """surely: whether what surely reaches outputs is followed: not orders that sorting finds, which may be undone; and past
-    what no law shows, as if that kept entries in their places"""
+    what no law shows, as if that kept entries in their places    entrywise: whether views are followed entry by entry"""
 
     def __init__(
         self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]],
-        surely: bool = False,
+        surely: bool = False, entrywise: bool = False,
     ) -> None:  # fmt: skip
-        self.surely = surely
+        self.surely, self.entrywise = surely, entrywise
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
@@ -192,6 +206,12 @@ class _Reading:
                 self.reached.update(numbers)
         for owner in viewed & written:
             self._follow(owner)
+        for owner in viewed - written if self.entrywise else ():
+            if self._is_reached(owner) and prod(self.shapes[owner]) <= MOST:
+                try:
+                    self._follow(owner)
+                except Unshown:  # its label stays
+                    del self.memory[owner]
         sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
         self.is_kept = any(n in self.reached for n in sources)
         return [n for n in sources if n in self.memory]

@@ -245,6 +245,7 @@ def test_a_backward_that_knows_of_other_samples_is_refused_in_each_kind_of_forwa
 
 UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses": lambda x: (x > 3).float() + 9 * (x > 3).float().flip(0),
+    "two uses, one of bits": lambda x: (y := (x > 3).float()).view(torch.int32).clamp(max=1) + 9 * y.flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
     "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
@@ -261,6 +262,23 @@ def test_samples_that_meet_are_refused_where_runs_see_nothing(how: str) -> None:
             backward(model, torch.rand(6, 4))
             with pytest.raises(SamplesMixed, match="laws of operations"):
                 step(model)
+
+
+def test_tokens_that_are_made_for_all_frames_keep_samples_apart() -> None:
+    """As TimeSformer makes them: the first N of N T are kept, which are of parameters alone.  A value is read."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        frames = torch.cat([m.token.expand(len(x) * x.shape[1], 1, -1), m.a(x.flatten(0, 1))], 1) + m.places
+        return frames[:, 1:].reshape(len(x), -1, 6).tanh().mean(1) * frames[: len(x), 0]
+
+    model: Any = Bare(forward, a=nn.Linear(4, 6))
+    model.token, model.places = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(1, 5, 6))
+    x = torch.randn(4, 3, 4, 4)
+    norms, _ = clipped(rows_of(model, x), BOUND)
+    with autograd_hacks.add_hooks(model, independent=True):
+        backward(model, x)
+        assert_close(step(model), norms)
 
 
 def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
