@@ -76,17 +76,17 @@ def _surely(
     tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]], entrywise: bool
 ) -> Unshown | None:
     """Where samples surely meet, whatever no law shows; None if they don't."""
-    reading, why = _Reading(tape, axes, samples, {}, surely=True, entrywise=entrywise), None
+    reading = _Reading(tape, axes, samples, {}, surely=True, entrywise=entrywise)
     try:
         reading.run(roots)
     except Unshown as error:
         why = error
     except Exception as error:  # a law lacks a case: it is asked for what it has seen so far
-        why = Unshown(f"samples meet, at {operation(tape.entries[reading.lost or 0].func).name} ({error})")
-    if reading.lost is None or why is None:
+        why = Unshown(str(error))
+    else:
         return None
-    why.at, why.meet = reading.lost, True
-    return why
+    why.at, why.meet = reading.lost, reading.lost is not None or reading.is_elsewhere
+    return why if why.meet else None
 
 
 def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
@@ -133,6 +133,7 @@ class _Reading:
         self.read: set[int] = set()
         self.at: int | None = None  # the number of the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
+        self.is_elsewhere = False  # whether an argument's entries reach other samples than their own
         self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
 
     def leave(self) -> list[int]:
@@ -376,6 +377,7 @@ class _Reading:
                 right = entries(At(at), shape, self.samples)
                 own = entries(label, shape, self.samples, "cpu")
                 if bool(((own != right) & (own >= 0)).any()):
+                    self.is_elsewhere = True
                     raise Unshown(f"an argument of shape {shape} reaches other samples than those on its axis {at}")
             elif not _ascends(self._order(label, shape)):
                 raise Unshown(f"an argument of shape {shape} reaches samples in another order than it has them")

@@ -247,6 +247,7 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses": lambda x: (x > 3).float() + 9 * (x > 3).float().flip(0),
     "two uses, one of bits": lambda x: (y := (x > 3).float()).view(torch.int32).clamp(max=1) + 9 * y.flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
+    "another sample's alone": lambda x: (x.roll(1, 0) > 3).float(),
     "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
