@@ -247,7 +247,6 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses": lambda x: (x > 3).float() + 9 * (x > 3).float().flip(0),
     "two uses, one of bits": lambda x: (y := (x > 3).float()).view(torch.int32).clamp(max=1) + 9 * y.flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
-    "another sample's alone": lambda x: (x.roll(1, 0) > 3).float(),
     "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
@@ -300,6 +299,15 @@ def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
             norms, _ = clipped(rows_of(model, x), BOUND)
             backward(model, x)
             assert_close(step(model), norms, rtol=1e-4, atol=0)
+
+
+def test_an_argument_that_only_other_samples_read_is_refused_where_runs_see_nothing() -> None:
+    model: Any = Bare(lambda m, x: m.b(m.scale * (x.roll(1, 0) > 3)), b=nn.Linear(4, 2))
+    model.scale = nn.Parameter(torch.ones(4))
+    with autograd_hacks.add_hooks(model, independent=True):
+        backward(model, torch.rand(6, 4))
+        with pytest.raises(SamplesMixed, match="other samples than those on its axis"):
+            step(model)
 
 
 KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
