@@ -202,8 +202,8 @@ def clip_and_noise_(
         sums = {name: x + _unrounded(name, spread.parameters[name]) for name, x in sums.items()}
     if multiplier:
         named = [(name, sums[name]) for name in spread.parameters if name in sums]
-        for (name, x), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
-            sums[name] = x + sharded_as(found, x)
+        for (_, x), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
+            x += sharded_as(found, x)
     set_grads(spread.parameters, sums, set(sums), recorder=recorder)
     for grad, x in ((spread.parameters[name].grad, x) for name, x in sums.items() if not multiplier):
         if grad is not None and grad.dtype != x.dtype:

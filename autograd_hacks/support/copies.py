@@ -32,7 +32,6 @@ _PLAIN = (bool, int, float, str, type(None))
 _ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
 _SHARED = (*_ATOMS, torch.utils.data.Dataset, torch.optim.Optimizer)
 _BOXES = (list, tuple, dict, deque)
-_NO: dict[str, Any] = {}
 _STATE = (*_PLAIN, *_BOXES, set, Tensor)
 """Attributes of classes that are copied."""
 _KNOWN = frozenset(sys.stdlib_module_names - {"types", "collections", "test", "__main__"}) | {
@@ -295,7 +294,7 @@ class Marks:
         self.attributes = [(own, {k: x for k, x in vars(own).items() if type(x) in _PLAIN}) for own in modules]
         every = {id(x): x for own in modules for k, x in vars(own).items() if type(x) not in _PLAIN and k not in OF_MODULE}
         objects = (own for own in every.values() if not isinstance(own, Tensor | nn.Module))
-        inside = (x for own in objects for x in getattr(own, "__dict__", _NO).values())
+        inside = (x for own in objects for x in getattr(own, "__dict__", {}).values())
         held = [x for x in (*every.values(), *inside) if type(x) is Tensor or (type(x) in _BOXES and x)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
         owned = (x for own in modules for x in (*own._parameters.values(), *own._buffers.values()) if x is not None)
