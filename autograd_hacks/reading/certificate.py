@@ -156,8 +156,11 @@ class Certificate:
         if any(not apart > own.unit * (length + 2 * more) for more in received):
             return True
         # Equal terms, added up one by one, are all rounded to the same side.
-        unit = torch.finfo(own.parts[0].dtype).eps * max(_added(grads, form) for _, grads, form in own.told) / 2
-        return apart <= unit * float(torch.cat([*own.parts], 1).sum(1).abs().max())
+        terms = torch.cat([*own.parts], 1)
+        if bool((terms - terms.mean(1, keepdim=True)).norm() > 2**-10 * terms.norm()):
+            return False
+        unit = torch.finfo(terms.dtype).eps * max(_added(grads, form) for _, grads, form in own.told) / 2
+        return apart <= unit * float(terms.sum(1).abs().max())
 
 
 def note_compared(known: str, told: Sequence[Told]) -> None:

@@ -229,6 +229,16 @@ def test_sums_of_equal_terms_are_read(samples: int) -> None:
         autograd_hacks.compute_grad1(model)
 
 
+def test_a_small_part_more_is_noticed_in_sums_of_many_terms() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4096, 8)
+    grad = torch.autograd.grad(model(x).square().sum(), model.weight)[0]
+    with autograd_hacks.add_hooks(model):
+        (model(x).square().sum() + 2e-4 * (model.weight * grad).sum()).backward()
+        with pytest.raises(UnseenGradient):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
 @pytest.mark.parametrize("width", [4, 160])
 def test_the_parameter_that_gets_a_penalty_is_named_among_many_like_it_whenever_it_is_asked(width: int) -> None:
     layers = [nn.Linear(width, width, dtype=torch.float64) for _ in range(6)]
