@@ -43,11 +43,13 @@ class Sizes(NamedTuple):
     """The sizes of a node's outputs and inputs, and the number of the output whose label is moved.
 
     Inputs without a graph, and outputs that nobody has, have none.
+    is_shared: whether all outputs have this label
     """
 
     o: int
     outs: Shapes
     ins: Shapes
+    is_shared: bool = False
 
     @property
     def out(self) -> Shape:
@@ -243,7 +245,7 @@ def taken(
 
 def spread(
     label: Owned, links: Links, out: Shape, whole: Shape, samples: int, take: Callable[[Tensor], Tensor],
-    lost: Several = MIXED, kept: Container[int] = (), device: Any = None,
+    lost: Several = MIXED, kept: Container[int] = (), device: Any = None, is_whole: bool = False,
 ) -> Label:  # fmt: skip
     """The label of an input of which ``take`` took the output's entries; `NOBODY` has what it left.
 
@@ -252,9 +254,10 @@ def spread(
     lost: what is said if entries of several samples were taken from one
     kept: linked axes along which ``take`` is not alike
     device: of the tensors that ``take`` takes by
+    is_whole: whether other outputs with this label have the rest of the input
     """
     along = varying(label)
-    if type(label) is At and label.dim in links:
+    if (type(label) is At and label.dim in links) or (is_whole and set(along) <= set(links)):
         return linked(label, links, whole)
     small = [size if links[d] < 0 or links[d] in along or d in kept else 1 for d, size in enumerate(whole)]
     places = take(torch.arange(prod(small), device=device or "cpu").view(small))

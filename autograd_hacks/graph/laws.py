@@ -32,6 +32,7 @@ from autograd_hacks.graph.label import (
     Sizes,
     joined,
     linked,
+    same,
     tidied,
 )
 from autograd_hacks.graph.moves import MOVES, Law
@@ -211,10 +212,11 @@ def _by_move(
     if kind.by_values:
         given["read"] = read
     joint: list[Label] = [None] * len(ins)
+    is_shared = len(labels) > 1 and all(same(own, labels[0]) for own in labels)
     for o, label in enumerate(labels):
         if label is None:
             continue
-        of_output = law(label, Sizes(o, outs, ins), samples, **given)
+        of_output = law(label, Sizes(o, outs, ins, is_shared), samples, **given)
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
         for k, (more, shape) in enumerate(zip(of_output, ins)):

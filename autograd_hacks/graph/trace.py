@@ -95,7 +95,7 @@ class Trace:
         self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends, self.leaves, self.variables, self.fixed = parameters, ends, leaves, variables, fixed
-        self.key: Hashable = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
+        self.key: tuple[Hashable, ...] = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:

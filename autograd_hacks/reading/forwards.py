@@ -149,8 +149,8 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
     within.walk = walk
     if walk.compared and recorder.backward.wants_grad:
-        if found.linked != len(walk.compared):
-            found.linked, found.links = len(walk.compared), best.reader.links(found)
+        if found.linked != walk.compared:
+            found.linked, found.links = {*walk.compared}, best.reader.links(found)
         for link in found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]

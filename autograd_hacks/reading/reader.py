@@ -51,7 +51,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
-    links, linked: see `Reader.links`, and of how many parameters they are
+    links, linked: see `Reader.links`, and of which parameters they are
     planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
     nobody has looked
     """
@@ -66,7 +66,7 @@ class Read:
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
     links: Sequence[Link] = ()
-    linked: int = 0
+    linked: set[str] = field(default_factory=set)
     planned: dict[int, Planned] | None = None
     takers: Sequence[int] = ()
 
