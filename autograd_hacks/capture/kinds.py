@@ -18,7 +18,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.copies import Copy
-from autograd_hacks.support.layout import Layouts, is_time_first
+from autograd_hacks.support.layout import Layout, Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, tensors_in
 
@@ -75,7 +75,7 @@ class Within:
     leaves: Mapping[int, Node] = field(default_factory=dict)  # then: where parameters (id) end the graph
     axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
     counted_at: int | None = None  # the output that shows N, if no argument does
-    outputs: Layouts = ()  # where samples are in the model's outputs
+    places: Sequence[Any] = ()  # where samples are in the model's outputs, as `Returned` has it; None where nothing says it
     nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by parameter, the nodes that read it
     by_rule: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
     refused: Mapping[str, str] = field(default_factory=dict)  # why a parameter has no rows
@@ -89,6 +89,11 @@ class Within:
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
     walk: Any = None  # of the laws, whose rows a reading compares with gradients before they are believed
+
+    @property
+    def outputs(self) -> Layouts:
+        """The layouts of the outputs that have one."""
+        return tuple([at if isinstance(at, Layout) else None for at in self.places])
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Says that parameters have no rows, and that the samples are unknown."""

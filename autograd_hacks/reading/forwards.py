@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed, own_hook
-from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
 from autograd_hacks.capture.ran import Ran, watch_penalty
@@ -31,7 +30,6 @@ from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tri
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, label_of
 from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
-from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
@@ -153,14 +151,15 @@ def _read(recorder: Recorder, ran: Ran) -> None:
             found.linked, found.links = {*walk.compared}, best.reader.links(found)
         for link in found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
-    outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    within.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    places = best.hypothesis.places
+    within.places = [places.get(slot) for slot in range(len(ran.outputs))]
+    ran.added = {at: where for at, where in places.items() if isinstance(at, Value)}
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
     within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
     within.by_rule = found.covered
     if not within.mixing and within.kind.dependent is not None:
         within.mixing, within.mixed_outputs = within.kind.dependent
-    recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
+    recorder.watch_hooks(best.reader.labels(), best.hypothesis.samples)
 
 
 def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
@@ -206,12 +205,6 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     if reader.key is not None and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
-
-
-def labels_of(reader: Reader) -> Callable[[], Labels]:
-    """Gives the labels of the gradients at nodes, which nothing here may hold."""
-    numbers, labels = list(map(sequence_number, reader.trace.nodes)), reader.walk.labels
-    return lambda: dict(zip(numbers, labels))
 
 
 def _without_mixed(ran: Ran, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:

@@ -6,7 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import FIRST, packed_into
+from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
@@ -30,6 +31,7 @@ from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.support.graph import Leaf, Value, is_users, made, operands_of, shape_of
+from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -126,6 +128,11 @@ class Reader:
         with self._kept():
             walk = walked(self.trace, labels, samples, self.memory, settled)
         return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+
+    def labels(self) -> Callable[[], Labels]:
+        """Gives the labels of the gradients at nodes, which nothing here may hold."""
+        numbers, labels = list(map(sequence_number, self.trace.nodes)), self.walk.labels
+        return lambda: dict(zip(numbers, labels))
 
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""
