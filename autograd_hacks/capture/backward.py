@@ -48,7 +48,7 @@ WITHIN = (
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    def __init__(self, record: Record, reduction: Reduction, owner: weakref.ref[Any], created: Callable[..., None]) -> None:
+    def __init__(self, record: Record, reduction: Reduction, owner: Callable[[], Any], created: Callable[..., None]) -> None:
         self.record, self.reduction = record, reduction
         self.owner = owner  # the recorder
         self.created = created  # called when a pass that makes a graph arrives at a node

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
@@ -193,6 +194,10 @@ class Recorder:
         self._users_hooks = []
         self.backward.has_looked()
 
+    def compare(self, layer: nn.Module, within: Within, made_by: frozenset[Node], arguments: Any) -> None:
+        """Called when a layer has run by itself, on values with a graph."""
+        ABOVE.between(self, layer, Ran(within, made_by, arguments=arguments))
+
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
         trains, known = [p.requires_grad for p in parameters.values()], self.trained_before
@@ -230,7 +235,7 @@ class Recorder:
         if not any(x.grad_fn is not None for x in ran.outputs):
             ran.known = None
         self._read(path, model, ran)
-        if ran.ends and not self.is_aside:
+        if ran.ends:
             ABOVE.between(self, model, ran)
         self.record.documents = within.documents
         if within.kind is self.kinds.static and not ran.is_covered:

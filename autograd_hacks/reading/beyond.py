@@ -99,15 +99,16 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     """Refuses passes through a forward's arguments to outputs from which these were computed, if samples mix on the way.
 
     Whose the gradients at the arguments are, the forward's labels say; of layers by themselves, their rules."""
-    within, labels = ran.within, dict[Value, Label]()
+    within, labels, samples = ran.within, dict[Value, Label](), 0
     if within.walk is not None and within.samples is not None:
         samples, numbers = within.samples, ran.trace.number
         for node in ran.ends & numbers.keys():
             labels |= {Value(node, n): own for n, own in enumerate(within.walk.labels[numbers[node]]) if own is not None}
-    else:
+    elif recorder.kinds.batch_dim == 0:
         rule = rule_for(model)
         axes = rule.axes(model) if rule is not None and rule.axes is not None else ()
-        given = list(zip(ran.tensors, [*axes, *[0] * len(ran.tensors)]))
+        tensors = [x for x in ran.tensors if not x.is_nested]
+        given = list(zip(tensors, [*axes, *[0] * len(tensors)]))
         samples = within.samples or next((x.shape[axis] for x, axis in given if x.ndim > axis), 0)
         rows = packed_rows(ran.arguments)
         for x, axis in given:
@@ -122,11 +123,13 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     made_by = list(dict.fromkeys([value.node for value in labels]))
     between = _ran_behind(recorder, (), behind.ends, within.forward, samples, made_by)
     reader = Reader(between, samples, labels, memo=recorder.kinds.memo)
-    misled, place = _misled(reader, behind), reader.mixing(reader.walk)[0] or "the order of the samples"
-    if recorder.kinds.independent:  # values may mix without a gradient, and nothing shows that they don't
-        misled |= {own for mark in behind.marks.values() if (own := mark.recorder()) is not None}
-    for own, node in product(misled, made_by):
-        own_hook(node.register_prehook(partial(_refuse, own.backward, BETWEEN.format(type(model).__name__, place))))
+    # If independence is asked for: values may mix without a gradient, and nothing shows that they don't.
+    if not (recorder.kinds.independent or _misled(reader, behind)):
+        return
+    why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
+    heard = {hook.receiver for node in Graph(made_by).nodes for hook in on_node(node)}  # also what is behind these outputs
+    for node, receiver in product(made_by, heard):
+        own_hook(node.register_prehook(partial(_refuse, receiver, why)))
 
 
 def _refuse(backward: Backward, why: str, grads: Sequence[Tensor | None]) -> None:

@@ -26,7 +26,7 @@ from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.beyond import is_in_order
 from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
+from autograd_hacks.reading.hypotheses import Hypothesis, Where, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, label_of
 from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
@@ -47,6 +47,12 @@ class Chosen:
     in_order: bool | None  # whether the arguments have the samples there; None if parameters meet no argument itself
     found: Read | None = None  # what was read of an equal forward
     untold: str = ""  # why an output's entries can't be assigned to documents
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether an equal forward was read under the hypothesis, or the arguments' memory shows it."""
+        shows = self.in_order is True and self.hypothesis.counted_at is None and self.hypothesis.samples > 1
+        return self.found is not None or (shows and self.is_sure)
 
     @property
     def is_sure(self) -> bool:
@@ -129,8 +135,12 @@ def read_forward(recorder: Recorder, ran: Ran) -> bool:
 def _read(recorder: Recorder, ran: Ran) -> None:
     within, memo = ran.within, recorder.kinds.memo
     best: Chosen | None = None
-    for hypothesis in tried(ran):
-        chosen = _under(ran, hypothesis, memo)
+    before = None if (known := as_before(ran)) is None else _under(ran, known, memo)
+    if before is not None and before.is_shown:
+        best = before
+    for hypothesis in tried(ran) if best is None else ():
+        is_known = before is not None and hypothesis == before.hypothesis
+        chosen = before if before is not None and is_known else _under(ran, hypothesis, memo)
         if best is None or chosen.replaces(best):
             best = chosen
         if best.is_sure:

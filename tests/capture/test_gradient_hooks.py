@@ -172,7 +172,7 @@ def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("where", ["inner", "first", "out"])
+@pytest.mark.parametrize("where", ["inner", "first", "out", "loss"])
 def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where: str, others: int) -> None:
     """Another hooked model in the pass watches it, too."""
     model, other = (
@@ -186,8 +186,10 @@ def test_a_hook_that_is_registered_after_the_forward_and_permutes_samples(where:
         for _ in range(3):
             losses = squares(other(x)) if others else 0
             kept["out"] = model(x)
+            kept["loss"] = kept["out"] * 2
             kept[where].register_hook(lambda g: g.flip(0))
-            (squares(kept["out"]) + losses).sum().backward()
+            total = squares(kept["loss"]) + losses
+            (autograd_hacks.backward(total, "sum") if where == "loss" else total.sum().backward())
             with pytest.raises(SamplesMixed, match=r"lambda.*not sample by sample"):
                 autograd_hacks.compute_grad1(model, "sum")
 
