@@ -299,6 +299,8 @@ class Reader:
         if not labels:
             return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
         packed, rows = packed_into(call), None
+        if packed is not None and packed.batch_sizes[0] != samples:  # its rule gives rows of sequences
+            return None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
         if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample

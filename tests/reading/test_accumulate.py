@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, mlp, raises, step
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -31,6 +32,23 @@ def test_accumulate_fills_in_zeros_for_parts_that_were_not_reached(model: nn.Seq
     assert model[0].weight.grad1.shape == (5, 4, 3)
     assert not model[0].weight.grad1[3:].any()
     assert model[2].weight.grad1[3:].any()
+
+
+def test_micro_batches_of_one_whose_gradient_a_parameter_takes_as_its_own() -> None:
+    """A class token gets a view of the gradient at its use for its .grad, and the next pass adds to that memory."""
+    model = Bare(
+        lambda m, x: m.layer(torch.cat([m.token.expand(len(x), -1, -1), x], 1).tanh()),
+        token=torch.randn(1, 1, 3),
+        layer=nn.Linear(3, 2),
+    ).double()
+    x = torch.randn(4, 5, 3).double()
+    expected = one_backward_per_sample(model, squares, x)
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.accumulate(model):
+            for part in x.split(1):
+                squares(model(part)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_rows(model, expected)
 
 
 def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
