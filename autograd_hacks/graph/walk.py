@@ -201,7 +201,7 @@ class _Walking:
         trace, walk, outs = self.trace, self.walk, self.walk.labels[k]
         there = {*map(type, outs)}
         has_owners = Several not in there
-        if there <= {NoneType} or (self.of_parameters[k] and (self.samples == 1 or not has_owners)):
+        if there <= {NoneType} or (self.of_parameters[k] and self.samples == 1):
             return
         kind, ahead, like = trace.kinds[k], trace.edges[k], None
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in ahead]
