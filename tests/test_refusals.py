@@ -192,6 +192,7 @@ STEPS: list[Row] = [
         *[(repr(given), lambda s, given=given: backward(s.losses, given)) for given in ("average", "", 1)],
         ("'sum'.*'mean'", lambda s: (backward(s.losses), s.read("sum"))),
         (r"\(\).*reduction='none'", lambda s: backward(s.losses.sum())),
+        ("expected real numbers", lambda s: backward(s.losses * 1j)),
         (r"\(5, 1\).*reduction='none'", lambda s: backward(s.losses[:, None])),
     ]),
     (TypeError, REDUCTION, "list", lambda s: backward([1.0])),
@@ -221,7 +222,8 @@ READS: list[Row] = [
          lambda s: s.grads.dot(s.v | {"more": torch.zeros(1)})),
         (r"entry for '2\.weight' is .*\(4, 2\); expected.*\(2, 4\)",
          lambda s: s.grads.dot(s.v | {"2.weight": torch.zeros(4, 2)})),
-        ("expected", lambda s: s.grads.dot({k: x.long() for k, x in s.v.items()})),
+        *[("complex one only for complex parameters", lambda s, f=f: s.grads.dot({k: f(x) for k, x in s.v.items()}))
+          for f in (torch.Tensor.long, lambda x: x * 1j)],
         ("another model", lambda s: s.grads.gram(stepped(s.other(), s.x))),
         (r"the other gradients are without '0\.weight', '0\.bias'; expected two batches",
          lambda s: (whole := s.grads, whole.gram(stepped(s.model, s.x, "2.*")))),

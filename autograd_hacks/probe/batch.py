@@ -219,6 +219,11 @@ def _dense(leaf: Any) -> Tensor:
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
     by_position, by_name = batch_dim, dict[str, Any].fromkeys(kwargs)
     if isinstance(batch_dim, dict):
+        if wrong := sorted(batch_dim.keys() - {*names, *kwargs}):
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}, but the model has no argument {', '.join(map(repr, wrong))}; expected names "
+                f"among {', '.join(names)}." + ON_BATCH
+            )
         by_position = [batch_dim.get(name) for name, _ in zip_longest(names[: len(args)], args)]
         by_name = {name: batch_dim.get(name) for name in kwargs}
     axes: list[int | None] = []

@@ -247,6 +247,8 @@ def test_settings_that_would_break_the_guarantee_are_refused() -> None:
              ({"clip": QuantileClip(), "max_norm": {"*": 1.0}}, "expected a single bound to start from"),
              ({"delta": 1}, "delta=1")]],
         (ValueError, "the training began with 20", lambda: other.load_state_dict(state)),
+        *[(ValueError, "seed is ", lambda seed=seed: training().load_state_dict(training().state_dict() | {"seed": seed}))
+          for seed in (None, "0", 1.5)],
         (ValueError, r"of another kind of clip than .*QuantileClip", lambda: quantile.load_state_dict(state)),
         (ValueError, r"of another kind of clip than 'flat'", lambda: training().load_state_dict(quantile.state_dict())),
     )  # fmt: skip
