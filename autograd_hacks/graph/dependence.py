@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autograd_hacks.graph.axes import axis
 from autograd_hacks.graph.label import (
+    ALONE,
     MIXED,
     NOBODY,
     At,
@@ -28,19 +30,23 @@ from autograd_hacks.graph.label import (
     One,
     Owned,
     Several,
+    Sizes,
     entries,
     is_owned,
     joined,
+    linked,
     scattered,
     tidied,
     varying,
 )
-from autograd_hacks.graph.places import Places, is_ragged
+from autograd_hacks.graph.moves import MOVES
+from autograd_hacks.graph.places import CARRIED, ORDERS, Order, Places, is_ragged
 from autograd_hacks.graph.tape_laws import OVERWRITING, PUTTING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
 from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
 
 MOST = 2**24
 """The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
+_SELECT: Any = torch.ops.aten.select.int
 _SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
 
 
@@ -124,7 +130,10 @@ class _Reading:
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
-        for entry in tape.entries:
+        self.chosen: dict[int, Sequence[int]] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
+        for k, entry in enumerate(tape.entries):
+            if entry.func is _SELECT and type(x := tape.items.get(k - 1)) is int and x == entry.args[2]:
+                self.chosen[entry.outputs[0][0]] = list(numbers_in(tape.entries[k - 1].args))
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
             self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
@@ -146,8 +155,8 @@ class _Reading:
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
         kept = self.leave()
-        for x, label in roots:
-            number = self.tape.number(x)
+        self.returned = [self.tape.number(x) for x, _ in roots]
+        for number, (_, label) in zip(self.returned, roots):
             if number is None:
                 raise Unshown("the forward returns a tensor that no operation of PyTorch made")
             self._add(number, label)
@@ -192,7 +201,7 @@ class _Reading:
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
-            reaches = any(self._is_reached(n) for n in there)
+            reaches = any(self._is_reached(n) for n in [*there, *self.chosen.get(next(iter(numbers), 0), ())])
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
                     raise Unshown(f"{entry.func._schema.name} writes into its arguments")
@@ -302,20 +311,17 @@ class _Reading:
     def _backwards(self, entry: Entry) -> None:
         own = operation(entry.func)
         numbers = [n for n, *_ in entry.outputs]
-        if own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory:
-            return  # it is the same memory
         labels = [self._label(n) if n else None for n in numbers]
+        chosen = self.chosen.get(next(iter(numbers), 0), ())
+        found: list[tuple[int | None, Label]] = [(n, _alone(labels[0], self.shapes[n])) for n in chosen]
+        is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
                 memory.samples[memory.places[n].flatten()] = NOBODY
         ins = self._ins(entry, own)
-        if all(label is None for label in labels) or not any(n is not None and self._is_reached(n) for n in ins):
-            return
-        # Experts' tokens are sorted, and another index puts them back.
-        is_order = own.name == "sort" and (labels[0] is None or not entry.outputs[0][3].is_floating_point)
-        for at, label in zip(ins, self._through(entry, own, ins, labels)):
-            if self.surely and is_order and isinstance(label, Several):
-                continue
+        if not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins))):
+            found += zip(ins, self._through(entry, own, ins, labels))
+        for at, label in found:
             if at is not None and self._is_reached(at):
                 self._add(at, label)
                 if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
@@ -330,13 +336,53 @@ class _Reading:
         for o, label in enumerate(labels):
             if is_owned(label):
                 try:
-                    answer = step.labels(label, o, self.samples)
+                    answer = self._ordered(step, entry, label, o) or step.labels(label, o, self.samples)
                 except Unshown:
                     if not self.surely:
                         raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
                     answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found
+
+    def _ordered(self, step: Step, entry: Entry, label: Owned, o: int) -> Sequence[Label]:
+        """The labels of what is sorted along the samples, if another index may put it back.  Experts sort their tokens."""
+        if not self.surely or step.name not in ORDERS or isinstance(label, One) or not self._is_reached(entry.args[0][0]):
+            return []
+        shape, is_sort = step.outs[0] or (), step.name == "sort"
+        if is_sort and axis(step.given["dim"], len(shape)) not in varying(label):
+            return []
+        if not (is_sort and self._is_order(step, entry)) and not self._is_undone(step, entry):
+            return [MIXED] * len(step.ins)
+        if not is_sort:
+            return [_likely(label, own, step.outs[o]) for own in step.ins]
+        read, dim = lambda _: self._values((entry.outputs[1][0],), step.operation, False), step.given["dim"]
+        return MOVES["sort"].law(label, Sizes(o, step.outs, step.ins), self.samples, read=read, dim=dim) or []
+
+    def _is_order(self, step: Step, entry: Entry) -> bool:
+        """Whether what is sorted are the places that sorting along that axis gave: that finds the way back."""
+        number, d = entry.args[0][0], axis(step.given["dim"], len(step.ins[0] or ()))
+        for before in reversed(self.tape.entries):
+            own, numbers = operation(before.func), [n for n, *_ in before.outputs]
+            if number in numbers and own.name in CARRIED:
+                number = next(numbers_in(before.args))
+            elif number in numbers:
+                shape, dim = before.outputs[0][1], self._given(before, own).get("dim", 0)
+                return number in numbers[1:] and own.name == "sort" and shape == step.ins[0] and axis(dim, len(shape)) == d
+        return False
+
+    def _is_undone(self, step: Step, entry: Entry) -> bool:
+        """Whether nothing is seen to depend on places in an order."""
+        entries, places = self.tape.entries, Order(step, [n for n, *_ in entry.outputs], self.owners)
+        begin = next(k for k, own in enumerate(entries) if own is entry) + 1
+        try:
+            for after in entries[begin:]:
+                own = operation(after.func)
+                ins = self._ins(after, own)
+                places.pass_(self._step(after, own, ins), ins, [n for n, *_ in after.outputs])
+            places.check_uses()
+        except Unshown:
+            return False
+        return not any(places.loose.get(n) or places.origins.get(n) for n in self.returned if n)
 
     def _step(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Step:
         given, shapes = self._given(entry, own), [None if n is None else self.shapes[n] for n in ins]
@@ -416,6 +462,10 @@ def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None
         return label
     is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
     return label if is_there else None
+
+
+def _alone(label: Label, shape: Sequence[int]) -> Label:
+    return linked(label, [ALONE] * len(shape), shape) if is_owned(label) else label
 
 
 def _is_lost(label: Label) -> bool:

@@ -138,7 +138,7 @@ class Step:
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
         entry = AXES.get(self.name)
-        if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
+        if entry is None:
             return None
         return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
 
@@ -159,7 +159,7 @@ class Step:
             if found is not None:
                 return found
         links = self.links(o)
-        if links is None:
+        if links is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             raise Unshown
         return [None if own is None else linked(label, of, own) for of, own in zip(links, self.ins)]
 

@@ -25,6 +25,7 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import ByTensor, version_of
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
+_SORT: Any = torch.ops.aten.sort
 MIXING = "samples mix"
 """The beginning of messages that say that samples mix."""
 Site = tuple[Any, ...]
@@ -80,6 +81,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.sources: dict[int, Source] = {}
         self.sites: set[Site] = set()  # what no law shows
         self._read_by_python: list[tuple[Entry, Site]] = []
+        self.items: dict[int, Any] = {}  # what Python read, by number of operation
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
@@ -156,6 +158,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 noted.append((n, x.shape, _strides(x), x.dtype))
             elif is_one or x is None:
                 noted.append((0, (), (), None))
+        if func.overloadpacket is _SORT:
+            self._keep(out[1], noted[1])
         entry = Entry(func, given, named, noted, not is_one)
         if at < len(expected) and entry == expected[at]:
             entry = expected[at]  # what isn't kept doesn't make Python collect garbage
@@ -165,6 +169,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
+            self.items[at] = out
             self.sites.add(site := (READ_BY_PYTHON, place()))
             self._read_by_python.append((entry, site))
         return out

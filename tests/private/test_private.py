@@ -248,6 +248,11 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses, one of bits": lambda x: (y := (x > 3).float()).view(torch.int32).clamp(max=1) + 9 * y.flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
     "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
+    "a place in an order": lambda x: (x[:, :1] > 3).long().argsort(dim=0, stable=True).argsort(0).double(),
+    "an order that is an index": lambda x: x.gather(1, (x[:, :1] > 3).long().argsort(dim=0, stable=True) % 4),
+    "codes in an order": lambda x: torch.eye(2)[(x[:, 0] > 3).long().sort(stable=True).values][:, :1],
+    "numbers of values": lambda x: (x > 3).long().unique(return_inverse=True)[1].double(),
+    "a count that is an index": lambda x: x[:, (x > 3).sum()][:, None],
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
 }
@@ -281,7 +286,16 @@ def test_tokens_that_are_made_for_all_frames_keep_samples_apart() -> None:
         assert_close(step(model), norms)
 
 
-def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
+BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sorted": lambda made, order: made[order.argsort()],
+    "written": lambda made, order: torch.empty_like(made).index_put((order,), made),
+    "added": lambda made, order: torch.zeros_like(made).index_add(0, order, made),
+    "places": lambda made, order: made[torch.empty_like(order).scatter(0, order, torch.arange(len(order)))],
+}
+
+
+@pytest.mark.parametrize("back", BACK)
+def test_experts_whose_tokens_are_sorted_keep_samples_apart(back: str) -> None:
     """Laws don't show it, since an order depends on all samples' values; nor do they say that samples meet."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -289,7 +303,7 @@ def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
         order = expert.argsort(stable=True)
         ends = torch.stack([expert == 0, expert == 1]).sum(1).cumsum(0).int()
         made = torch._grouped_mm(h[order], m.experts, ends)  # it has no law
-        return (made * m.scales[expert[order], None])[order.argsort()].unflatten(0, x.shape[:2])
+        return (h + BACK[back](made * m.scales[expert[order], None], order)).unflatten(0, x.shape[:2])
 
     model: Any = Bare(forward, a=nn.Linear(8, 8))
     model.experts, model.scales = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.rand(2))
