@@ -24,9 +24,9 @@ from autograd_hacks.graph.dependence import is_kept, read_values
 from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
-from autograd_hacks.graph.tape_laws import REGISTERED, Unshown
+from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Entry, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -40,6 +40,10 @@ BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "
 """How samples of a forward were shown to be independent."""
 OF_FUNCTIONS, OF_HOOKS = "a backward of its own", "a hook on gradients"
 """Kinds of what runs in a backward pass, and is on no tape."""
+DIVIDED = (
+    f"{MIXING}: the model divides its loss by how many of the batch's tokens count, which depends on all samples. Return "
+    "outputs, or a loss for each sample, and call backward(losses)."
+)
 
 
 def is_shown(recorder: Recorder, ran: Ran) -> bool:
@@ -57,7 +61,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
     _note_backwards(recorder, tape, ran)
-    within.kind.shown = within.kind.tapes.how(tape)
+    within.kind.shown = "" if _is_divided(tape, ran) else within.kind.tapes.how(tape)
     return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
 
 
@@ -161,9 +165,39 @@ def _said(site: Site) -> str:
     return f"nothing shows what follows from {site[0]} ({at})"
 
 
-def _losses(ran: Ran) -> bool:
-    """Whether the model makes a loss itself."""
-    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, ran.within.outputs))
+def _losses(ran: Ran) -> list[torch.Tensor]:
+    """The losses that the model makes itself."""
+    pairs = zip(ran.outputs, ran.within.outputs)
+    return [x for x, at in pairs if at is None and x.numel() == 1 and x.grad_fn is not None]
+
+
+def _is_divided(tape: Tape, ran: Ran) -> bool:
+    """Whether a loss that the model makes is divided by a number of the batch's tokens that isn't that of all tokens."""
+    path = {tape.number(x) for x in _losses(ran)}
+    shapes, made = {n: own.shape for n, own in tape.sources.items()}, dict[int, Entry]()
+    for entry in tape.entries if path else ():
+        made.update((n, entry) for n, *_ in entry.outputs)
+        shapes.update((n, shape) for n, shape, *_ in entry.outputs)
+    for k, entry in reversed([*enumerate(tape.entries)] if path else []):
+        if not entry.outputs or entry.outputs[0][0] not in path:
+            continue
+        given = numbers_of(entry)
+        path |= {*given[:1]} if k in tape.items else {*given}
+        divisor = tape.items.get(k)
+        if divisor is None:
+            continue
+        if len(entry.outputs) > 1:  # of targets
+            count = shapes[given[1]].numel() if entry.args[3] == 1 else divisor
+        else:
+            number = given[1]
+            if number not in tape.reached():
+                continue
+            while (before := made.get(number)) is not None and operation(before.func).name != "sum":
+                number = next(numbers_in(before.args))
+            count = 0 if before is None else shapes[next(numbers_in(before.args))].numel()
+        if divisor != count:
+            return True
+    return False
 
 
 def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
@@ -185,6 +219,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
         what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
         _note_mixing(within, what, range(ran.count))
+    if tape is not None and samples > 1 and not within.mixing and _is_divided(tape, ran):
+        within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
+        return
     if samples < 2 or within.mixing:
         kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
@@ -246,7 +283,7 @@ def _changes_something(
 
     every, with_rows: see `_runs_for`"""
     within, kind, samples = ran.within, ran.within.kind, ran.within.samples or 0
-    makes_loss, parts = _losses(ran), recorder.kinds.replace
+    makes_loss, parts = bool(_losses(ran)), recorder.kinds.replace
     runs, arguments = Runs(recorder, within, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.

@@ -164,7 +164,7 @@ class Runs:
                 return f"what the forward leaves in {name}", every
             if _changes(one, another, self._by_size(one.shape), kept, rounds):
                 return f"what the forward leaves in {name}", every
-        return _differing_rows(first.rows, other.rows, kept), every
+        return _differing_rows(first.rows, other.rows, kept, rounds), every
 
     def _by_size(self, shape: Sequence[int]) -> Layout | None:
         return likeliest(shape, self.samples, range(len(shape)))
@@ -190,17 +190,24 @@ def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool
     return bool(difference.any())
 
 
-def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor) -> str:
-    """The parameter whose rows changed by more than one factor that is common to all (the batch's denominator)."""
+def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor, rounds: bool) -> str:
+    """The parameter whose rows changed; of some samples alone, by more than the number of samples that a mean has."""
     names = [name for name in first if name in other]
     if not names:
         return ""
     kept = kept.to(first[names[0]].device)
     pairs = [(first[name][kept], own[kept] if len(own := other[name]) == len(kept) else own) for name in names]
-    x, y = (torch.cat([pair[n].flatten().double() for pair in pairs]) for n in (0, 1))
-    factor = (x @ y) / (x @ x).clamp(min=torch.finfo(x.dtype).tiny)
-    eps = max(torch.finfo(pair[0].dtype).eps for pair in pairs)
-    for name, (own, again) in zip(names, pairs):
-        if (own * factor - again).norm() > 1e3 * eps * again.norm() + 1e-30:
-            return f"the rows of {name}"
-    return ""
+    eps, factors = max(torch.finfo(pair[0].dtype).eps for pair in pairs), {1.0}
+    if any(len(other[name]) != len(kept) for name in names):
+        factors.add(len(kept) / max(1, int(kept.sum())))
+    # Rows that are zero but for rounding are compared with the others.
+    most = 1e2 * eps * float(torch.stack([again.double().norm() for _, again in pairs]).norm()) if rounds else 1e-30
+    for factor in factors:
+        found = [
+            name
+            for name, (own, again) in zip(names, pairs)
+            if (own * factor - again).norm() > 1e3 * eps * again.norm() + most
+        ]
+        if not found:
+            return ""
+    return f"the rows of {found[0]}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from nets import perceptron, with_spare
 from oracle import clipped, squares
 from rarely import crossed
@@ -322,6 +323,30 @@ def test_an_argument_that_only_other_samples_read_is_refused_where_runs_see_noth
         backward(model, torch.rand(6, 4))
         with pytest.raises(SamplesMixed, match="other samples than those on its axis"):
             step(model)
+
+
+COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda z, y: F.cross_entropy(z.mT, y),
+    "smoothed": lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1),
+    "masked": lambda z, y: (
+        (F.cross_entropy(z.mT, y.relu(), reduction="none") * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1)
+    ),
+    "chosen": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0]),
+    "for each sample": lambda z, y: F.cross_entropy(z.mT, y, reduction="none").mean(1).mean(),
+}
+
+
+@pytest.mark.parametrize("how", COUNTED)
+def test_a_loss_made_inside_is_not_divided_by_other_samples_tokens(how: str) -> None:
+    """The clipped row of a sample would follow others' labels.  Where all tokens count it follows none."""
+    model = Bare(lambda m, x, y: COUNTED[how](m.b(x), y), b=nn.Linear(4, 3))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for some in (False, True, False):
+            x, y = torch.randn(6, 5, 4), torch.randint(3, (6, 5))
+            y[0, : 3 * some] = -100
+            model(x, y).backward()
+            with pytest.raises(SamplesMixed) if some and how != "for each sample" else nullcontext():
+                step(model, loss_type="mean")
 
 
 KEEPS: dict[str, Callable[[Any, Tensor], object]] = {
