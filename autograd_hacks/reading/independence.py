@@ -32,9 +32,10 @@ from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
 from autograd_hacks.support.internals import made
-from autograd_hacks.support.layout import likeliest
+from autograd_hacks.support.layout import differs, likeliest, rounding_of
 from autograd_hacks.support.sweep import call_node
 from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import is_packed
 
 BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
 """How samples of a forward were shown to be independent."""
@@ -62,7 +63,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
         return bool(within.kind.tapes.mixing == tape.entries)
     _note_backwards(recorder, tape, ran)
     within.kind.shown = "" if _is_divided(tape, ran) else within.kind.tapes.how(tape)
-    return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
+    return bool(within.kind.shown) or (not _is_to_count(recorder, tape, ran) and _is_by_tape(recorder, ran, samples))
 
 
 def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
@@ -82,6 +83,38 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
         ran.within.kind.tapes.add(tape, (), BY_LABELS)
         return []
     return found
+
+
+def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
+    """Whether it must be tried if a forward does something else for another number of samples."""
+    within, batch, samples = ran.within, ran.known.batch if ran.known else None, ran.within.samples or 0
+    is_odd = batch is None or batch.has_lists(samples) or any(map(is_packed, batch.leaves))
+    if is_odd or recorder.kinds.replace is not None or within.counted_at is not None or _losses(ran):
+        return False
+    drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
+    is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
+    return not is_odd and not within.kind.tapes.are_like(tape, samples)
+
+
+def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
+    """Notes if outputs for the first samples are others in a batch of another size."""
+    within, counts = ran.within, ran.within.kind.tapes.counts
+    count, runs = counts[-1] if counts else samples - 1, Runs(recorder, within, copy, samples, False, are_parts=True)
+    least = min(count, samples)
+    try:
+        given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), count=count)
+        first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
+    except ProbeFailed:  # the model takes batches of this size only
+        return
+    for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
+        at = runs.layout(slot, x.shape)
+        if at is not None and at.fits(y, count):
+            x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
+            if x.shape != y.shape or differs(x, y, rounding_of(x)).any():
+                what = f"the model's output number {slot} for {least} samples changed in a batch of {count}"
+                _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
+                return
+    counts.append(samples)
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
@@ -227,7 +260,11 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
         batch = ran.known.batch
         copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
-        _show(recorder, copy, replace(batch, leaves=copy.given), ran, samples)
+        batch = replace(batch, leaves=copy.given)
+        if tape is not None and _is_to_count(recorder, tape, ran):
+            _count(recorder, copy, batch, ran, samples)
+        if not within.mixing:
+            _show(recorder, copy, batch, ran, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if within.mixing else None

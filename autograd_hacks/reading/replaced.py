@@ -125,14 +125,14 @@ class Runs:
             return None
         direction = noise(self.whole[slot], key_of(slot), x.device, x.dtype)
         if kept is not None:
-            at = self._layout(slot, self.whole[slot])
+            at = self.layout(slot, self.whole[slot])
             if at is None:
                 return None
             direction = at.samples_first(direction, self.samples)[kept.to(x.device)]
             x = at.samples_first(x, int(kept.sum()))
         return (x * direction).sum().real if x.shape == direction.shape else None
 
-    def _layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
+    def layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
         at = self.within.outputs[slot] if slot < len(self.within.outputs) else None
         return at or self._by_size(shape)
 
@@ -146,7 +146,7 @@ class Runs:
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every
         for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-            at = self._layout(slot, x.shape)
+            at = self.layout(slot, x.shape)
             if self.are_parts and at is not None:
                 count = int(kept.sum())
                 x, y = (
