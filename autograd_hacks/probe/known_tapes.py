@@ -79,7 +79,7 @@ class _Shown(NamedTuple):
         return all(own is not None and torch.equal(x, own) for x, own in given)
 
     def is_like(self, tape: Tape) -> bool:
-        """Whether a tape has the same operations and numbers, but for sizes."""
+        """Whether a tape has the same operations and numbers, except for sizes."""
         if len(self.entries) != len(tape.entries) or self.sources.keys() != tape.sources.keys():
             return False
         arguments = ((own.shape, tape.sources[n].shape) for n, own in self.sources.items() if n in tape.arguments)

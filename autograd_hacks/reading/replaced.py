@@ -36,6 +36,8 @@ class Seen(NamedTuple):
 class _Undrawn(TorchDispatchMode):
     """Random numbers are all 1, so that a sample alone gets those that it got among others.  Permutations stay drawn."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # it would be imported
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.native_dropout.default:
             return func(args[0], args[1], False)

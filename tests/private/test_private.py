@@ -325,6 +325,32 @@ def test_an_argument_that_only_other_samples_read_is_refused_where_runs_see_noth
             step(model)
 
 
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda h: h / len(h),
+    "a power": lambda h: h * (-1) ** len(h),
+    "a branch": lambda h: h.relu() if len(h) > 5 else -h,
+    "a sum of ones": lambda h: h / torch.ones(len(h)).sum(),
+    "a row of a table": lambda h: h + torch.arange(27.0).view(9, 3)[len(h)],
+    "one size": lambda h: h * (2 if len(h) == 4 else 1),
+    "sizes alone": lambda h: nn.functional.group_norm(h.view(-1, 3, 1), 1).view(len(h), 3) + torch.zeros(len(h), 1),
+    "a loop": lambda h: torch.stack([x.softmax(0) for x in h]),
+}
+
+
+@pytest.mark.parametrize("how", SIZED)
+def test_outputs_that_depend_on_the_number_of_samples_are_refused(how: str) -> None:
+    """A drawn batch's size tells whether one sample more was there."""
+    model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
+    with autograd_hacks.add_hooks(model, independent=True):
+        for samples in (7, 6, 4, 5):
+            backward(model, torch.randn(samples, 4))
+            try:
+                step(model)
+            except SamplesMixed as error:
+                refused += "size is private" in str(error)
+    assert refused == {"sizes alone": 0, "a loop": 0, "a branch": 2, "one size": 1}.get(how, 4)
+
+
 COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda z, y: F.cross_entropy(z.mT, y),
     "smoothed": lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1),
