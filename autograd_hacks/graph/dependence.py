@@ -11,7 +11,7 @@ gives entries other places if other samples change, so nothing may depend on a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -31,17 +31,30 @@ from autograd_hacks.graph.label import (
     Owned,
     Several,
     Sizes,
+    ascends,
     entries,
     is_owned,
     joined,
     linked,
+    narrowed,
     scattered,
     tidied,
     varying,
 )
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.places import CARRIED, ORDERS, Order, Places, is_ragged
-from autograd_hacks.graph.tape_laws import OVERWRITING, PUTTING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
+from autograd_hacks.graph.orders import ORDERS, Call, finds_back, is_undone
+from autograd_hacks.graph.places import Places, is_ragged
+from autograd_hacks.graph.tape_laws import (
+    OVERWRITING,
+    PUTTING,
+    UNIFORM,
+    UNWRITTEN,
+    Operation,
+    Step,
+    Unshown,
+    likely,
+    operation,
+)
 from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
 
 MOST = 2**24
@@ -119,8 +132,8 @@ class _Memory:
 
 
 class _Reading:
-    """surely: whether what surely reaches outputs is followed: not orders that sorting finds, which may be undone; and past
-    what no law shows, as if that kept entries in their places    entrywise: whether views are followed entry by entry"""
+    """surely: whether orders that are undone, and what no law shows, are taken to keep samples apart
+    entrywise: whether views are followed entry by entry"""
 
     def __init__(
         self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]],
@@ -130,17 +143,17 @@ class _Reading:
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
-        self.chosen: dict[int, Sequence[int]] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
+        self.chosen: dict[int, int] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
         for k, entry in enumerate(tape.entries):
             if entry.func is _SELECT and type(x := tape.items.get(k - 1)) is int and x == entry.args[2]:
-                self.chosen[entry.outputs[0][0]] = list(numbers_in(tape.entries[k - 1].args))
+                self.chosen[entry.outputs[0][0]] = next(numbers_in(tape.entries[k - 1].args))
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
             self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
         self.owners: dict[int, int] = {}  # by number, that of the first tensor with the same memory
         self.memory: dict[int, _Memory] = {}  # by that number
         self.read: set[int] = set()
-        self.at: int | None = None  # the number of the operation that is read
+        self.at: int | None = None  # the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
         self.is_elsewhere = False  # whether an argument's entries reach other samples than their own
         self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
@@ -201,7 +214,7 @@ class _Reading:
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
-            reaches = any(self._is_reached(n) for n in [*there, *self.chosen.get(next(iter(numbers), 0), ())])
+            reaches = any(self._is_reached(n) for n in [*there, self.chosen.get(next(iter(numbers), 0), 0)])
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
                     raise Unshown(f"{entry.func._schema.name} writes into its arguments")
@@ -288,7 +301,7 @@ class _Reading:
             return None
         if bool((found == _SEVERAL).any()):
             return MIXED
-        return tidied(Entries(_narrowed(found)), self.shapes[number], self.samples)
+        return tidied(Entries(narrowed(found)), self.shapes[number], self.samples)
 
     def _add(self, number: int, label: Label) -> None:
         """Notes that a tensor reaches outputs of some samples."""
@@ -312,8 +325,10 @@ class _Reading:
         own = operation(entry.func)
         numbers = [n for n, *_ in entry.outputs]
         labels = [self._label(n) if n else None for n in numbers]
-        chosen = self.chosen.get(next(iter(numbers), 0), ())
-        found: list[tuple[int | None, Label]] = [(n, _alone(labels[0], self.shapes[n])) for n in chosen]
+        found: list[tuple[int | None, Label]] = []
+        if (n := self.chosen.get(next(iter(numbers), 0))) is not None:
+            shape, label = self.shapes[n], labels[0]
+            found.append((n, linked(label, [ALONE] * len(shape), shape) if is_owned(label) else label))
         is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
@@ -340,49 +355,31 @@ class _Reading:
                 except Unshown:
                     if not self.surely:
                         raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
-                    answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
+                    answer = [likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found
 
     def _ordered(self, step: Step, entry: Entry, label: Owned, o: int) -> Sequence[Label]:
-        """The labels of what is sorted along the samples, if another index may put it back.  Experts sort their tokens."""
-        if not self.surely or step.name not in ORDERS or isinstance(label, One) or not self._is_reached(entry.args[0][0]):
+        """The labels of what is put in an order along the samples; none if it isn't."""
+        number, is_sort = next(numbers_in(entry.args), 0), step.name == "sort"
+        if not self.surely or step.name not in ORDERS or isinstance(label, One):
             return []
-        shape, is_sort = step.outs[0] or (), step.name == "sort"
-        if is_sort and axis(step.given["dim"], len(shape)) not in varying(label):
+        if not self._is_reached(number) or (
+            is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label)
+        ):
             return []
-        if not (is_sort and self._is_order(step, entry)) and not self._is_undone(step, entry):
+        is_back = is_sort and finds_back(self.tape, step, number)
+        if not (is_back or is_undone(self._calls(self.at or 0), self.owners, filter(None, self.returned))):
             return [MIXED] * len(step.ins)
         if not is_sort:
-            return [_likely(label, own, step.outs[o]) for own in step.ins]
+            return [likely(label, own, step.outs[o]) for own in step.ins]
         read, dim = lambda _: self._values((entry.outputs[1][0],), step.operation, False), step.given["dim"]
         return MOVES["sort"].law(label, Sizes(o, step.outs, step.ins), self.samples, read=read, dim=dim) or []
 
-    def _is_order(self, step: Step, entry: Entry) -> bool:
-        """Whether what is sorted are the places that sorting along that axis gave: that finds the way back."""
-        number, d = entry.args[0][0], axis(step.given["dim"], len(step.ins[0] or ()))
-        for before in reversed(self.tape.entries):
-            own, numbers = operation(before.func), [n for n, *_ in before.outputs]
-            if number in numbers and own.name in CARRIED:
-                number = next(numbers_in(before.args))
-            elif number in numbers:
-                shape, dim = before.outputs[0][1], self._given(before, own).get("dim", 0)
-                return number in numbers[1:] and own.name == "sort" and shape == step.ins[0] and axis(dim, len(shape)) == d
-        return False
-
-    def _is_undone(self, step: Step, entry: Entry) -> bool:
-        """Whether nothing is seen to depend on places in an order."""
-        entries, places = self.tape.entries, Order(step, [n for n, *_ in entry.outputs], self.owners)
-        begin = next(k for k, own in enumerate(entries) if own is entry) + 1
-        try:
-            for after in entries[begin:]:
-                own = operation(after.func)
-                ins = self._ins(after, own)
-                places.pass_(self._step(after, own, ins), ins, [n for n, *_ in after.outputs])
-            places.check_uses()
-        except Unshown:
-            return False
-        return not any(places.loose.get(n) or places.origins.get(n) for n in self.returned if n)
+    def _calls(self, begin: int) -> Iterator[Call]:
+        for entry in self.tape.entries[begin:]:
+            ins = self._ins(entry, own := operation(entry.func))
+            yield self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs]
 
     def _step(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Step:
         given, shapes = self._given(entry, own), [None if n is None else self.shapes[n] for n in ins]
@@ -425,12 +422,8 @@ class _Reading:
                 if bool(((own != right) & (own >= 0)).any()):
                     self.is_elsewhere = True
                     raise Unshown(f"an argument of shape {shape} reaches other samples than those on its axis {at}")
-            elif not _ascends(self._order(label, shape)):
+            elif not ascends(narrowed(entries(label, shape, self.samples, "cpu"))):
                 raise Unshown(f"an argument of shape {shape} reaches samples in another order than it has them")
-
-    def _order(self, label: Owned, shape: Sequence[int]) -> Tensor:
-        """The sample of each entry, with one entry on each axis along which it is the same."""
-        return _narrowed(entries(label, shape, self.samples, "cpu"))
 
     def _check_places(self) -> None:
         loose = dict[int, frozenset[int]]()
@@ -438,7 +431,7 @@ class _Reading:
             label, shape = self._label(number), self.shapes[number]
             axes, before = frozenset[int](), self.packed.get(n, frozenset())
             if is_owned(label) and 0 not in shape:
-                axes = frozenset(varying(Entries(self._order(label, shape))))
+                axes = frozenset(varying(Entries(narrowed(entries(label, shape, self.samples, "cpu")))))
                 self.packed[n] = before | axes
             if not axes and label is not None and shape and 0 not in shape:  # all of one sample
                 axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
@@ -447,41 +440,11 @@ class _Reading:
         places = Places(loose, lengths, self._is_reached)
         places.origins.update((n, frozenset([n])) for n in loose if not self.tape.sources[n].dtype.is_floating_point)
         places.uniform.update(n for n, shape in self.shapes.items() if prod(shape) == 1)
-        for k, entry in enumerate(self.tape.entries):
-            self.at, own = k, operation(entry.func)
-            ins = self._ins(entry, own)
-            places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
+        for k, call in enumerate(self._calls(0)):
+            self.at = k
+            places.pass_(*call)
         places.check_uses()
-
-
-def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
-    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
-    if isinstance(label, Entries) and label.samples.numel() == 1:
-        label = One(int(label.samples))
-    if shape == out or isinstance(label, One):
-        return label
-    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
-    return label if is_there else None
-
-
-def _alone(label: Label, shape: Sequence[int]) -> Label:
-    return linked(label, [ALONE] * len(shape), shape) if is_owned(label) else label
 
 
 def _is_lost(label: Label) -> bool:
     return isinstance(label, Several)
-
-
-def _narrowed(found: Tensor) -> Tensor:
-    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
-    for d, size in enumerate(found.shape):
-        most = found.amax(d, keepdim=True) if found.numel() else found
-        if size > 1 and bool(((found == most) | (found < 0)).all()):
-            found = most
-    return found
-
-
-def _ascends(order: Tensor) -> bool:
-    along = [size for size in order.shape if size > 1]
-    own = order.flatten()
-    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

@@ -18,9 +18,11 @@ from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
+    At,
     Entries,
     Label,
     Links,
+    One,
     Owned,
     Shapes,
     Sizes,
@@ -162,6 +164,16 @@ class Step:
         if links is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             raise Unshown
         return [None if own is None else linked(label, of, own) for of, own in zip(links, self.ins)]
+
+
+def likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
+    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
+    if isinstance(label, Entries) and label.samples.numel() == 1:
+        label = One(int(label.samples))
+    if shape == out or isinstance(label, One):
+        return label
+    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
+    return label if is_there else None
 
 
 Law = Callable[[Step, Owned, int], Sequence[Label]]

@@ -26,7 +26,7 @@ from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Entry, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -206,29 +206,21 @@ def _losses(ran: Ran) -> list[torch.Tensor]:
 
 def _is_divided(tape: Tape, ran: Ran) -> bool:
     """Whether a loss that the model makes is divided by a number of the batch's tokens that isn't that of all tokens."""
-    path = {tape.number(x) for x in _losses(ran)}
-    shapes, made = {n: own.shape for n, own in tape.sources.items()}, dict[int, Entry]()
-    for entry in tape.entries if path else ():
-        made.update((n, entry) for n, *_ in entry.outputs)
-        shapes.update((n, shape) for n, shape, *_ in entry.outputs)
-    for k, entry in reversed([*enumerate(tape.entries)] if path else []):
-        if not entry.outputs or entry.outputs[0][0] not in path:
+    entries, waiting = tape.entries, [tape.number(x) for x in _losses(ran)]
+    made = {n: k for k, entry in enumerate(entries) for n, *_ in entry.outputs} if waiting else {}
+    shapes = {n: x.shape for n, x in tape.sources.items()} | {n: entries[k].outputs[0][1] for n, k in made.items()}
+    while waiting:
+        k = made.get(waiting.pop() or 0, -1)
+        if k < 0 or entries[k].outputs[0][1].numel() > 1:
             continue
-        given = numbers_of(entry)
-        path |= {*given[:1]} if k in tape.items else {*given}
-        divisor = tape.items.get(k)
-        if divisor is None:
+        given, divisor = numbers_of(entries[k]), tape.items.get(k)
+        waiting += given if divisor is None else given[:1]
+        if divisor is None or ((is_of_targets := len(entries[k].outputs) > 1) and entries[k].args[3] != 1):
             continue
-        if len(entry.outputs) > 1:  # of targets
-            count = shapes[given[1]].numel() if entry.args[3] == 1 else divisor
-        else:
-            number = given[1]
-            if number not in tape.reached():
-                continue
-            while (before := made.get(number)) is not None and operation(before.func).name != "sum":
-                number = next(numbers_in(before.args))
-            count = 0 if before is None else shapes[next(numbers_in(before.args))].numel()
-        if divisor != count:
+        of, is_counted = given[1], is_of_targets
+        while not is_counted and of in made:
+            is_counted, of = operation(entries[made[of]].func).name == "sum", next(numbers_in(entries[made[of]].args))
+        if (is_counted and divisor != shapes[of].numel()) or (not is_counted and of in tape.reached()):
             return True
     return False
 
