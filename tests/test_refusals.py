@@ -227,7 +227,7 @@ READS: list[Row] = [
          lambda s: (whole := s.grads, whole.gram(stepped(s.model, s.x, "2.*")))),
         (r"\(4,\); expected \(5,\)", lambda s: s.grads.group(torch.ones(4, dtype=torch.long))),
         (r"\[0, 2\)", lambda s: s.grads.group(torch.arange(5), 2)),
-        ("dim=0", lambda s: s.grads.project(0)),
+        ("kind='gauss'; expected one of 'signs', 'sjlt'", lambda s: s.grads.project(8, kind="gauss")),
         *[(words, lambda s, f=f: s.grads.reduce(f))
           for f, words in [
              (torch.norm, r"shape \(\)"), (lambda g: g.sum(1, keepdim=True), "returned a torch.float64 tensor of shape"),

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.private import PrivateTraining
 from autograd_hacks.private import training as of_training
 from autograd_hacks.private.accounting import spent
@@ -159,28 +158,3 @@ def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: st
     planted(monkeypatch, mistake)
     found, stated = audited(**MISTAKES.get(mistake, {}))
     assert found > stated
-
-
-class CentredLater(Weights):
-    """Centres its input over the batch, without a gradient, from some step on."""
-
-    begins, forwards = 3, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        return super().forward(x - x.mean(0) if self.forwards > self.begins else x)
-
-
-def test_samples_that_begin_to_mix_are_found_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample then moves the others' gradients, by up to the bound each, and the accountant knows of one alone."""
-    monkeypatch.undo()
-    private, model = PrivateTraining(BOUND, NOISE, 4.0, DELTA, seed=SEED), CentredLater()
-
-    def trained() -> None:
-        for (part,) in private.loader(TensorDataset(torch.randn(8, 3)), steps=10):
-            private.backward(model(part))
-            private.step()
-
-    with private.attach(model), pytest.raises(SamplesMixed):
-        trained()
-    assert private.steps == CentredLater.begins

@@ -32,7 +32,6 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.private import PrivateTraining, QuantileClip
 from autograd_hacks.private.accounting import noise_for, spent
 
@@ -184,20 +183,6 @@ def test_noise_for_an_epsilon() -> None:
     assert isfinite(private.epsilon(1e-6))
     with pytest.raises(ValueError, match="with any noise"):
         noise_for(1e-9, 1e-5, 1.0, 10**9)
-
-
-def test_losses_that_begin_to_compare_samples_are_refused_in_that_step() -> None:
-    model, private = net(), training()
-    with private.attach(model, torch.optim.SGD(model.parameters(), lr=LR)):
-        for number, (x, y) in enumerate(private.loader(dataset())):
-            own = losses(model, x, y)
-            if number < 2:
-                private.backward(own)
-                private.step()
-            elif len(x) > 1:
-                with pytest.raises(SamplesMixed, match="losses given to backward"):
-                    private.backward(own - own.mean())
-                return
 
 
 def test_what_would_break_the_guarantee_is_refused() -> None:

@@ -87,17 +87,6 @@ def test_a_cache_that_is_returned_and_a_mask_that_is_given_first() -> None:
     assert_rows(model, autograd_hacks.per_sample_grads(model, "sum"), ids, positions)
 
 
-def test_a_mask_that_forgets_documents_is_refused() -> None:
-    """transformers takes a mask of padding that it is given for the whole mask."""
-    torch.manual_seed(0)
-    model = llama("sdpa").double()
-    autograd_hacks.add_hooks(model, segments="position_ids")
-    ids, positions = batch(2)
-    loss(model, ids, positions, attention_mask=torch.ones_like(ids)).backward()
-    with pytest.raises(SamplesMixed, match="documents mix"):
-        autograd_hacks.per_sample_grads(model)
-
-
 def by_length(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> tuple[Tensor, None]:
     """What FlashAttention's interface for packed sequences computes.  q, k, v: 1 H T D"""
     lengths = more["cu_seq_lens_q"].diff().tolist()
