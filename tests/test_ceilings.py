@@ -13,7 +13,7 @@ from test_layout import ROOMS
 import autograd_hacks
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = {"core": 14121, "rooms": 4572, "tests": 20342, "benchmarks": 1740}
+CEILINGS = {"core": 14121, "rooms": 4572, "tests": 20179, "benchmarks": 1740}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""
@@ -24,7 +24,14 @@ NAMES = 16
 def statements(folders: Iterable[Path]) -> int:
     """The number of statements in a list of files, or in the files of folders."""
     paths = [path for own in folders for path in ([own] if own.suffix else own.rglob("*.py"))]
-    return sum(isinstance(node, ast.stmt) for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    return sum(_statements(ast.parse(path.read_text())) for path in paths)
+
+
+def _statements(within: ast.AST) -> int:
+    """Expressions have none, and take most of the time."""
+    inner = ast.stmt | ast.excepthandler | ast.match_case
+    below = [node for node in ast.iter_child_nodes(within) if isinstance(node, inner)]
+    return sum(isinstance(node, ast.stmt) + _statements(node) for node in below)
 
 
 def floors() -> dict[str, list[Path]]:
