@@ -82,22 +82,6 @@ def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> No
     assert_rows(model, expected)
 
 
-def test_started_and_stopped_by_hand(model: nn.Module) -> None:
-    x, y = batch(5)
-    rows = autograd_hacks.accumulate(model)
-    for seed in range(2):  # the same object in every step
-        x, y = batch(5, seed)
-        step(model, *batch(7, 1))  # an earlier record is no part of it
-        rows.start() if seed else autograd_hacks.accumulate(model).start()
-        for part_x, part_y in zip(x.split(2), y.split(2)):
-            step(model, part_x, part_y)
-            model.zero_grad()
-        autograd_hacks.accumulate(model).stop()  # of whichever object
-        assert_right(model, x, y)
-        step(model, *batch(7, 1))
-        assert_right(model, *batch(7, 1))
-
-
 def test_started_twice_stopped_without_a_start_or_without_hooks(model: nn.Module) -> None:
     rows = autograd_hacks.accumulate(model)
     with pytest.raises(RuntimeError, match=r"not accumulating.*start\(\)"):

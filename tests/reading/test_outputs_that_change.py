@@ -87,15 +87,6 @@ def test_a_parameter_that_is_expanded_to_one_sample(param_grad: bool) -> None:
             check_losses(model, lambda samples=samples: squares(model(torch.ones(samples, 4, dtype=torch.float64))))
 
 
-def test_a_refusal_while_a_pass_runs_says_as_much_as_one_after_it() -> None:
-    model = two_layers(lambda m, x: m.last((h := m.first(x)) - h.mean(0)))
-    with autograd_hacks.add_hooks(model):
-        out = model(data(3, 4)).square().sum()
-        streamed = autograd_hacks.during_backward(model, "norms", loss_type="sum")
-        with pytest.raises(SamplesMixed, match=r"reaches other samples at .*backward\(losses\)"), streamed:
-            out.backward()
-
-
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_scale_that_is_used_and_returned_in_a_batch_of_one(param_grad: bool) -> None:
     """It is expanded to the batch's size.  Of one sample it looks like a parameter's own, to which the loss adds."""
