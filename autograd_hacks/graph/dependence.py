@@ -29,7 +29,6 @@ from autograd_hacks.graph.label import (
     Owned,
     Several,
     entries,
-    is_owned,
     joined,
     scattered,
     tidied,
@@ -292,7 +291,7 @@ class _Reading:
             return
         places = memory.places[number].flatten()
         new = torch.full((len(places),), _SEVERAL, device="cpu")
-        if is_owned(label):
+        if isinstance(label, Owned):
             order = entries(label, shape, self.samples, "cpu").expand(shape).flatten()
             whole = scattered(order, places, len(memory.samples))
             new = new if whole is None else whole[places]
@@ -318,17 +317,21 @@ class _Reading:
                 continue
             if at is not None and self._is_reached(at):
                 self._add(at, label)
-                if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
+                if (
+                    self.lost is None
+                    and isinstance(self._label(at), Several)
+                    and not any(isinstance(label, Several) for label in labels)
+                ):
                     self.lost = self.at
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
-        if any(map(_is_lost, labels)):
+        if any(isinstance(label, Several) for label in labels):
             return [MIXED] * len(ins)
         step = self._step(entry, own, ins)
         found: list[Label] = [None] * len(ins)
         for o, label in enumerate(labels):
-            if is_owned(label):
+            if isinstance(label, Owned):
                 try:
                     answer = step.labels(label, o, self.samples)
                 except Unshown:
@@ -367,7 +370,7 @@ class _Reading:
             label, shape = self._label(number), self.shapes[number]
             if label is None or (self.axes is not None and self.axes[n] is None):
                 continue
-            if not is_owned(label):
+            if not isinstance(label, Owned):
                 if self.axes is None and not prod(shape) > 1:
                     continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
@@ -391,7 +394,7 @@ class _Reading:
         for number, n in self.tape.arguments.items() if self.axes is None else ():
             label, shape = self._label(number), self.shapes[number]
             axes, before = frozenset[int](), self.packed.get(n, frozenset())
-            if is_owned(label) and 0 not in shape:
+            if isinstance(label, Owned) and 0 not in shape:
                 axes = frozenset(varying(Entries(self._order(label, shape))))
                 self.packed[n] = before | axes
             if not axes and label is not None and shape and 0 not in shape:  # all of one sample
@@ -416,10 +419,6 @@ def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None
         return label
     is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
     return label if is_there else None
-
-
-def _is_lost(label: Label) -> bool:
-    return isinstance(label, Several)
 
 
 def _narrowed(found: Tensor) -> Tensor:
