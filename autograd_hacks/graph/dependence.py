@@ -33,7 +33,6 @@ from autograd_hacks.graph.label import (
     Sizes,
     ascends,
     entries,
-    is_owned,
     joined,
     linked,
     narrowed,
@@ -314,7 +313,7 @@ class _Reading:
             return
         places = memory.places[number].flatten()
         new = torch.full((len(places),), _SEVERAL, device="cpu")
-        if is_owned(label):
+        if isinstance(label, Owned):
             order = entries(label, shape, self.samples, "cpu").expand(shape).flatten()
             whole = scattered(order, places, len(memory.samples))
             new = new if whole is None else whole[places]
@@ -339,17 +338,21 @@ class _Reading:
         for at, label in found:
             if at is not None and self._is_reached(at):
                 self._add(at, label)
-                if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
+                if (
+                    self.lost is None
+                    and isinstance(self._label(at), Several)
+                    and not any(isinstance(label, Several) for label in labels)
+                ):
                     self.lost = self.at
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
-        if any(map(_is_lost, labels)):
+        if any(isinstance(label, Several) for label in labels):
             return [MIXED] * len(ins)
         step = self._step(entry, own, ins)
         found: list[Label] = [None] * len(ins)
         for o, label in enumerate(labels):
-            if is_owned(label):
+            if isinstance(label, Owned):
                 try:
                     answer = self._ordered(step, entry, label, o) or step.labels(label, o, self.samples)
                 except Unshown:
@@ -410,7 +413,7 @@ class _Reading:
             label, shape = self._label(number), self.shapes[number]
             if label is None or (self.axes is not None and self.axes[n] is None):
                 continue
-            if not is_owned(label):
+            if not isinstance(label, Owned):
                 if self.axes is None and not prod(shape) > 1:
                     continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
@@ -430,8 +433,13 @@ class _Reading:
         for number, n in self.tape.arguments.items() if self.axes is None else ():
             label, shape = self._label(number), self.shapes[number]
             axes, before = frozenset[int](), self.packed.get(n, frozenset())
+<<<<<<< HEAD
             if is_owned(label) and 0 not in shape:
                 axes = frozenset(varying(Entries(narrowed(entries(label, shape, self.samples, "cpu")))))
+=======
+            if isinstance(label, Owned) and 0 not in shape:
+                axes = frozenset(varying(Entries(self._order(label, shape))))
+>>>>>>> w/refused
                 self.packed[n] = before | axes
             if not axes and label is not None and shape and 0 not in shape:  # all of one sample
                 axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
@@ -446,5 +454,31 @@ class _Reading:
         places.check_uses()
 
 
+<<<<<<< HEAD
 def _is_lost(label: Label) -> bool:
     return isinstance(label, Several)
+=======
+def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
+    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
+    if isinstance(label, Entries) and label.samples.numel() == 1:
+        label = One(int(label.samples))
+    if shape == out or isinstance(label, One):
+        return label
+    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
+    return label if is_there else None
+
+
+def _narrowed(found: Tensor) -> Tensor:
+    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
+    for d, size in enumerate(found.shape):
+        most = found.amax(d, keepdim=True) if found.numel() else found
+        if size > 1 and bool(((found == most) | (found < 0)).all()):
+            found = most
+    return found
+
+
+def _ascends(order: Tensor) -> bool:
+    along = [size for size in order.shape if size > 1]
+    own = order.flatten()
+    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())
+>>>>>>> w/refused

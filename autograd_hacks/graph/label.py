@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,10 +110,6 @@ MIXED: Final = Several(True)
 
 Owned = At | One | Entries
 Label = At | One | Entries | Several | None
-
-
-def is_owned(label: Label) -> TypeGuard[Owned]:
-    return label is not None and type(label) is not Several
 
 
 def same(a: Label, b: Label) -> bool:

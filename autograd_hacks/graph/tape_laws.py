@@ -27,7 +27,6 @@ from autograd_hacks.graph.label import (
     Shapes,
     Sizes,
     entries,
-    is_owned,
     linked,
     spread,
     taken,
@@ -230,7 +229,7 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """Bags of rows of a table: each entry is in the bag that its place says."""
     offsets, out, count = step.values, step.outs[0] or (), (step.ins[1] or (0,))[0]
     bags = linked(label, [0], out[:1])
-    if not is_owned(bags):
+    if not isinstance(bags, Owned):
         return [bags] * len(step.ins)
     places = torch.arange(count, device=offsets.device)
     bag = torch.searchsorted(offsets[: out[0]].contiguous(), places, right=True) - 1

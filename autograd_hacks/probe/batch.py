@@ -90,14 +90,10 @@ class Batch:
             return None
         if counted_leaf is not None:
             return _size(self.leaves[counted_leaf], axis)
-        first: int | None = None
-        for leaf in self.leaves:
-            if (size := _size(leaf, axis)) is not None:
-                # A tensor with one entry is skipped if there are others: it may be a setting.
-                if is_packed(leaf) or leaf.numel() != 1:
-                    return size
-                first = size if first is None else first
-        return first
+        there = [(leaf, size) for leaf in self.leaves if (size := _size(leaf, axis)) is not None]
+        # A tensor with one entry is skipped if there are others: it may be a setting.
+        large = (size for leaf, size in there if is_packed(leaf) or leaf.numel() != 1)
+        return next(large, there[0][1] if there else None)
 
     def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
         """For each leaf the axis of its samples; None if it has none.

@@ -23,6 +23,7 @@ from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, v
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
+from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.beyond import is_in_order
@@ -88,6 +89,9 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
+    if in_order is False and not reader.walk.mixes:  # a label may also speak of entries to which nothing comes
+        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, (), ZEROS)
+        in_order = None if fits(reader.trace, reader.walk, reader.given, hypothesis.samples) else False
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples

@@ -92,7 +92,7 @@ class Reader:
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
-        labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
+        self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         nodes, kinds = self.trace.nodes, self.trace.kinds
         lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
@@ -117,15 +117,16 @@ class Reader:
         The walk has compared their labels there."""
         ahead = {n: self.trace.behind([self.trace.roots[n][0]]) for n in range(len(self.places))}
         there = [n for n, at in enumerate(self.places.values()) if isinstance(at, Layout) and at == usual]
-        told = {k for n in there for k in ahead[n] if not self.walk.of_parameters[k]}
+        are_tables = self.trace.tables(self.walk.of_parameters)  # a weight that a module keeps may have as many rows
+        told = {k for n in there for k in ahead[n] if not are_tables[k]}
         compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
         return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
-    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
+    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = (), *modes: str) -> Walk:
         """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
         with self._kept():
-            walk = walked(self.trace, labels, samples, self.memory, settled)
-        return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+            walk = walked(self.trace, labels, samples, self.memory, settled, *([modes] if modes else []))
+        return self.walked_again(labels, samples, [*settled, *walk.deferred], *modes) if walk.deferred else walk
 
     def _key(self) -> Hashable:
         """What is read of the calls besides the walk; None if it is more than can be compared."""

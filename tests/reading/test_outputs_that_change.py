@@ -12,6 +12,8 @@ from oracle import squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
 from torch import Tensor
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
@@ -60,6 +62,9 @@ def test_an_output_that_begins_in_a_later_step_is_refused_if_samples_mix(kind: s
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "kept, pruned, in a checkpoint": lambda: Bare(
+        lambda m, x: checkpoint(m.inner, x[:, None].expand(-1, 4, -1), use_reentrant=False).sum(1),
+        inner=nn.Sequential(nn.Linear(4, 4), prune.random_unstructured(nn.Linear(4, 4), "weight", amount=.3))),
     "returned": lambda: Bare(
         lambda m, x: (m.first(x) @ (w := F.normalize(m.w, dim=1)).t(), w), first=nn.Linear(4, 4), w=torch.randn(4, 4)),
 }  # fmt: skip
