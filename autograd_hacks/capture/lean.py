@@ -71,7 +71,7 @@ def meet(backward: Backward, ran: Ran) -> None:
     What an older node took, as for a weight that a module keeps, is also an earlier forward's.
     """
     within = ran.within
-    compared = [p for name, p in ran.parameters.items() if within.walk is None or name in within.walk.compared]
+    compared = [p for name, p in ran.parameters.items() if within.trusts(name)]
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
     if within.calls is None or not (compared and is_usual):
         return
