@@ -6,6 +6,7 @@ may change from step to step, without a trace in the graph.  So the node itself 
 rows are compared with gradient in each step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from autograd_hacks.support.internals import RAW, SAVED, address_of, without_sub
 SAME, COPY, UNKNOWN = "same", "copy", "unknown"
 """What a node has saved of a call: the very argument, another tensor, or something that hooks or others made."""
 
-_COPIES = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Clone", "ToCopy", "Unsqueeze"))
+_COPIES = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Clone", "Unsqueeze"))
 """Nodes whose output has the numbers of their input, in the same order."""
+_CAST, _TURN = "ToCopyBackward0", "TBackward0"
 
-Taken = tuple[str, Any]
-"""What a node has saved of a call's argument, and the settings that it has saved."""
+Taken = tuple[str, Any, Any]
+"""What a node has saved of a call's argument, its dtype, and the settings that it has saved."""
 
 
 class _Kind(NamedTuple):
@@ -37,14 +39,15 @@ class _Kind(NamedTuple):
 
     layer: their type    raw: reads what it saves of the argument    settings: reads those that rules take from the layer
     places: the numbers of its inputs, by the parameters' names in the layer, and of the argument as x
-    buffers: the layer's that it saves    usual: the only settings that rules know
+    others: the names of what else it saves as it is, of the layer's buffers and the call's arguments
+    usual: the only settings that rules know
     """
 
     layer: type[nn.Module]
     raw: Callable[[Any], Any]
     settings: Callable[[Any], Any]
     places: Mapping[str, int]
-    buffers: Sequence[str] = ()
+    others: Sequence[str] = ()
     usual: Any = None
 
 
@@ -57,6 +60,9 @@ _KINDS = {
     "AddmmBackward0": _kind(nn.Linear, "mat1", "alpha beta", (), (1, 1), x=1, weight=2, bias=0),
     "MmBackward0": _kind(nn.Linear, "self", x=0, weight=1),
     "ConvolutionBackward0": _kind(nn.modules.conv._ConvNd, "input", "stride padding dilation groups transposed"),
+    "EmbeddingBagBackward0": _kind(
+        nn.EmbeddingBag, "indices", "mode padding_idx scale_grad_by_freq", ("offsets", "per_sample_weights"), weight=0
+    ),
     "EmbeddingBackward0": _kind(nn.Embedding, "indices", "padding_idx scale_grad_by_freq", weight=0),
     "NativeLayerNormBackward0": _kind(nn.LayerNorm, "input"),
     "FusedRmsNormBackward0": _kind(nn.RMSNorm, "input"),
@@ -82,24 +88,27 @@ def taken_by(node: Any, hook: AtOutput, layer: nn.Module) -> Taken | None:
         return None
     raw, (args, kwargs) = kind.raw(node), hook.live
     if raw.unpack_hook is not None:
-        return UNKNOWN, None
-    for name in kind.buffers:
-        own: Any = getattr(node, RAW + name)
-        if own.unpack_hook is not None or own.data is not layer._buffers.get(name):
-            return UNKNOWN, None
+        return UNKNOWN, None, None
     saved, x = raw.data, args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
-    is_same = saved is x or saved is None or _is_same(saved, x)  # None: no parameter that trains needs it
-    return SAME if is_same else COPY, kind.settings(node)
+    for name in kind.others:
+        other: Any = getattr(node, RAW + name)
+        given = (None, layer._buffers.get(name), *args, *kwargs.values())
+        is_made = name == "offsets" and x.ndim == 2  # of the rows of a matrix
+        if other.unpack_hook is not None or not (is_made or any(other.data is own for own in given)):
+            return UNKNOWN, None, None
+    if saved is x or saved is None:  # no parameter that trains needs it
+        return SAME, None, kind.settings(node)
+    with nullcontext() if type(x) is Tensor else without_subclasses():
+        return SAME if _is_same(saved, x) else COPY, saved.dtype, kind.settings(node)
 
 
 def _is_same(saved: Tensor, x: Tensor) -> bool:
     """Whether a tensor has the numbers of another one in the same memory, in the same order."""
-    with without_subclasses():
-        if address_of(saved) != address_of(x) or saved.numel() != x.numel() or saved.dtype != x.dtype:
-            return False
-        is_plain = saved.is_conj() == x.is_conj() and saved.is_neg() == x.is_neg()
-        is_laid_out = (saved.shape, saved.stride()) == (x.shape, x.stride())
-        return is_plain and (is_laid_out or (saved.is_contiguous() and x.is_contiguous()))
+    if address_of(saved) != address_of(x) or saved.dtype is not x.dtype or saved.is_conj() != x.is_conj():
+        return False
+    if saved.is_contiguous() and x.is_contiguous():
+        return saved.numel() == x.numel()
+    return (saved.shape, saved.stride(), saved.is_neg()) == (x.shape, x.stride(), x.is_neg())
 
 
 def is_sure(noted: Noted, nodes: Iterable[Node], taken: Taken | None) -> bool:
@@ -126,7 +135,7 @@ def _is_fed(noted: Noted, taken: Taken | None) -> bool:
         return False
     main = _main(noted.hooks[0][0])
     kind = _KINDS[type(main).__name__]
-    if not isinstance(known.layer, kind.layer) or kind.usual not in (None, taken[1]):
+    if not isinstance(known.layer, kind.layer) or kind.usual not in (None, taken[2]):
         return False
     is_linear = kind.layer is nn.Linear
     for local, p, _ in known.wanted:
@@ -138,19 +147,20 @@ def _is_fed(noted: Noted, taken: Taken | None) -> bool:
 def _leads_to(node: Node, place: int, parameter: Tensor, is_turned: bool) -> bool:
     """Whether a node's input is a parameter, or a cast of it, transposed or not."""
     ahead: Any = node.next_functions[place][0]
-    turns = 0
-    while (name := type(ahead).__name__) in ("ToCopyBackward0", "TBackward0"):
-        turns += name == "TBackward0"
+    turns = casts = 0
+    while (name := type(ahead).__name__) in (_CAST, _TURN):
+        turns, casts = turns + (name == _TURN), casts + (name == _CAST)
         ahead = ahead.next_functions[0][0]
-    return type(ahead) is Leaf and ahead.variable is parameter and turns == is_turned
+    return type(ahead) is Leaf and ahead.variable is parameter and turns == is_turned and casts < 2
 
 
 def _comes_from(node: Node, place: int, noted: Noted) -> bool:
-    """Whether a node's input is a copy of a call's argument."""
-    ahead, number = node.next_functions[place]
-    while ahead is not None and ahead not in noted.inputs and type(ahead).__name__ in _COPIES:
+    """Whether a node's input is a copy of a call's argument, as autocast makes it."""
+    (ahead, number), casts = node.next_functions[place], 0
+    while ahead is not None and ahead not in noted.inputs and (name := type(ahead).__name__) in (_CAST, *_COPIES):
+        casts += name == _CAST
         ahead, number = ahead.next_functions[0]
-    return (ahead, number) in argument_of(noted.hooks[0][1])
+    return casts < 2 and (ahead, number) in argument_of(noted.hooks[0][1])
 
 
 def argument_of(hook: AtOutput) -> list[tuple[Node, int]]:

@@ -136,14 +136,15 @@ class Reader:
         """What is read of the calls besides the walk."""
         key, number, taken = list[Hashable](), self.number, self.taken
         for call, hooks, inputs in self.ran.noted:
-            known = call.known
+            known, own = call.known, None
+            if len(hooks) == 1:
+                ((node, hook),) = hooks
+                own = taken_by(node, hook, known.layer)
+            taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
-                taken.append(None)
-                key.append(known.ref)
+                key.append((known.ref, own))
                 continue
-            ((node, hook),) = hooks
-            taken.append(own := taken_by(node, hook, known.layer))
             at: Hashable = None
             if own is not None and own[0] is COPY:
                 at = tuple([(number.get(x), n) for x, n in argument_of(hook)])

@@ -1,5 +1,6 @@
 """A layer's rows are of what its node saves: whatever a program makes of the layer's argument, from any step on."""
 
+import contextlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -8,14 +9,19 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from oracle import squares
 from rarely import crossed
 from steps import check
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError, UnseenGradient
 
 K = [1.0]
 """By how much the argument is changed in this step: 1 for not at all."""
@@ -36,6 +42,13 @@ def noisy(x: Tensor) -> Tensor:
 class Bending(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*((bent(args[0]), *args[1:]) if function is F.linear else args), **(kwargs or {}))
+
+
+class Computing(TorchDispatchMode):
+    """Bends what products are made of."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(map(bent, args) if function is torch.ops.aten.mm.default else args), **(kwargs or {}))
 
 
 class Bent(Tensor):
@@ -128,6 +141,13 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[Any], Any]]] 
 }  # fmt: skip
 """A model, and what is patched: of an object, a name, and what becomes of it."""
 REFUSED = {"dilation", "bags", "bilinear", "cell"}
+DROPS = nn.Dropout()
+RANDOM: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a checkpoint": lambda own, x: checkpoint(lambda x: own(DROPS(x)), x, use_reentrant=False, preserve_rng_state=False),
+    "packing": under(lambda: saved_tensors_hooks(noisy, same)),
+    "unpacking": under(lambda: saved_tensors_hooks(same, noisy)),
+    "a mode": lambda own, x: own(x),
+}
 
 
 @crossed(way=WAYS, param_grad=[True, False])
@@ -139,6 +159,36 @@ def test_a_call_that_begins_to_change_its_argument(way: str, param_grad: bool, m
     with autograd_hacks.add_hooks(own, param_grad=param_grad):
         for K[0] in (1, 1, 1, 2, 3, 1):
             is_refused = way in REFUSED and K[0] != 1
-            with pytest.raises(autograd_hacks.errors.PerSampleGradientError) if is_refused else nullcontext():
+            with pytest.raises(PerSampleGradientError) if is_refused else nullcontext():
                 check(own, x)
     K[0] = 1
+
+
+@crossed(way=RANDOM, layer=["Linear", "LSTM", "GroupNorm"], param_grad=[True, False])
+def test_a_pass_that_begins_to_compute_with_other_numbers(way: str, layer: str, param_grad: bool) -> None:
+    """Rows add up to the gradient that autograd computes with the same random numbers, or are refused."""
+    layers = {"Linear": linear, "LSTM": lambda: nn.LSTM(4, 4, batch_first=True), "GroupNorm": lambda: nn.GroupNorm(2, 4)}
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        out = RANDOM[way](m, x)
+        return out[0] if isinstance(out, tuple) else out
+
+    def step() -> None:
+        torch.manual_seed(0)
+        loss = squares(own(x)).mean()
+        with Computing() if way == "a mode" else nullcontext():
+            loss.backward()
+
+    own, x = model(layers[layer](), run), torch.rand(5, 4, 4).double()
+    with autograd_hacks.add_hooks(own, param_grad=param_grad):
+        for K[0] in (1, 1, 1, 2, 3):
+            DROPS.p = 0.5 * (K[0] > 1)
+            own.zero_grad()
+            with autograd_hacks.pause_hooks():
+                step()
+            expected = [p.grad for p in own.parameters()]
+            own.zero_grad()
+            step()
+            with contextlib.suppress(*[UnseenGradient] * (K[0] > 1)):
+                autograd_hacks.compute_grad1(own)
+                assert_close([p.grad1.mean(0) for p in own.parameters()], expected)
