@@ -57,7 +57,7 @@ class Whose(NamedTuple):
 
     layouts: Layouts = ()  # for each tensor, where none are labelled
     labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
-    is_unseen: bool = False  # whether no gradient from the outputs leads to it
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it, or it has no entries
 
 
 @dataclass(eq=False)

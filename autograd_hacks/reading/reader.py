@@ -174,9 +174,6 @@ class Reader:
                     unsure.update(noted.call.known.names)
         found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
         found.unsure = frozenset(unsure)
-        for n, noted in enumerate(self.ran.noted):
-            if noted.is_empty and (whose := found.calls[n]) is not None:
-                found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
         self._find_uses(found)
         at, why = self.mixing(self.walk)
         found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
@@ -315,8 +312,10 @@ class Reader:
         packed, rows = packed_into(call), None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
-        if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
-            return Whose(noted.usual_layouts(samples))
+        # All entries belong to one sample, or there are none, as of an expert that got no samples.
+        is_empty = all(0 in shape for _, shape in known.values())
+        if samples == 1 or any(0 in shape for _, shape in known.values()):
+            return Whose(noted.usual_layouts(samples), is_unseen=is_empty)
         layouts = list(noted.usual_layouts(samples) if len(labels) < call.slots else [None] * call.slots)
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
@@ -341,7 +340,8 @@ class Reader:
     def _whose_of_node(self, k: int, found: Read) -> Whose:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
         if samples == 1 or any(0 in shape for shape in shapes):
-            return Whose(tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
+            layouts = tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes])
+            return Whose(layouts, is_unseen=all(0 in shape for shape in shapes))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
