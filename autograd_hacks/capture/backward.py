@@ -65,7 +65,7 @@ class Backward:
         self.looked = hook_counts()  # when the last forward had ended, or before the first one
         # Watches the user's hooks that were registered since a count.
         self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
-        self.watch_more: Callable[[int], None] = lambda _: None
+        self.watch_late: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
         # A parameter (name and id), and the state of its .grad.
@@ -134,9 +134,6 @@ class Backward:
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self.has_new_hooks():
-                self.watch_more(self.looked[0])
-                self.has_looked()
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=bool(dispatch_modes()))
             if losses is not None and self.record not in losses.heard_by:
@@ -166,6 +163,9 @@ class Backward:
             running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
+        if self.has_new_hooks():
+            self.watch_late(self.looked[0])
+            self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running, self._left = None, None
         self.record.superseded, self.record.superseded_unseen = [], {}

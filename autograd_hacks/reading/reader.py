@@ -340,8 +340,8 @@ class Reader:
     def _whose_of_node(self, k: int, found: Read) -> Whose:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
         if samples == 1 or any(0 in shape for shape in shapes):
-            layouts = tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes])
-            return Whose(layouts, is_unseen=all(0 in shape for shape in shapes))
+            guessed = tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes])
+            return Whose(guessed, is_unseen=all(0 in shape for shape in shapes))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]

@@ -159,7 +159,7 @@ def test_adaptive_softmax() -> None:
     ("width", "targets"), [(16, [0, 1, 2, 4]), (16, [9, 0, 1]), (16, [4, 9, 0, 5]), (16, [4]), (4, [9, 0])]
 )
 def test_adaptive_softmax_with_one_target_in_a_cluster(width: int, targets: list[int]) -> None:
-    """Torch selects its row and writes it by an index without axes.  In the last case the cluster's weights have no entries."""
+    """Torch selects its row and writes it by an index without axes.  In the last case its weights have no entries."""
     torch.manual_seed(0)
     first, layer = nn.Linear(4, width).double(), nn.AdaptiveLogSoftmaxWithLoss(width, 12, [3, 7]).double()
     model, x, y = nn.ModuleList([first, layer]), torch.randn(len(targets), 4).double(), torch.tensor(targets)
