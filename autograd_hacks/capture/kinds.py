@@ -57,7 +57,7 @@ class Whose(NamedTuple):
 
     layouts: Layouts = ()  # for each tensor, where none are labelled
     labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
-    is_unseen: bool = False  # whether no gradient from the outputs leads to it
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it, or it has no entries
 
 
 @dataclass(eq=False)
@@ -88,7 +88,16 @@ class Within:
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
-    walk: Any = None  # of the laws, whose rows a reading compares with gradients before they are believed
+    compared: set[str] | None = None  # the parameters whose rows need not be compared with gradients; None for all
+    unsure: frozenset[str] = frozenset()  # those whose rows are compared in each step, since they may be of other values
+
+    def is_new(self, name: str) -> bool:
+        """Whether a parameter's rows are to be compared for the first time."""
+        return self.compared is not None and name not in self.compared and name not in self.unsure
+
+    def trusts(self, name: str) -> bool:
+        """Whether a parameter's rows need not be compared with gradient."""
+        return name not in self.unsure and (self.compared is None or name in self.compared)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Says that parameters have no rows, and that the samples are unknown."""

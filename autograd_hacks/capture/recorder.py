@@ -210,7 +210,7 @@ class Recorder:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""
         watch = Watch(weakref.ref(self.backward), labels, samples)
         watch.over(self._users_hooks)
-        self.backward.watch_before, self.backward.watch_more = watch.over, watch.late
+        self.backward.watch_before, self.backward.watch_late = watch.over, watch.late
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         within = self.record.last = ran.within

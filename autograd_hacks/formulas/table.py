@@ -103,6 +103,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: Rule(
         of_layer(embedding, "(N, ...)", 1, lambda layer, call, x: {"indices": x}, places={"weight": 0}),
         features=lambda layer: 1,
+        is_node=True,
     ),
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
     **dict.fromkeys(

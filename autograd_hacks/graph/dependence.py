@@ -327,7 +327,7 @@ class _Reading:
         found: list[tuple[int | None, Label]] = []
         if (n := self.chosen.get(next(iter(numbers), 0))) is not None:
             shape, label = self.shapes[n], labels[0]
-            found.append((n, linked(label, [ALONE] * len(shape), shape) if is_owned(label) else label))
+            found.append((n, linked(label, [ALONE] * len(shape), shape) if isinstance(label, Owned) else label))
         is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
@@ -433,13 +433,8 @@ class _Reading:
         for number, n in self.tape.arguments.items() if self.axes is None else ():
             label, shape = self._label(number), self.shapes[number]
             axes, before = frozenset[int](), self.packed.get(n, frozenset())
-<<<<<<< HEAD
-            if is_owned(label) and 0 not in shape:
-                axes = frozenset(varying(Entries(narrowed(entries(label, shape, self.samples, "cpu")))))
-=======
             if isinstance(label, Owned) and 0 not in shape:
-                axes = frozenset(varying(Entries(self._order(label, shape))))
->>>>>>> w/refused
+                axes = frozenset(varying(Entries(narrowed(entries(label, shape, self.samples, "cpu")))))
                 self.packed[n] = before | axes
             if not axes and label is not None and shape and 0 not in shape:  # all of one sample
                 axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
@@ -454,31 +449,5 @@ class _Reading:
         places.check_uses()
 
 
-<<<<<<< HEAD
 def _is_lost(label: Label) -> bool:
     return isinstance(label, Several)
-=======
-def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
-    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
-    if isinstance(label, Entries) and label.samples.numel() == 1:
-        label = One(int(label.samples))
-    if shape == out or isinstance(label, One):
-        return label
-    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
-    return label if is_there else None
-
-
-def _narrowed(found: Tensor) -> Tensor:
-    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
-    for d, size in enumerate(found.shape):
-        most = found.amax(d, keepdim=True) if found.numel() else found
-        if size > 1 and bool(((found == most) | (found < 0)).all()):
-            found = most
-    return found
-
-
-def _ascends(order: Tensor) -> bool:
-    along = [size for size in order.shape if size > 1]
-    own = order.flatten()
-    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())
->>>>>>> w/refused

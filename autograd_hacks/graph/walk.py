@@ -85,7 +85,7 @@ class Walk:
     of_parameters: whether each node's outputs are made of parameters and buffers alone
     unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
-    compared: the parameters whose rows by it agreed with gradients that were not zero, or can't be compared
+    compared: by the same, the parameters whose rows agreed with gradients that were not zero, or can't be compared
     """
 
     labels: list[list[Label]]
@@ -100,8 +100,8 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
-    compared: set[str] = field(default_factory=set)
     read_as: dict[Hashable, Any] = field(default_factory=dict)
+    compared: dict[Hashable, set[str]] = field(default_factory=dict)
 
     def has_tensors(self) -> bool:
         values = [x for *_, own in self.read for x in (own if type(own) is list else [own])]

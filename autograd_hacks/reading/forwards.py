@@ -31,7 +31,7 @@ from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, label_of
-from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, shape_of
 from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
@@ -151,11 +151,16 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
-    within.walk = walk
-    if walk.compared and recorder.backward.wants_grad:
-        if found.linked != walk.compared:
-            found.linked, found.links = {*walk.compared}, best.reader.links(found)
-        for link in found.links:
+    compared, calls = walk.compared, best.reader.calls
+    within.compared = compared[calls] = compared.pop(calls, set())
+    if len(compared) > LAYERS:
+        del compared[next(iter(compared))]
+    packed = [k for k in found.planned or () if is_packed(nodes[k], by_users=True)]
+    within.unsure = found.unsure.union(*[found.planned[k].names for k in packed if found.planned])
+    if within.compared and recorder.backward.wants_grad:
+        if found.linked != within.compared:
+            found.linked, found.links = {*within.compared}, best.reader.links(found)
+        for link in () if packed else found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     within.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
@@ -207,7 +212,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     is_plain = not (within.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    if reader.key is not None and is_plain and not of_parameters and within.documents is None:
+    if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
@@ -368,6 +373,7 @@ def assume(ran: Ran) -> None:
     reader = Reader(ran, samples or 1, at)
     found, reader.samples = reader.read(), samples
     reader.follow(found)
+    ran.within.unsure = found.unsure
 
 
 ABOVE.read_forward, ABOVE.assume = read_forward, assume
