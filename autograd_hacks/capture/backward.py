@@ -34,7 +34,14 @@ from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import is_users
-from autograd_hacks.support.internals import call_at_end, is_batched, is_transformed, keeps_graph, will_execute
+from autograd_hacks.support.internals import (
+    call_at_end,
+    dispatch_modes,
+    is_batched,
+    is_transformed,
+    keeps_graph,
+    will_execute,
+)
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import ByTensor, version_of
@@ -59,7 +66,7 @@ class Backward:
         self.looked = hook_counts()  # when the last forward had ended, or before the first one
         # Watches the user's hooks that were registered since a count.
         self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
-        self.watch_more: Callable[[int], None] = lambda _: None
+        self.watch_late: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
         # A parameter (name and id), and the state of its .grad.
@@ -128,11 +135,8 @@ class Backward:
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
-            if self.has_new_hooks():
-                self.watch_more(self.looked[0])
-                self.has_looked()
             losses = ANNOUNCED.get(task)
-            self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said)
+            self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=bool(dispatch_modes()))
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
@@ -160,6 +164,9 @@ class Backward:
             running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
+        if self.has_new_hooks():
+            self.watch_late(self.looked[0])
+            self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running = None
         self.record.superseded, self.record.superseded_unseen = [], {}
@@ -244,6 +251,9 @@ class Backward:
             if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
                 return
         makes_graph = torch.is_grad_enabled()
+        if isinstance(use, NodeUse) and use.samples == 1 and not makes_graph:
+            # A parameter may take a view of this memory for its .grad, to which later passes add.
+            grads = [None if g is None else g.clone() for g in grads]
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)
@@ -357,7 +367,7 @@ class Backward:
         if grad is None and not is_left and record.on_arrival is None:
             return
         uses = () if running is None else running.calls_of.get(name, ())
-        is_known = running is not None and grad is not None and running.made.pop(name, None) is grad
+        is_known = running is not None and grad is not None and running.made.pop(name, None) is grad and not running.by_modes
         if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         if running is not None and (is_left or not self.wants_grad):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, on_node, own_hook
+from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
@@ -86,28 +86,18 @@ class Watch(NamedTuple):
                 hooks_of[key] = _Watched(self.backward, hooks_of[key], found, self.samples)
 
     def late(self, first: int) -> None:
-        """Watches the hooks since a count when a pass arrives at its first use, whose node calls them as they were."""
-        node, hooks = current_node(), since(first)
-        hooked = [hook for hook in on_node(node) if any(hook in hooks_of.values() for hooks_of, _ in hooks)]
-        self.over(hooks)
-        for hook in hooked:
-            use, number = (hook.use, 0) if isinstance(hook, AtNode) else (hook.call, hook.number - hook.slot)
-            own_hook(node.register_hook(partial(_compare, self.backward, use, number)))
-
-
-def _compare(backward: weakref.ref[Backward], use: Any, first: int, made: object, given: Sequence[Tensor | None]) -> None:
-    """Called after a node.  Notes that what it was given isn't what was noted for a use.
-
-    first: the number of its output that is the use's first"""
-    own = backward()
-    received = None if own is None or own.running is None else own.running.received.get(use)
-    for number, grad in enumerate([] if received is None else received.at):
-        now = None if grad is None else given[first + number]
-        if own is not None and grad is not None and now is not None and not torch.equal(now.reshape(grad.shape), grad):
-            own.refuse(
-                f"samples mix, or may: a hook changes gradient at {current_node().name()} after the rows' gradient was "
-                "taken there. Register it on the tensor (x.register_hook), or in the forward."
+        """Refuses a pass that has ended, in which hooks were registered: they may have changed gradient unseen."""
+        own = self.backward()
+        for hooks_of, key in since(first) if own is not None else ():
+            owners = gc.get_referrers(hooks_of)
+            is_beside = any(
+                isinstance(owner, nn.Module) or (isinstance(owner, Tensor) and owner.is_leaf) for owner in owners
             )
+            if own is not None and key in hooks_of and not is_beside:
+                own.refuse(
+                    f"samples mix, or may: {named(hooks_of[key])} was registered while the pass ran, and may have changed "
+                    "gradient unseen. Register it before the pass."
+                )
 
 
 def _is_watched_by(hook: Any, backward: weakref.ref[Backward]) -> bool:

@@ -57,7 +57,7 @@ class Whose(NamedTuple):
 
     layouts: Layouts = ()  # for each tensor, where none are labelled
     labels: Tensor | None = None  # the sample of each row, or of each entry, where values decide
-    is_unseen: bool = False  # whether no gradient from the outputs leads to it
+    is_unseen: bool = False  # whether no gradient from the outputs leads to it, or it has no entries
 
 
 @dataclass(eq=False)
@@ -88,7 +88,16 @@ class Within:
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
-    walk: Any = None  # of the laws, whose rows a reading compares with gradients before they are believed
+    compared: set[str] | None = None  # the parameters whose rows need not be compared with gradients; None for all
+    unsure: frozenset[str] = frozenset()  # those whose rows are compared in each step, since they may be of other values
+
+    def is_new(self, name: str) -> bool:
+        """Whether a parameter's rows are to be compared for the first time."""
+        return self.compared is not None and name not in self.compared and name not in self.unsure
+
+    def trusts(self, name: str) -> bool:
+        """Whether a parameter's rows need not be compared with gradient."""
+        return name not in self.unsure and (self.compared is None or name in self.compared)
 
     @property
     def outputs(self) -> Layouts:
@@ -162,7 +171,9 @@ class Kinds:
         reads = self.probes or self.independent
         if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
             return None
-        names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
+        by_name = self.batch_dim if isinstance(self.batch_dim, dict) else {}
+        own = inspect.signature(model.forward).parameters if by_name else {}
+        names = [*own, *(by_name if any(p.kind is p.VAR_KEYWORD for p in own.values()) else ())]
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
         if not self._is_whole:

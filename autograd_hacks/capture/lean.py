@@ -29,7 +29,7 @@ from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
-from autograd_hacks.support.internals import is_transformed, made, next_node, sequence_number
+from autograd_hacks.support.internals import dispatch_modes, is_transformed, made, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -71,7 +71,7 @@ def meet(backward: Backward, ran: Ran) -> None:
     What an older node took, as for a weight that a module keeps, is also an earlier forward's.
     """
     within = ran.within
-    compared = [p for name, p in ran.parameters.items() if within.walk is None or name in within.walk.compared]
+    compared = [p for name, p in ran.parameters.items() if within.trusts(name)]
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
     if within.calls is None or not (compared and is_usual):
         return
@@ -135,7 +135,13 @@ def _backward(
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
     roots, asked = [node for node in nodes if node is not None], None
-    if inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK and not is_transformed():
+    if (
+        inputs is None
+        and not create_graph
+        and Switch.on()
+        and current_task() == NO_TASK
+        and not (is_transformed() or dispatch_modes())
+    ):
         asked = _asked(roots)
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked[0] for own in watching))

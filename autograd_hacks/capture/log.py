@@ -58,11 +58,6 @@ class Noted(NamedTuple):
     hooks: Sequence[tuple[Node, AtOutput]]  # on its outputs' nodes
     inputs: frozenset[Node]  # the nodes that made its arguments
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the output has no rows, as for an expert that got no samples."""
-        return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
-
     def usual_layouts(self, samples: int) -> Layouts:
         """Where samples are in the outputs, judging by sizes."""
         is_packed_call, layer = packed_into(self.call) is not None, self.call.layer

@@ -48,6 +48,7 @@ class Ran:
     added: Mapping[Value, Any] = field(
         default_factory=dict
     )  # where samples are in what its own losses add up, as `Returned` has it
+    labels: Sequence[Sequence[Any]] = ()  # by node of its trace, of the gradients at the outputs, once that was read
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
     hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
     takers: Sequence[int] = ()  # the numbers of the nodes that take a parameter

@@ -217,7 +217,7 @@ class Recorder:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""
         self.watch = watch = Watch(weakref.ref(self.backward), labels, samples)
         watch.over(self._users_hooks)
-        self.backward.watch_before, self.backward.watch_more = watch.over, watch.late
+        self.backward.watch_before, self.backward.watch_late = watch.over, watch.late
 
     def watch_loss(self, labels: Callable[[], Callable[[], Labels]], samples: int) -> None:
         """Watches the hooks that have come since then by the labels of a loss, too."""

@@ -71,6 +71,7 @@ class Pass:
     # Of other gradients that arrived at parameters, what they are along directions, until rows are compared with it.
     along: dict[str, list[Tensor]] = field(default_factory=dict)
     untold: set[str] = field(default_factory=set)  # the parameters whose gradients can't be read
+    by_modes: bool = False  # whether a mode computes its gradients, which may do that otherwise
     skipped: set[str] = field(default_factory=set)  # parameters whose gradients the engine doesn't compute
     left: dict[str, int] = field(default_factory=dict)  # of those, how many gradients are still to come to their uses
     beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone

@@ -227,7 +227,7 @@ class NodeUse(Use):
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
         forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
-        self.versions = versions_of(x for form in forms for x in form.held)
+        self.versions = versions_of(x.detach() for form in forms for x in form.held)  # a graph may lead back to the node
         self.precision = _coarsest(dtypes)
         return found
 

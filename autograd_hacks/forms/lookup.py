@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
@@ -225,4 +224,5 @@ class Bags(Factored):
         """c · table, (N, F).  table: entries F"""
         # Where each bag begins; `torch.bincount` would make the host wait for the largest.
         starts = torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))
-        return F.embedding_bag(self.index, table.contiguous(), starts, mode="sum", per_sample_weights=self.scale.to(table))
+        # The function of torch.nn.functional may be a user's.
+        return torch.embedding_bag(table.contiguous(), self.index, starts, False, 0, False, self.scale.to(table))[0]

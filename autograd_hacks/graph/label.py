@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,10 +110,6 @@ MIXED: Final = Several(True)
 
 Owned = At | One | Entries
 Label = At | One | Entries | Several | None
-
-
-def is_owned(label: Label) -> TypeGuard[Owned]:
-    return label is not None and type(label) is not Several
 
 
 def same(a: Label, b: Label) -> bool:
@@ -288,3 +284,19 @@ def scattered(order: Tensor, index: Tensor, size: int, dim: int = 0) -> Tensor |
     sizes = [size if d == dim else s for d, s in enumerate(order.shape)]
     found = torch.full(sizes, NOBODY, dtype=order.dtype, device=order.device).scatter_reduce_(dim, index, order, "amax")
     return None if bool(((found.gather(dim, index) != order) & (order >= 0)).any()) else found
+
+
+def narrowed(found: Tensor) -> Tensor:
+    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
+    for d, size in enumerate(found.shape):
+        most = found.amax(d, keepdim=True) if found.numel() else found
+        if size > 1 and bool(((found == most) | (found < 0)).all()):
+            found = most
+    return found
+
+
+def ascends(order: Tensor) -> bool:
+    """Whether entries along the only axis that is longer than one are in the order of their samples."""
+    along = [size for size in order.shape if size > 1]
+    own = order.flatten()
+    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

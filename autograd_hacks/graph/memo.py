@@ -82,7 +82,7 @@ class Memo:
             self._kept.popitem(last=False)
         return walk
 
-    def _compared(self, trace: Trace, samples: int, walk: Walk) -> set[str]:
+    def _compared(self, trace: Trace, samples: int, walk: Walk) -> dict[Any, set[str]]:
         """That of an earlier walk through the same operations with the same uses, whatever sizes and numbers they had.
 
         Rows of other samples, or of more of them, have the same sum."""
@@ -91,7 +91,7 @@ class Memo:
             is_alike = own[:4] == graph and (others == 1) == (samples == 1)
             if is_alike and places == [use[:2] for use in entry.walk.uses]:
                 return entry.walk.compared
-        return set()
+        return {}
 
 
 def _forget(kept: OrderedDict[Any, _Entry], key: Any, _: object) -> None:

@@ -8,7 +8,7 @@ the node's inputs, whose samples the node's own law tells; and a later pass goes
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -21,16 +21,17 @@ from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, returned_in
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import LayerCall, packed_into
+from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, is_owned, viewed
+from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, viewed
 from autograd_hacks.graph.trace import END, LEAF
 from autograd_hacks.reading.reader import Reader, label_of
 from autograd_hacks.support.graph import Graph, Value, made, shape_of
-from autograd_hacks.support.internals import current_node
+from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import Layout, samples_of_rows
 from autograd_hacks.support.switch import Switch
 
@@ -87,7 +88,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
         ends += again
     reader.follow(found)
     ran.attach(recorder.backward)
-    recorder.watch_loss(reader.labels, samples)
+    recorder.watch_loss(partial(labels_by_node, reader), samples)
     if recorder.record.documents is not None:
         return ""
     if not found.mixed and recorder not in _misled(reader, behind):
@@ -95,15 +96,21 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     return reader.mixing(reader.walk)[0] or "the order of the samples"
 
 
+def labels_by_node(reader: Reader) -> Callable[[], Labels]:
+    """Gives the labels of the gradients at nodes, which nothing here may hold."""
+    numbers, labels = list(map(sequence_number, reader.trace.nodes)), reader.walk.labels
+    return lambda: dict(zip(numbers, labels))
+
+
 def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     """Refuses passes through a forward's arguments to outputs from which these were computed, if samples mix on the way.
 
     Whose the gradients at the arguments are, the forward's labels say; of layers by themselves, their rules."""
     within, labels, samples = ran.within, dict[Value, Label](), 0
-    if within.walk is not None and within.samples is not None:
+    if ran.labels and within.samples is not None:
         samples, numbers = within.samples, ran.trace.number
         for node in ran.ends & numbers.keys():
-            labels |= {Value(node, n): own for n, own in enumerate(within.walk.labels[numbers[node]]) if own is not None}
+            labels |= {Value(node, n): own for n, own in enumerate(ran.labels[numbers[node]]) if own is not None}
     elif recorder.kinds.batch_dim == 0:
         rule = rule_for(model)
         axes = rule.axes(model) if rule is not None and rule.axes is not None else ()
@@ -303,7 +310,7 @@ def _computed(
     outputs: list[Tensor] = []
     for n, (shape, label) in met.inputs.items():
         x = computed[n]
-        if x is not None and x.grad_fn is not None and is_owned(label) and x.shape == shape:
+        if x is not None and x.grad_fn is not None and isinstance(label, Owned) and x.shape == shape:
             roots[Value(x.grad_fn, x.output_nr)] = label
             outputs.append(x)
     if not roots:

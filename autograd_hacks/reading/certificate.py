@@ -89,7 +89,7 @@ class Certificate:
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        is_new = any(use.within.walk is not None and known not in use.within.walk.compared for use, _, _ in told)
+        is_new = any(use.within.is_new(known) for use, _, _ in told)
         one = _Compared(name, known, unit, told, None if looks_free(form.like) else _received(told), terms, is_new)
         self._found.setdefault(key, []).append((one, own, total, at[1]))
 
@@ -135,8 +135,8 @@ class Certificate:
                 at = compared[n]
                 if relative > at.unit and not self._is_rounding(at, float(most[n]), float(length[n])):
                     for use, _, _ in at.told:  # what agreed before is compared again
-                        if use.within.walk is not None:
-                            use.within.walk.compared.discard(at.known)
+                        if use.within.compared is not None:
+                            use.within.compared.discard(at.known)
                     raise unexplained(at.name, self._record)
             for own in compared:
                 if own.is_new and all(bool(terms.any()) for terms in own.parts):  # two zeros agree whatever the rule
@@ -166,8 +166,8 @@ class Certificate:
 def note_compared(known: str, told: Sequence[Told]) -> None:
     """Notes that from now on it is enough if a parameter's gradient arrives as the uses have made it."""
     for use, _, _ in told:
-        if use.within.walk is not None:
-            use.within.walk.compared.add(known)
+        if use.within.compared is not None and use.within.is_new(known):
+            use.within.compared.add(known)
 
 
 def _received(told: Sequence[Told]) -> Tensor | float:

@@ -22,14 +22,15 @@ from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, v
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
+from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
-from autograd_hacks.reading.beyond import is_in_order
+from autograd_hacks.reading.beyond import is_in_order, labels_by_node
 from autograd_hacks.reading.given_rules import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, Where, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, label_of
-from autograd_hacks.support.graph import CHECKPOINT, Value, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, shape_of
 from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
@@ -92,6 +93,9 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
+    if in_order is False and not reader.walk.mixes:  # a label may also speak of entries to which nothing comes
+        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, (), ZEROS)
+        in_order = None if fits(reader.trace, reader.walk, reader.given, hypothesis.samples) else False
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
@@ -155,21 +159,26 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
-    within.walk = walk
-    if walk.compared and recorder.backward.wants_grad:
-        if found.linked != walk.compared:
-            found.linked, found.links = {*walk.compared}, best.reader.links(found)
-        for link in found.links:
+    compared, calls = walk.compared, best.reader.calls
+    within.compared = compared[calls] = compared.pop(calls, set())
+    if len(compared) > LAYERS:
+        del compared[next(iter(compared))]
+    packed = [k for k in found.planned or () if is_packed(nodes[k], by_users=True)]
+    within.unsure = found.unsure.union(*[found.planned[k].names for k in packed if found.planned])
+    if within.compared and recorder.backward.wants_grad:
+        if found.linked != within.compared:
+            found.linked, found.links = {*within.compared}, best.reader.links(found)
+        for link in () if packed else found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
     places = best.hypothesis.places
     within.places = [places.get(slot) for slot in range(len(ran.outputs))]
-    ran.added = {at: where for at, where in places.items() if isinstance(at, Value)}
+    ran.labels, ran.added = walk.labels, {at: where for at, where in places.items() if isinstance(at, Value)}
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
     within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
     within.by_rule = found.covered
     if not within.mixing and within.kind.dependent is not None:
         within.mixing, within.mixed_outputs = within.kind.dependent
-    recorder.watch_hooks(best.reader.labels(), best.hypothesis.samples)
+    recorder.watch_hooks(labels_by_node(best.reader), best.hypothesis.samples)
 
 
 def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
@@ -212,7 +221,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     is_plain = not (within.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
     within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
-    if reader.key is not None and is_plain and not of_parameters and within.documents is None:
+    if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
 
@@ -367,6 +376,7 @@ def assume(ran: Ran) -> None:
     reader = Reader(ran, samples or 1, at)
     found, reader.samples = reader.read(), samples
     reader.follow(found)
+    ran.within.unsure = found.unsure
 
 
 ABOVE.read_forward, ABOVE.assume = read_forward, assume

@@ -29,7 +29,7 @@ def check_rules(ran: Ran, places: Sequence[Whose | None], samples: int) -> dict[
     """
     wrong: dict[str, str] = {}
     for noted, place in zip(ran.noted, places):
-        if place is not None and is_given(noted.call.layer) and noted.call.edges and not noted.is_empty:
+        if place is not None and is_given(noted.call.layer) and noted.call.edges and not place.is_unseen:
             wrong |= _compared(ran, noted, place, samples)
     return wrong
 

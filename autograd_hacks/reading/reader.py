@@ -6,7 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -18,20 +18,19 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
 from autograd_hacks.capture.calls import FIRST, packed_into
-from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import way_of
-from autograd_hacks.formulas.table import is_given, rule_for
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
+from autograd_hacks.reading.fed import COPY, Taken, argument_of, has_formulas, is_sure, taken_by
 from autograd_hacks.support.graph import Leaf, Value, is_users, made, operands_of, shape_of
-from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -53,6 +52,7 @@ class Read:
     disproven: why the rows of some parameters are wrong
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
+    unsure: the parameters of calls whose rules may see other values than autograd
     links, linked: see `Reader.links`, and of which parameters they are
     planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
     nobody has looked
@@ -67,6 +67,7 @@ class Read:
     disproven: dict[str, str] = field(default_factory=dict)
     returns_parameters: bool = False
     inside: dict[int, set[int]] = field(default_factory=dict)
+    unsure: frozenset[str] = frozenset()
     links: Sequence[Link] = ()
     linked: set[str] = field(default_factory=set)
     planned: dict[int, Planned] | None = None
@@ -94,7 +95,7 @@ class Reader:
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
-        labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
+        self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         nodes, kinds = self.trace.nodes, self.trace.kinds
         lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
@@ -111,7 +112,9 @@ class Reader:
             has_strides = bool(x.ndim) and x.layout == torch.strided and not x.is_nested
             if has_strides and x.stride(at) != 0 and x.shape[at] == samples:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
-        self.key = self._key()
+        self.is_plain = True  # whether what is read of the calls besides the walk can be compared
+        self.taken = list[Taken | None]()  # by call, see `taken_by`
+        self.key, self.calls = self._keys()
 
     def compares_with(self, usual: Layout) -> bool:
         """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
@@ -119,53 +122,61 @@ class Reader:
         The walk has compared their labels there."""
         ahead = {n: self.trace.behind([self.trace.roots[n][0]]) for n in range(len(self.places))}
         there = [n for n, at in enumerate(self.places.values()) if isinstance(at, Layout) and at == usual]
-        told = {k for n in there for k in ahead[n] if not self.walk.of_parameters[k]}
+        are_tables = self.trace.tables(self.walk.of_parameters)  # a weight that a module keeps may have as many rows
+        told = {k for n in there for k in ahead[n] if not are_tables[k]}
         compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
         return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
-    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
+    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = (), *modes: str) -> Walk:
         """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
         with self._kept():
-            walk = walked(self.trace, labels, samples, self.memory, settled)
-        return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+            walk = walked(self.trace, labels, samples, self.memory, settled, *([modes] if modes else []))
+        return self.walked_again(labels, samples, [*settled, *walk.deferred], *modes) if walk.deferred else walk
 
-    def labels(self) -> Callable[[], Labels]:
-        """Gives the labels of the gradients at nodes, which nothing here may hold."""
-        numbers, labels = list(map(sequence_number, self.trace.nodes)), self.walk.labels
-        return lambda: dict(zip(numbers, labels))
-
-    def _key(self) -> Hashable:
-        """What is read of the calls besides the walk; None if it is more than can be compared."""
-        key, number = list[Hashable](), self.number
+    def _keys(self) -> tuple[Hashable, Hashable]:
+        """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
+        key, calls, number, taken = list[Hashable](), list[tuple[Hashable, ...]](), self.number, self.taken
         for call, hooks, inputs in self.ran.noted:
-            if len(hooks) != 1:
-                return None
-            ((node, hook),), known = hooks, call.known
-            if not known.is_plain:
-                return None
-            at = None
+            known, own = call.known, None
+            if len(hooks) == 1:
+                ((node, hook),) = hooks
+                own = taken_by(node, hook, known.layer)
+            taken.append(own)
+            if len(hooks) != 1 or not known.is_plain:
+                self.is_plain = False
+                calls.append((known.ref, own))
+                key.append(calls[-1])
+                continue
+            at: Hashable = None
+            if own is not None and own[0] is COPY:
+                at = tuple([(number.get(x), n) for x, n in argument_of(hook)])
+            calls.append((known.ref, number.get(node), hook.number, at, own))
             if not inputs:
                 given = call.args[0] if call.args else None
                 if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
                     apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
                     at = *apart, given.shape, given.stride()
-            key.append((known.ref, number.get(node), hook.number, hook.shape, at))
-        return tuple(key)
+            key.append((*calls[-1], hook.shape, at))
+        return tuple(key), tuple(calls)
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""
-        found = self.walk.read_as.get(self.key) if self.key is not None and self.walk.read_as else None
+        found = self.walk.read_as.get(self.key) if self.walk.read_as else None
         if found is None or fits(self.trace, self.walk, self.given, self.samples, found.uses) is False:
             return None
         return found
 
     def read(self) -> Read:
         found = Read()
-        apart = self._taken_apart()
+        apart, unsure, number = self._taken_apart(), set[str](), self.number
+        for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
+            if n not in apart and not is_sure(noted, nodes, self.taken[n]):
+                if has_formulas(noted, [k for k in map(number.get, nodes) if k is not None], self.trace, self.walk):
+                    apart.add(n)
+                else:
+                    unsure.update(noted.call.known.names)
         found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
-        for n, noted in enumerate(self.ran.noted):
-            if noted.is_empty and (whose := found.calls[n]) is not None:
-                found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
+        found.unsure = frozenset(unsure)
         self._find_uses(found)
         at, why = self.mixing(self.walk)
         found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
@@ -237,10 +248,6 @@ class Reader:
                 found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
-        for noted, nodes in zip(self.ran.noted, self.ran.inside):
-            if is_given(noted.call.known.layer):  # the user's rule may be wrong, so its rows are compared
-                for node in nodes:
-                    covered.pop(self.number.get(node, -1), None)
         found.inside = covered
 
     def links(self, found: Read) -> Sequence[Link]:
@@ -251,7 +258,7 @@ class Reader:
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
         made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
         for leaf, name in self.ran.leaves.items():
-            is_compared = leaf in self.number and name in self.walk.compared
+            is_compared = leaf in self.number and self.ran.within.trusts(name)
             for link in self._path_to(self.number[leaf], name, read, found.inside) if is_compared else ():
                 made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
         return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
@@ -306,10 +313,14 @@ class Reader:
         if not labels:
             return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
         packed, rows = packed_into(call), None
+        if packed is not None and packed.batch_sizes[0] != samples:  # its rule gives rows of sequences
+            return None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
-        if samples == 1 or any(0 in shape for _, shape in known.values()):  # all entries belong to one sample
-            return Whose(noted.usual_layouts(samples))
+        # All entries belong to one sample, or there are none, as of an expert that got no samples.
+        is_empty = all(0 in shape for _, shape in known.values())
+        if samples == 1 or any(0 in shape for _, shape in known.values()):
+            return Whose(noted.usual_layouts(samples), is_unseen=is_empty)
         layouts = list(noted.usual_layouts(samples) if len(labels) < call.slots else [None] * call.slots)
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
@@ -334,7 +345,8 @@ class Reader:
     def _whose_of_node(self, k: int, found: Read) -> Whose:
         samples, shapes = self.samples, [own or () for own in self.trace.shapes[k]]
         if samples == 1 or any(0 in shape for shape in shapes):
-            return Whose(tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes]))
+            guessed = tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes])
+            return Whose(guessed, is_unseen=all(0 in shape for shape in shapes))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
         layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]

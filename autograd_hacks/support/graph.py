@@ -164,6 +164,13 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
     return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
 
 
+def is_packed(node: Any, by_users: bool = False) -> bool:
+    """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
+    raws = (raw for name in raw_names(node.__class__) for raw in _raws(node, name))
+    hooks = (hook for raw in raws if (hook := getattr(raw, "unpack_hook", None)) is not None)
+    return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
+
+
 def is_packed_by_hooks(node: Any, name: str) -> bool:
     """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
     return any(getattr(own, "unpack_hook", None) is not None for own in _raws(node, RAW + name))

@@ -49,14 +49,10 @@ def test_a_compiled_function_of_layers_after_an_ordinary_step(model: nn.Sequenti
 
 
 def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
-    x, y = batch()
+    x, _ = batch()
     model[0].register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)
-    step(model, x, y)
-    with pytest.raises(UnseenGradient, match=r"layer '0' \(Linear\): another forward hook runs"):
-        autograd_hacks.compute_grad1(model)
-    autograd_hacks.remove_hooks(model)
-    autograd_hacks.add_hooks(model)
-    check(model, x)
+    for _ in range(3):
+        check(model, x)
 
 
 def test_a_stray_gradient_is_remembered_when_passes_are_put_together() -> None:

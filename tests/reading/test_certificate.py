@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Product
+from nets import Multiply, Product
 from oracle import squares
 from steps import check, check_batches, mlp
 from torch import Tensor
@@ -131,23 +131,9 @@ def test_a_function_that_begins_to_normalise_gradient(param_grad: bool) -> None:
                 autograd_hacks.compute_grad1(model, "sum")
 
 
-class Scaled(torch.autograd.Function):
-    """x s, for a number s."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, s: Tensor) -> Tensor:
-        ctx.save_for_backward(x, s)
-        return x * s
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, s = ctx.saved_tensors
-        return g * s, (g * x).sum()
-
-
 def test_a_function_in_whose_gradient_terms_cancel() -> None:
     """What a norm layer is given may be scaled by any number: that number's gradient is rounding."""
-    model = Bare(lambda m, x: m.norm(Scaled.apply(x, m.s)), s=torch.tensor(0.3), norm=nn.LayerNorm(3, eps=1e-12)).double()
+    model = Bare(lambda m, x: m.norm(Multiply.apply(x, m.s)), s=torch.tensor(0.3), norm=nn.LayerNorm(3, eps=1e-12)).double()
     check_batches(model, torch.randn(8, 3).double())
 
 
@@ -188,23 +174,21 @@ def test_gradient_that_cancels_is_no_difference(dtype: torch.dtype) -> None:
 def test_rows_that_are_wrong_stay_refused_after_a_refusal_and_after_zeros(first: str, param_grad: bool) -> None:
     """A parameter counts as compared only once its own rows agreed with gradient that was there."""
     model, x = mlp(), data(mlp())
-    changed = torch.nn.modules.module.register_module_forward_hook(
-        lambda layer, args, out: 2 * out if layer is model[0] else None
-    )
-    try:
-        with autograd_hacks.add_hooks(model, param_grad=param_grad):
-            if first == "zeros":
-                autograd_hacks.backward(squares(model(x)) * 0)
+
+    def run(penalty: float) -> None:
+        (squares(model(x)).mean() * (penalty != 0) + penalty * (model[0].weight - 0.5).square().sum()).backward()
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        if first == "zeros":
+            run(0)
+            autograd_hacks.compute_grad1(model)
+        else:
+            with pytest.raises(UnseenGradient), autograd_hacks.during_backward(model, "norms"):
+                run(0.1)
+        for _ in range(3):
+            run(0.1)
+            with pytest.raises(UnseenGradient):
                 autograd_hacks.compute_grad1(model)
-            else:
-                with pytest.raises(UnseenGradient), autograd_hacks.during_backward(model, "norms"):
-                    autograd_hacks.backward(squares(model(x)))
-            for _ in range(3):
-                autograd_hacks.backward(squares(model(x)))
-                with pytest.raises(UnseenGradient):
-                    autograd_hacks.compute_grad1(model)
-    finally:
-        changed.remove()
 
 
 def test_sums_of_many_terms_are_read() -> None:

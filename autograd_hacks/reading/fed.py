@@ -1,0 +1,168 @@
+"""Whether the node of a layer's call takes what the call was given: its argument, and the layer's own tensors as they are.
+
+Only then does the layer's rule, which sees the call, say what autograd's gradient is.  Else something stands between them: a
+patched function, a mode, a class of tensors, a hook that packs what nodes save, a checkpoint that runs again.  What it does
+may change from step to step, without a trace in the graph.  So the node itself gives the rows, if it has a formula.  Else
+rows are compared with gradient in each step."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.log import Noted
+from autograd_hacks.forms.numerics import looks_free
+from autograd_hacks.formulas.table import NODES
+from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.walk import Walk
+from autograd_hacks.support.graph import Leaf, is_packed
+from autograd_hacks.support.internals import RAW, SAVED, address_of, without_subclasses
+
+SAME, COPY, UNKNOWN = "same", "copy", "unknown"
+"""What a node has saved of a call: the very argument, another tensor, or something that hooks or others made."""
+
+_COPIES = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Clone", "Unsqueeze"))
+"""Nodes whose output has the numbers of their input, in the same order."""
+_CAST, _TURN = "ToCopyBackward0", "TBackward0"
+
+Taken = tuple[str, Any, Any]
+"""What a node has saved of a call's argument, its dtype, and the settings that it has saved."""
+
+
+class _Kind(NamedTuple):
+    """A kind of nodes that layers are.
+
+    layer: their type    raw: reads what it saves of the argument    settings: reads those that rules take from the layer
+    places: the numbers of its inputs, by the parameters' names in the layer, and of the argument as x
+    others: the names of what else it saves as it is, of the layer's buffers and the call's arguments
+    usual: the only settings that rules know
+    """
+
+    layer: type[nn.Module]
+    raw: Callable[[Any], Any]
+    settings: Callable[[Any], Any]
+    places: Mapping[str, int]
+    others: Sequence[str] = ()
+    usual: Any = None
+
+
+def _kind(layer: Any, argument: str, settings: str = "", *more: Any, **places: int) -> _Kind:
+    read = attrgetter(*(SAVED + name for name in settings.split())) if settings else lambda node: None
+    return _Kind(layer, attrgetter(RAW + argument), read, places or {"x": 0, "weight": 1, "bias": 2}, *more)
+
+
+_KINDS = {
+    "AddmmBackward0": _kind(nn.Linear, "mat1", "alpha beta", (), (1, 1), x=1, weight=2, bias=0),
+    "MmBackward0": _kind(nn.Linear, "self", x=0, weight=1),
+    "ConvolutionBackward0": _kind(nn.modules.conv._ConvNd, "input", "stride padding dilation groups transposed"),
+    "EmbeddingBagBackward0": _kind(
+        nn.EmbeddingBag, "indices", "mode padding_idx scale_grad_by_freq", ("offsets", "per_sample_weights"), weight=0
+    ),
+    "EmbeddingBackward0": _kind(nn.Embedding, "indices", "padding_idx scale_grad_by_freq", weight=0),
+    "NativeLayerNormBackward0": _kind(nn.LayerNorm, "input"),
+    "FusedRmsNormBackward0": _kind(nn.RMSNorm, "input"),
+    "NativeGroupNormBackward0": _kind(nn.GroupNorm, "input", "group eps"),
+    "NativeBatchNormBackward0": _kind(
+        nn.modules.batchnorm._BatchNorm, "input", "training eps", ("running_mean", "running_var")
+    ),
+}
+
+
+def _main(node: Any) -> Any:
+    """The node behind copies."""
+    while type(node).__name__ in _COPIES:
+        node = node.next_functions[0][0]
+    return node
+
+
+def taken_by(node: Any, hook: AtOutput, layer: nn.Module) -> Taken | None:
+    """What the node of a layer's call takes; None for unknown kinds of nodes."""
+    node = _main(node)
+    kind = _KINDS.get(type(node).__name__)
+    if kind is None or hook.live is None:
+        return None
+    raw, (args, kwargs) = kind.raw(node), hook.live
+    if raw.unpack_hook is not None:
+        return UNKNOWN, None, None
+    saved, x = raw.data, args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
+    for name in kind.others:
+        other: Any = getattr(node, RAW + name)
+        given = (None, layer._buffers.get(name), *args, *kwargs.values())
+        is_made = name == "offsets" and x.ndim == 2  # of the rows of a matrix
+        if other.unpack_hook is not None or not (is_made or any(other.data is own for own in given)):
+            return UNKNOWN, None, None
+    if saved is x or saved is None:  # no parameter that trains needs it
+        return SAME, None, kind.settings(node)
+    with nullcontext() if type(x) is Tensor else without_subclasses():
+        return SAME if _is_same(saved, x) else COPY, saved.dtype, kind.settings(node)
+
+
+def _is_same(saved: Tensor, x: Tensor) -> bool:
+    """Whether a tensor has the numbers of another one in the same memory, in the same order."""
+    if address_of(saved) != address_of(x) or saved.dtype is not x.dtype or saved.is_conj() != x.is_conj():
+        return False
+    if saved.is_contiguous() and x.is_contiguous():
+        return saved.numel() == x.numel()
+    return (saved.shape, saved.stride(), saved.is_neg()) == (x.shape, x.stride(), x.is_neg())
+
+
+def is_sure(noted: Noted, nodes: Iterable[Node], taken: Taken | None) -> bool:
+    """Whether a call's rule sees what autograd does.  nodes: those inside    taken: see `taken_by`"""
+    call = noted.call
+    if call.known.is_given or not isinstance(call.layer, nn.RNNBase | nn.RNNCellBase):
+        return not call.known.is_given and _is_fed(noted, taken)
+    # Its rule runs it again and compares the outputs, where the host need not wait for that.
+    return all(map(looks_free, call.outputs)) and not any(map(is_packed, nodes))
+
+
+def has_formulas(noted: Noted, nodes: Sequence[int], trace: Trace, walk: Walk) -> bool:
+    """Whether formulas give the rows at the nodes in a call that take its parameters."""
+    own, known = walk.of_parameters, noted.call.known
+    takes = [k for k in nodes if not own[k] and any(edge is not None and own[edge[0]] for edge in trace.edges[k])]
+    is_usual = known.rule.is_node and not known.is_given
+    return is_usual and bool(takes) and all(trace.kinds[k].name in NODES for k in takes)
+
+
+def _is_fed(noted: Noted, taken: Taken | None) -> bool:
+    """Whether nothing but copies is between a call and a node of its kind."""
+    known = noted.call.known
+    if taken is None or taken[0] is UNKNOWN:
+        return False
+    main = _main(noted.hooks[0][0])
+    kind = _KINDS[type(main).__name__]
+    if not isinstance(known.layer, kind.layer) or kind.usual not in (None, taken[2]):
+        return False
+    is_linear = kind.layer is nn.Linear
+    for local, p, _ in known.wanted:
+        if local not in kind.places or not _leads_to(main, kind.places[local], p, is_linear and local == "weight"):
+            return False
+    return taken[0] is SAME or _comes_from(main, kind.places.get("x", 0), noted)
+
+
+def _leads_to(node: Node, place: int, parameter: Tensor, is_turned: bool) -> bool:
+    """Whether a node's input is a parameter, or a cast of it, transposed or not."""
+    ahead: Any = node.next_functions[place][0]
+    turns = casts = 0
+    while (name := type(ahead).__name__) in (_CAST, _TURN):
+        turns, casts = turns + (name == _TURN), casts + (name == _CAST)
+        ahead = ahead.next_functions[0][0]
+    return type(ahead) is Leaf and ahead.variable is parameter and turns == is_turned and casts < 2
+
+
+def _comes_from(node: Node, place: int, noted: Noted) -> bool:
+    """Whether a node's input is a copy of a call's argument, as autocast makes it."""
+    (ahead, number), casts = node.next_functions[place], 0
+    while ahead is not None and ahead not in noted.inputs and (name := type(ahead).__name__) in (_CAST, *_COPIES):
+        casts += name == _CAST
+        ahead, number = ahead.next_functions[0]
+    return casts < 2 and (ahead, number) in argument_of(noted.hooks[0][1])
+
+
+def argument_of(hook: AtOutput) -> list[tuple[Node, int]]:
+    """The values of the graph that a call was given, as nodes and numbers of their outputs."""
+    return [(x.grad_fn, x.output_nr) for x in hook.live[0] if isinstance(x, Tensor) and x.grad_fn is not None]
