@@ -257,8 +257,12 @@ def joined(m: nn.Module, x: Tensor) -> Tensor:
     return x @ (m.weight @ made.T) * made[: len(x), :1]
 
 
+def one_by_one(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([one * row for one, row in zip(x, m.table.cumsum(0))])  # there are more rows than samples
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3])
-@pytest.mark.parametrize("program", [normed, convolved, joined])
+@pytest.mark.parametrize("program", [normed, convolved, joined, one_by_one])
 def test_a_value_of_parameters_is_no_layers_own_weight(program: Callable[..., Tensor], samples: int) -> None:
     """It may be the input of a layer; and meet the batch sample by sample and as a whole."""
     model = Bare(
