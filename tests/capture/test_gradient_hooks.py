@@ -271,25 +271,6 @@ def test_a_hook_that_overwrites_gradient_is_refused() -> None:
             autograd_hacks.compute_grad1(model)
 
 
-def test_a_hook_that_is_registered_after_the_forward() -> None:
-    class Keeping(Hooked):
-        def forward(self, x: Tensor) -> Tensor:
-            self.hidden = self.middle(self.first(x))
-            return self.last(self.hidden)
-
-    model, x = Keeping("afterwards"), torch.randn(5, 3).double()
-    with autograd_hacks.add_hooks(model):
-        for flips in (False, True, False):
-            out = model(x)
-            model.hidden.register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
-            squares(out).mean().backward()
-            if flips:
-                with pytest.raises(SamplesMixed, match=r"the backward hook .*lambda"):
-                    autograd_hacks.compute_grad1(model)
-            else:
-                autograd_hacks.compute_grad1(model)
-
-
 def registers(m: nn.Module, x: Tensor) -> Tensor:
     """Registers a hook of each kind on the layers as it runs."""
     kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_pre_hook"
