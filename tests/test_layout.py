@@ -7,6 +7,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ Arrows = dict[str, set[str]]
 """Each module's path within the package, and those that it imports."""
 
 
+@cache
 def arrows(package: Path) -> Arrows:
     paths = {path.relative_to(package) for path in package.rglob("*.py")}
     modules = {".".join([package.name, *_names(path)]): path.as_posix() for path in paths}

@@ -248,6 +248,9 @@ class Backward:
             if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
                 return
         makes_graph = torch.is_grad_enabled()
+        if isinstance(use, NodeUse) and use.samples == 1 and not makes_graph:
+            # A parameter may take a view of this memory for its .grad, to which later passes add.
+            grads = [None if g is None else g.clone() for g in grads]
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
         if runs_modules and node is not None:
             self._speak_after(node)

@@ -166,7 +166,9 @@ class Kinds:
         reads = self.probes or self.independent
         if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
             return None
-        names = list(inspect.signature(model.forward).parameters) if isinstance(self.batch_dim, dict) else ()
+        by_name = self.batch_dim if isinstance(self.batch_dim, dict) else {}
+        own = inspect.signature(model.forward).parameters if by_name else {}
+        names = [*own, *(by_name if any(p.kind is p.VAR_KEYWORD for p in own.values()) else ())]
         batch = Batch.of(args, kwargs, self.batch_dim if not path else 0, names)
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
         if not self._is_whole:

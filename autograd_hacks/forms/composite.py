@@ -82,6 +82,8 @@ class Composite(Form):
     parts: the forms    samples, shape: of the sum
     """
 
+    adds_up = False  # whether S adds rows to each other, whose digits may cancel
+
     def __init__(self, parts: Sequence[Form], samples: int, shape: torch.Size) -> None:
         self.parts, self.samples, self.shape = parts, samples, shape
         self.cuts_well = all(part.cuts_well for part in parts)
@@ -142,7 +144,15 @@ class Composite(Form):
         return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
     def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
+        if self.adds_up and self._cancels(max_bytes):
+            return Form.gram(self, other, max_bytes)
         return self._join(part.gram(other, max_bytes) for part in self.parts)
+
+    def _cancels(self, max_bytes: int) -> bool:
+        """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
+        size = self._join(part.norms(max_bytes) for part in self.parts).detach()
+        square = self.norms(max_bytes).detach() ** 2
+        return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
 
     def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         return self._join(part.project(random, max_bytes) for part in self.parts)
@@ -220,6 +230,8 @@ class Grouping(Composite):
 
     form: M rows    rows: M integers in [0, samples), the sample that each row belongs to, which `group` checks    samples: N
     """
+
+    adds_up = True
 
     def __init__(self, form: Form, rows: Tensor, samples: int) -> None:
         if rows.shape != (form.samples,):

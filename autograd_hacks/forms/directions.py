@@ -38,7 +38,7 @@ def directions(name: str, number: int, shape: torch.Size, dtype: torch.dtype, de
         return u, torch.ones_like(v)
     if len(shape) > 2:
         second, rest = v.clone(), _piece(prod(shape[2:]), seed + 2, PAIRS, *kind).clone()
-        second[:, 0], rest[:, 0] = 1, 1
+        second[:, :1], rest[:, :1] = 1, 1
         v = (second[:, :, None] * rest[:, None]).flatten(1)
     return u, v
 

@@ -140,5 +140,7 @@ def statistics(layer: nn.modules.batchnorm._NormBase, call: Call, x: Tensor) -> 
         raise SamplesMixed(why)
     is_running, names = layer.track_running_stats and not call.training, ("running_mean", "running_var")
     mean, var = (call.read(name) if is_running else None for name in names)
+    if is_running and layer.num_batches_tracked is not None:
+        call.read("num_batches_tracked")  # a forward in training mode writes the others without moving their versions
     forms = _sums(call, x, mean, None if var is None else (var + layer.eps).rsqrt())
     return {"input": x, "training": False, "running_mean": mean, "running_var": var, "forms": forms}

@@ -122,6 +122,12 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 """{layer type: rule}"""
 
+
+def _of_weights(formula: Formula) -> Formula:
+    """A formula for the node's weight and bias alone, and not for a value of parameters as its input."""
+    return lambda met: formula(met) if met.place else None
+
+
 NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),
     "MmBackward0": partial(matrices.matrix_product, names=("self", "mat2")),
@@ -134,14 +140,14 @@ NODES: dict[str, Formula] = {
     "ExpandBackward0": lambda met: met.summed(met.grad),
     "RepeatBackward0": _repeated,
     "PreluKernelBackward0": _prelu,
-    "ConvolutionBackward0": conv,
+    "ConvolutionBackward0": _of_weights(conv),
     "EmbeddingBackward0": embedding,
     "IndexBackward0": indexed,
     "IndexSelectBackward0": lambda met: None if met.kept("dim") else table(met, met.kept("index")),
-    "NativeLayerNormBackward0": partial(norms.layer_norm, normal=norms.by_saved),
-    "FusedRmsNormBackward0": partial(norms.layer_norm, normal=lambda kept: kept("input") * kept("result1")),
-    "NativeGroupNormBackward0": partial(norms.group_norm, normal=partial(norms.by_groups, number="group")),
-    "NativeBatchNormBackward0": norms.batch_norm,
+    "NativeLayerNormBackward0": _of_weights(partial(norms.layer_norm, normal=norms.by_saved)),
+    "FusedRmsNormBackward0": _of_weights(partial(norms.layer_norm, normal=lambda kept: kept("input") * kept("result1"))),
+    "NativeGroupNormBackward0": _of_weights(partial(norms.group_norm, normal=partial(norms.by_groups, number="group"))),
+    "NativeBatchNormBackward0": _of_weights(norms.batch_norm),
 }
 """{node name: formula}"""
 

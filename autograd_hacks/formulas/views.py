@@ -52,6 +52,9 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
         return form.transposed(shape)
+    if isinstance(form, Placed) and first:
+        turned = {b: transposed(own, dims, torch.Size((own.shape[0], *shape[1:]))) for b, own in form.entries.items()}
+        return Placed(turned, shape)
     return Dense(rows_of(form).transpose(first + 1, second + 1))
 
 

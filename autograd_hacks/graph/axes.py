@@ -217,14 +217,10 @@ def _(sizes: Sizes, dim: int) -> list[Links]:
 # Products.
 
 
-@axes("mm addmm _addmm_activation", multiplies=True)
+@axes("mm addmm _addmm_activation mv addmv bmm baddbmm", multiplies=True)
 def _(sizes: Sizes) -> list[Links]:
-    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE, 1)]
-
-
-@axes("bmm baddbmm", multiplies=True)
-def _(sizes: Sizes) -> list[Links]:
-    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, 1, ALONE), (0, ALONE, 2)]
+    n, added = sizes.n, [broadcast(sizes.out, s) for s in sizes.ins[:-2]]
+    return [*added, [*range(max(1, n - 1)), ALONE], [*range(n - 2), ALONE, *range(max(1, n - 1), n)]]
 
 
 @axes("_grouped_mm", multiplies=True)
@@ -239,11 +235,6 @@ def _(sizes: Sizes) -> list[Links]:
         (ALONE, MIX, 1)[-len(sizes.ins[1] or (0, 0, 0)) :],
         *more,
     ]
-
-
-@axes("mv addmv", multiplies=True)
-def _(sizes: Sizes) -> list[Links]:
-    return [*(broadcast(sizes.out, s) for s in sizes.ins[:-2]), (0, ALONE), (ALONE,)]
 
 
 @axes("linear mkldnn_linear", multiplies=True)
@@ -397,9 +388,11 @@ def _(sizes: Sizes) -> list[Links]:
     lead = max(len(s) - 2 for s in sizes.ins if s is not None)
 
     def of(own: Shape) -> Links:
-        if len(own) == lead + 1:  # one axis less: a vector, or a matrix of fewer batches
-            return within(1, len(own)) if list(own) == list(sizes.out) else [MIX] * len(own)
-        return [*broadcast(sizes.out[:lead], own[:-2]), MIX, MIX] if len(own) > 1 else [MIX] * len(own)
+        if len(own) == lead + 1 and list(own) == list(sizes.out):  # vectors
+            return within(1, len(own))
+        before = broadcast(sizes.out[:lead], own[:-2])
+        is_shared = lead > len(before) or ALONE in before  # one matrix for several: samples that are lost add up
+        return [*before, *[ALONE if is_shared else MIX] * 2] if len(own) > 1 else [MIX] * len(own)
 
     return [of(s or ()) for s in sizes.ins]
 

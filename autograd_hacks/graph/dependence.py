@@ -11,7 +11,7 @@ gives entries other places if other samples change, so nothing may depend on a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autograd_hacks.graph.axes import axis
 from autograd_hacks.graph.label import (
+    ALONE,
     MIXED,
     NOBODY,
     At,
@@ -28,19 +30,35 @@ from autograd_hacks.graph.label import (
     One,
     Owned,
     Several,
+    Sizes,
+    ascends,
     entries,
-    is_owned,
     joined,
+    linked,
+    narrowed,
     scattered,
     tidied,
     varying,
 )
+from autograd_hacks.graph.moves import MOVES
+from autograd_hacks.graph.orders import ORDERS, Call, finds_back, is_undone
 from autograd_hacks.graph.places import Places, is_ragged
-from autograd_hacks.graph.tape_laws import OVERWRITING, PUTTING, UNIFORM, UNWRITTEN, Operation, Step, Unshown, operation
+from autograd_hacks.graph.tape_laws import (
+    OVERWRITING,
+    PUTTING,
+    UNIFORM,
+    UNWRITTEN,
+    Operation,
+    Step,
+    Unshown,
+    likely,
+    operation,
+)
 from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
 
 MOST = 2**24
 """The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
+_SELECT: Any = torch.ops.aten.select.int
 _SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
 
 
@@ -113,8 +131,8 @@ class _Memory:
 
 
 class _Reading:
-    """surely: whether what surely reaches outputs is followed: not orders that sorting finds, which may be undone; and past
-    what no law shows, as if that kept entries in their places    entrywise: whether views are followed entry by entry"""
+    """surely: whether orders that are undone, and what no law shows, are taken to keep samples apart
+    entrywise: whether views are followed entry by entry"""
 
     def __init__(
         self, tape: Tape, axes: Sequence[int | None] | None, samples: int, packed: dict[int, frozenset[int]],
@@ -124,14 +142,17 @@ class _Reading:
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
-        for entry in tape.entries:
+        self.chosen: dict[int, int] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
+        for k, entry in enumerate(tape.entries):
+            if entry.func is _SELECT and type(x := tape.items.get(k - 1)) is int and x == entry.args[2]:
+                self.chosen[entry.outputs[0][0]] = next(numbers_in(tape.entries[k - 1].args))
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
             self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
         self.owners: dict[int, int] = {}  # by number, that of the first tensor with the same memory
         self.memory: dict[int, _Memory] = {}  # by that number
         self.read: set[int] = set()
-        self.at: int | None = None  # the number of the operation that is read
+        self.at: int | None = None  # the operation that is read
         self.lost: int | None = None  # where samples of one output meet first, from the outputs back
         self.is_elsewhere = False  # whether an argument's entries reach other samples than their own
         self.is_kept = False  # whether what depends on arguments stays in parameters or buffers
@@ -146,8 +167,8 @@ class _Reading:
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
         kept = self.leave()
-        for x, label in roots:
-            number = self.tape.number(x)
+        self.returned = [self.tape.number(x) for x, _ in roots]
+        for number, (_, label) in zip(self.returned, roots):
             if number is None:
                 raise Unshown("the forward returns a tensor that no operation of PyTorch made")
             self._add(number, label)
@@ -192,7 +213,7 @@ class _Reading:
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
-            reaches = any(self._is_reached(n) for n in there)
+            reaches = any(self._is_reached(n) for n in [*there, self.chosen.get(next(iter(numbers), 0), 0)])
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
                     raise Unshown(f"{entry.func._schema.name} writes into its arguments")
@@ -279,7 +300,7 @@ class _Reading:
             return None
         if bool((found == _SEVERAL).any()):
             return MIXED
-        return tidied(Entries(_narrowed(found)), self.shapes[number], self.samples)
+        return tidied(Entries(narrowed(found)), self.shapes[number], self.samples)
 
     def _add(self, number: int, label: Label) -> None:
         """Notes that a tensor reaches outputs of some samples."""
@@ -292,7 +313,7 @@ class _Reading:
             return
         places = memory.places[number].flatten()
         new = torch.full((len(places),), _SEVERAL, device="cpu")
-        if is_owned(label):
+        if isinstance(label, Owned):
             order = entries(label, shape, self.samples, "cpu").expand(shape).flatten()
             whole = scattered(order, places, len(memory.samples))
             new = new if whole is None else whole[places]
@@ -302,41 +323,66 @@ class _Reading:
     def _backwards(self, entry: Entry) -> None:
         own = operation(entry.func)
         numbers = [n for n, *_ in entry.outputs]
-        if own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory:
-            return  # it is the same memory
         labels = [self._label(n) if n else None for n in numbers]
+        found: list[tuple[int | None, Label]] = []
+        if (n := self.chosen.get(next(iter(numbers), 0))) is not None:
+            shape, label = self.shapes[n], labels[0]
+            found.append((n, linked(label, [ALONE] * len(shape), shape) if isinstance(label, Owned) else label))
+        is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
                 memory.samples[memory.places[n].flatten()] = NOBODY
         ins = self._ins(entry, own)
-        if all(label is None for label in labels) or not any(n is not None and self._is_reached(n) for n in ins):
-            return
-        # Experts' tokens are sorted, and another index puts them back.
-        is_order = own.name == "sort" and (labels[0] is None or not entry.outputs[0][3].is_floating_point)
-        for at, label in zip(ins, self._through(entry, own, ins, labels)):
-            if self.surely and is_order and isinstance(label, Several):
-                continue
+        if not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins))):
+            found += zip(ins, self._through(entry, own, ins, labels))
+        for at, label in found:
             if at is not None and self._is_reached(at):
                 self._add(at, label)
-                if self.lost is None and isinstance(self._label(at), Several) and not any(map(_is_lost, labels)):
+                if (
+                    self.lost is None
+                    and isinstance(self._label(at), Several)
+                    and not any(isinstance(label, Several) for label in labels)
+                ):
                     self.lost = self.at
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""
-        if any(map(_is_lost, labels)):
+        if any(isinstance(label, Several) for label in labels):
             return [MIXED] * len(ins)
         step = self._step(entry, own, ins)
         found: list[Label] = [None] * len(ins)
         for o, label in enumerate(labels):
-            if is_owned(label):
+            if isinstance(label, Owned):
                 try:
-                    answer = step.labels(label, o, self.samples)
+                    answer = self._ordered(step, entry, label, o) or step.labels(label, o, self.samples)
                 except Unshown:
                     if not self.surely:
                         raise Unshown(f"there is no law for the operation {entry.func._schema.name}") from None
-                    answer = [_likely(label, shape, step.outs[o]) for shape in step.ins]
+                    answer = [likely(label, shape, step.outs[o]) for shape in step.ins]
                 found = [joined(a, b, shape or (), self.samples) for a, b, shape in zip(found, answer, step.ins)]
         return found
+
+    def _ordered(self, step: Step, entry: Entry, label: Owned, o: int) -> Sequence[Label]:
+        """The labels of what is put in an order along the samples; none if it isn't."""
+        number, is_sort = next(numbers_in(entry.args), 0), step.name == "sort"
+        if not self.surely or step.name not in ORDERS or isinstance(label, One):
+            return []
+        if not self._is_reached(number) or (
+            is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label)
+        ):
+            return []
+        is_back = is_sort and finds_back(self.tape, step, number)
+        if not (is_back or is_undone(self._calls(self.at or 0), self.owners, filter(None, self.returned))):
+            return [MIXED] * len(step.ins)
+        if not is_sort:
+            return [likely(label, own, step.outs[o]) for own in step.ins]
+        read, dim = lambda _: self._values((entry.outputs[1][0],), step.operation, False), step.given["dim"]
+        return MOVES["sort"].law(label, Sizes(o, step.outs, step.ins), self.samples, read=read, dim=dim) or []
+
+    def _calls(self, begin: int) -> Iterator[Call]:
+        for entry in self.tape.entries[begin:]:
+            ins = self._ins(entry, own := operation(entry.func))
+            yield self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs]
 
     def _step(self, entry: Entry, own: Operation, ins: Sequence[int | None]) -> Step:
         given, shapes = self._given(entry, own), [None if n is None else self.shapes[n] for n in ins]
@@ -367,7 +413,7 @@ class _Reading:
             label, shape = self._label(number), self.shapes[number]
             if label is None or (self.axes is not None and self.axes[n] is None):
                 continue
-            if not is_owned(label):
+            if not isinstance(label, Owned):
                 if self.axes is None and not prod(shape) > 1:
                     continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
@@ -379,20 +425,16 @@ class _Reading:
                 if bool(((own != right) & (own >= 0)).any()):
                     self.is_elsewhere = True
                     raise Unshown(f"an argument of shape {shape} reaches other samples than those on its axis {at}")
-            elif not _ascends(self._order(label, shape)):
+            elif not ascends(narrowed(entries(label, shape, self.samples, "cpu"))):
                 raise Unshown(f"an argument of shape {shape} reaches samples in another order than it has them")
-
-    def _order(self, label: Owned, shape: Sequence[int]) -> Tensor:
-        """The sample of each entry, with one entry on each axis along which it is the same."""
-        return _narrowed(entries(label, shape, self.samples, "cpu"))
 
     def _check_places(self) -> None:
         loose = dict[int, frozenset[int]]()
         for number, n in self.tape.arguments.items() if self.axes is None else ():
             label, shape = self._label(number), self.shapes[number]
             axes, before = frozenset[int](), self.packed.get(n, frozenset())
-            if is_owned(label) and 0 not in shape:
-                axes = frozenset(varying(Entries(self._order(label, shape))))
+            if isinstance(label, Owned) and 0 not in shape:
+                axes = frozenset(varying(Entries(narrowed(entries(label, shape, self.samples, "cpu")))))
                 self.packed[n] = before | axes
             if not axes and label is not None and shape and 0 not in shape:  # all of one sample
                 axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
@@ -401,37 +443,11 @@ class _Reading:
         places = Places(loose, lengths, self._is_reached)
         places.origins.update((n, frozenset([n])) for n in loose if not self.tape.sources[n].dtype.is_floating_point)
         places.uniform.update(n for n, shape in self.shapes.items() if prod(shape) == 1)
-        for k, entry in enumerate(self.tape.entries):
-            self.at, own = k, operation(entry.func)
-            ins = self._ins(entry, own)
-            places.pass_(self._step(entry, own, ins), ins, [n for n, *_ in entry.outputs])
+        for k, call in enumerate(self._calls(0)):
+            self.at = k
+            places.pass_(*call)
         places.check_uses()
-
-
-def _likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
-    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
-    if isinstance(label, Entries) and label.samples.numel() == 1:
-        label = One(int(label.samples))
-    if shape == out or isinstance(label, One):
-        return label
-    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
-    return label if is_there else None
 
 
 def _is_lost(label: Label) -> bool:
     return isinstance(label, Several)
-
-
-def _narrowed(found: Tensor) -> Tensor:
-    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
-    for d, size in enumerate(found.shape):
-        most = found.amax(d, keepdim=True) if found.numel() else found
-        if size > 1 and bool(((found == most) | (found < 0)).all()):
-            found = most
-    return found
-
-
-def _ascends(order: Tensor) -> bool:
-    along = [size for size in order.shape if size > 1]
-    own = order.flatten()
-    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

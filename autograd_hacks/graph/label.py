@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ class Sizes(NamedTuple):
     """The sizes of a node's outputs and inputs, and the number of the output whose label is moved.
 
     Inputs without a graph, and outputs that nobody has, have none.
+    is_shared: whether all outputs have this label
     """
 
     o: int
     outs: Shapes
     ins: Shapes
+    is_shared: bool = False
 
     @property
     def out(self) -> Shape:
@@ -108,10 +110,6 @@ MIXED: Final = Several(True)
 
 Owned = At | One | Entries
 Label = At | One | Entries | Several | None
-
-
-def is_owned(label: Label) -> TypeGuard[Owned]:
-    return label is not None and type(label) is not Several
 
 
 def same(a: Label, b: Label) -> bool:
@@ -243,7 +241,7 @@ def taken(
 
 def spread(
     label: Owned, links: Links, out: Shape, whole: Shape, samples: int, take: Callable[[Tensor], Tensor],
-    lost: Several = MIXED, kept: Container[int] = (), device: Any = None,
+    lost: Several = MIXED, kept: Container[int] = (), device: Any = None, is_whole: bool = False,
 ) -> Label:  # fmt: skip
     """The label of an input of which ``take`` took the output's entries; `NOBODY` has what it left.
 
@@ -252,9 +250,10 @@ def spread(
     lost: what is said if entries of several samples were taken from one
     kept: linked axes along which ``take`` is not alike
     device: of the tensors that ``take`` takes by
+    is_whole: whether other outputs with this label have the rest of the input
     """
     along = varying(label)
-    if type(label) is At and label.dim in links:
+    if (type(label) is At and label.dim in links) or (is_whole and set(along) <= set(links)):
         return linked(label, links, whole)
     small = [size if links[d] < 0 or links[d] in along or d in kept else 1 for d, size in enumerate(whole)]
     places = take(torch.arange(prod(small), device=device or "cpu").view(small))
@@ -285,3 +284,19 @@ def scattered(order: Tensor, index: Tensor, size: int, dim: int = 0) -> Tensor |
     sizes = [size if d == dim else s for d, s in enumerate(order.shape)]
     found = torch.full(sizes, NOBODY, dtype=order.dtype, device=order.device).scatter_reduce_(dim, index, order, "amax")
     return None if bool(((found.gather(dim, index) != order) & (order >= 0)).any()) else found
+
+
+def narrowed(found: Tensor) -> Tensor:
+    """The sample of each entry, with one entry on each axis along which it is the same, or of no sample."""
+    for d, size in enumerate(found.shape):
+        most = found.amax(d, keepdim=True) if found.numel() else found
+        if size > 1 and bool(((found == most) | (found < 0)).all()):
+            found = most
+    return found
+
+
+def ascends(order: Tensor) -> bool:
+    """Whether entries along the only axis that is longer than one are in the order of their samples."""
+    along = [size for size in order.shape if size > 1]
+    own = order.flatten()
+    return len(along) <= 1 and bool((own[own >= 0].diff() >= 0).all())

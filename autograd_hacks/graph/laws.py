@@ -32,6 +32,7 @@ from autograd_hacks.graph.label import (
     Sizes,
     joined,
     linked,
+    same,
     tidied,
 )
 from autograd_hacks.graph.moves import MOVES, Law
@@ -78,8 +79,6 @@ class Kind:
         return [] if self.entry is None else self.entry.links(o, outs, ins, self.named(values))
 
     def named(self, values: Any) -> dict[str, Any]:
-        if not self.numbers:
-            return {}
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
 
 
@@ -100,7 +99,7 @@ _BY_NODE = {node_name(name): name for name in (*AXES, *MOVES)}  # where an opera
 @cache
 def kind_of_name(name: str, kind: type) -> Kind:
     if name in IDENTITIES:
-        return Kind(name, law=_identity)
+        return Kind(name, law=lambda label, sizes, _: [label if k == sizes.o else None for k in range(len(sizes.ins))])
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backwards?\d*(_copy)?", name)
     operation = _BY_NODE.get(found[1]) if found else None
     if operation is None or issubclass(kind, BackwardCFunction):
@@ -127,10 +126,6 @@ def kind_of(node: Any) -> Kind:
         if kind.__name__ != "CppFunction":  # all nodes of other people's C++ have this type
             _BY_TYPE[kind] = found
     return found
-
-
-def _identity(label: Owned, sizes: Sizes, samples: int) -> list[Label]:
-    return [label if k == sizes.o else None for k in range(len(sizes.ins))]
 
 
 class Deferred(Exception):
@@ -211,10 +206,11 @@ def _by_move(
     if kind.by_values:
         given["read"] = read
     joint: list[Label] = [None] * len(ins)
+    is_shared = len(labels) > 1 and all(same(own, labels[0]) for own in labels)
     for o, label in enumerate(labels):
         if label is None:
             continue
-        of_output = law(label, Sizes(o, outs, ins), samples, **given)
+        of_output = law(label, Sizes(o, outs, ins, is_shared), samples, **given)
         if of_output is None:
             return asked(node, labels, samples, may_recompute)
         for k, (more, shape) in enumerate(zip(of_output, ins)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Memo:
 
     def __init__(self, size: int = KEPT) -> None:
         self.size, self.hits, self.misses = size, 0, 0
-        self._kept: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._kept: OrderedDict[Any, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,6 +67,7 @@ class Memo:
             return entry.walk
         self.misses += 1
         walk = walked(trace, roots, samples, memory)
+        walk.compared = self._compared(trace, samples, walk)
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
@@ -81,8 +82,19 @@ class Memo:
             self._kept.popitem(last=False)
         return walk
 
+    def _compared(self, trace: Trace, samples: int, walk: Walk) -> dict[Any, set[str]]:
+        """That of an earlier walk through the same operations with the same uses, whatever sizes and numbers they had.
 
-def _forget(kept: OrderedDict[Hashable, _Entry], key: Hashable, _: object) -> None:
+        Rows of other samples, or of more of them, have the same sum."""
+        graph, places = trace.key[:4], [use[:2] for use in walk.uses]
+        for (own, _, _, others), entry in reversed(self._kept.items()):
+            is_alike = own[:4] == graph and (others == 1) == (samples == 1)
+            if is_alike and places == [use[:2] for use in entry.walk.uses]:
+                return entry.walk.compared
+        return {}
+
+
+def _forget(kept: OrderedDict[Any, _Entry], key: Any, _: object) -> None:
     kept.pop(key, None)
 
 

@@ -58,7 +58,7 @@ def move(names: str, reads: str = "", by_values: bool = False) -> Callable[[Law]
 
 def by_axes(name: str, label: Owned, sizes: Sizes, **numbers: Any) -> list[Label]:
     """The labels of an operation's inputs by its entry in `AXES`."""
-    return [linked(label, links, own or ()) for links, own in zip(AXES[name].links(*sizes, numbers), sizes.ins)]
+    return [linked(label, links, own or ()) for links, own in zip(AXES[name].links(*sizes[:3], numbers), sizes.ins)]
 
 
 @move("view _unsafe_view _reshape_alias _mkldnn_reshape _reshape_copy reshape unflatten flatten")
@@ -100,7 +100,8 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, ste
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = None) -> list[Label]:
     n = len(sizes.own)
     d, at = axis(dim, n), sizes.o if index is None else signed(index)
-    return [spread(label, beside(d, n), sizes.out, sizes.own, samples, lambda x: x.select(d, at))]
+    take = lambda x: x.select(d, at)  # noqa: E731
+    return [spread(label, beside(d, n), sizes.out, sizes.own, samples, take, is_whole=sizes.is_shared)]
 
 
 @move("select_backward stack", reads="dim index")
@@ -119,7 +120,7 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
     d = axis(dim, sizes.n)
     start = sum((s or ())[d] for s in sizes.outs[: sizes.o])
     take = lambda x: x.narrow(d, start, sizes.out[d])  # noqa: E731
-    return [spread(label, along(d, sizes.n), sizes.out, sizes.own, samples, take)]
+    return [spread(label, along(d, sizes.n), sizes.out, sizes.own, samples, take, is_whole=sizes.is_shared)]
 
 
 @move("cat", reads="dim")

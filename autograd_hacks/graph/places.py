@@ -20,7 +20,7 @@ from autograd_hacks.graph.values import MASKS, Indexed
 from autograd_hacks.probe.tape import FRESH, Site, Tape
 
 _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatten".split())  # noqa: SIM905 a list of words to be read
-_TAKING = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
+CARRIED = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
 NUMBER = "a number"
 """The kind of a number that an operation gets."""
 _ALONG = "dim dims dimension".split()  # noqa: SIM905
@@ -69,6 +69,8 @@ class Places:
     is_reached: whether a tensor depends on arguments with samples
     """
 
+    is_strict = True  # whether no part of such an axis may be taken
+
     def __init__(
         self, loose: dict[int, frozenset[int]], lengths: Collection[int], is_reached: Callable[[int], bool]
     ) -> None:
@@ -86,23 +88,26 @@ class Places:
         ):
             self.uniform.update(outs)
         is_count = step.name == "arange" and step.given.get("start", 0) == 0 and step.given.get("step", 1) == 1
-        if is_count or (step.name in _TAKING and there and self.counting.issuperset(there)):
+        if is_count or (step.name in CARRIED and there and self.counting.issuperset(there)):
             self.counting.update(outs)
         if not there:
             for n, shape in zip(outs, step.outs):
                 self.loose[n] = frozenset(d for d, size in enumerate(shape or ()) if size in self.lengths)
         self._note_uses(step, ins, outs)
-        if not (step.name in RAGGED or step.operation.read) and not any(self.loose.get(n) for n in there):
+        if not (self._may_begin(step, there) or any(self.loose.get(n) for n in there)):
             return
         for o, n in enumerate(outs):
             if n and (found := self._through(step, ins, o)):
                 self.loose[n] = frozenset(found)
 
+    def _may_begin(self, step: Step, there: Sequence[int]) -> bool:
+        return step.name in RAGGED or bool(step.operation.read)
+
     def _note_uses(self, step: Step, ins: Sequence[int | None], outs: Sequence[int]) -> None:
         """Notes which whole numbers are taken along, and which are used as values."""
         own = [self.origins.get(n, frozenset()) if n is not None else frozenset() for n in ins]
         first = 1 if step.operation.read and step.name not in ("nonzero", "bincount") else 0  # others are indices
-        if step.name in _TAKING or step.operation.read or step.operation.makes_view:
+        if step.name in CARRIED or step.operation.read or step.operation.makes_view:
             given = own[:1] if first else own
             self.origins.update((n, frozenset().union(*given)) for n in outs if any(given))
         elif not (step.name in ("eq", "ne") and all(own)):
@@ -163,8 +168,7 @@ class Places:
         if name == "index_select" or name == "gather":
             d = axis(step.given["dim"], len(out))
             self._check_index(ins[1], d in own[0], step.ins[0] or (), d)
-            moved = {d} if own[1] else set()
-            return (set(own[0]) - {d}) | moved
+            return (set(own[0]) - {d}) | ({d} if own[1] and name == "index_select" else set(own[1]))
         if name == "embedding":
             self._check_index(ins[1], 0 in own[0], step.ins[0] or (), 0)
             return set(own[1])
@@ -202,7 +206,7 @@ class Places:
             given: Any = next((step.given[name] for name in _ALONG if name in step.given), range(len(shape)))
             along = {axis(d, len(shape)) for d in (given if isinstance(given, list | tuple | range) else [given])}
         is_whole = len(out) == len(shape) and step.name == "slice" and tuple(out) == tuple(shape)
-        if not is_whole and along & own:
+        if self.is_strict and not is_whole and along & own:
             raise Unshown(f"{step.name} takes given places of an axis on which places depend on other samples")
         less = min(along, default=0) if len(out) < len(shape) else len(shape)
         return {d - (d > less) for d in own}

@@ -46,7 +46,9 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
         return outside_passes(partial(probed, node, outs, samples, keeps_zeros))
     metadata = made(node)
     in_order = {} if keeps_zeros else dict(zip((tuple(like.shape) for like in metadata), outs))
-    supposed = [None if x is None else _supposed(shape_of(Value(x, n)), in_order, samples) for x, n in node.next_functions]
+    # The label of an input may be that of an output of its shape, or its first axis with a place for each sample.
+    shapes = [None if x is None else tuple(shape_of(Value(x, n))) for x, n in node.next_functions]
+    supposed = [None if x is None else in_order.get(x, At(x.index(samples)) if samples in x else None) for x in shapes]
     if in_order and confirmed(node, outs, supposed, samples):
         return supposed
     draws = torch.Generator("cpu").manual_seed(0)
@@ -76,11 +78,6 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
         else:
             found.append(_owners(of_place, samples, in_order))
     return found
-
-
-def _supposed(shape: Sequence[int], in_order: dict[tuple[int, ...], Label], samples: int) -> Label:
-    """What the label of an input may be: that of an output of its shape, or its first axis with a place for each sample."""
-    return in_order.get(tuple(shape), At(shape.index(samples)) if samples in shape else None)
 
 
 def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: int) -> bool:
@@ -163,10 +160,7 @@ def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
 
 
 def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor | None:
-    if given is None:
-        return None
-    g, at = given
-    return torch.where((at >= 0) & ((at >> digit) % 2 == half), g, 0)
+    return None if given is None else torch.where((given[1] >= 0) & ((given[1] >> digit) % 2 == half), given[0], 0)
 
 
 def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -193,8 +187,8 @@ def _owners(given: list[Tensor | None], samples: int, outs: dict[tuple[int, ...]
         several |= a & b
         anybody |= a | b
         owner |= b.long() << digit
-    if bool(several.any()):  # what no axis has as many places as there are samples has no axis of theirs
-        return MIXED if any(size % samples == 0 for size in several.shape) else SUM
+    if bool(several.any()):  # whether along an axis of theirs, no numbers say
+        return SUM
     if not bool(anybody.any()):  # today: behind it there may be uses
         return Entries(torch.full([1] * owner.ndim, NOBODY, device="cpu"))
     # For what gets nothing, by chance or for good, an order is claimed only where it is the output's own.

@@ -69,9 +69,9 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
             waiting += ahead
         elif not is_one and candidates(shape, samples, range(len(shape))):
             found[value] = None
-        elif name in _LINEAR:
-            waiting += ahead
-        elif name in _BILINEAR and len(ahead) == 1 and (name != "Div" or node.next_functions[0][0] is not None):
+        elif name in _LINEAR or (
+            name in _BILINEAR and len(ahead) == 1 and (name != "Div" or node.next_functions[0][0] is not None)
+        ):
             waiting += ahead  # and it doesn't divide by them
         elif is_one and "linear_cross_entropy" in node.name():  # its weight is no sample's
             found |= dict.fromkeys(ahead[:1] if node.next_functions[0][0] is not None else ())
@@ -217,6 +217,8 @@ def _agree(kind: Kind, at: Tensor, own: Tensor, out: Shape) -> bool | None:
     name = kind.name.split("Backward")[0]
     if not own.numel() or not prod(out):
         return True
+    if bool((at < 0).all()):
+        return None
     if name in _BY_ROWS and own.ndim and out and own.shape[0] == out[0]:
         rows, found = own.reshape(len(own), -1), at.expand(*out).reshape(len(own), -1)
         return bool((rows == rows[:, :1]).all() and ((found == rows[:, :1]) | (found < 0)).all())

@@ -18,14 +18,15 @@ from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
+    At,
     Entries,
     Label,
     Links,
+    One,
     Owned,
     Shapes,
     Sizes,
     entries,
-    is_owned,
     linked,
     spread,
     taken,
@@ -138,7 +139,7 @@ class Step:
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
         entry = AXES.get(self.name)
-        if entry is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
+        if entry is None:
             return None
         return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
 
@@ -159,9 +160,19 @@ class Step:
             if found is not None:
                 return found
         links = self.links(o)
-        if links is None:
+        if links is None or (self.name == "_grouped_mm" and len(self.ins) > 2):
             raise Unshown
         return [None if own is None else linked(label, of, own) for of, own in zip(links, self.ins)]
+
+
+def likely(label: Owned, shape: Sequence[int] | None, out: Sequence[int] | None) -> Label:
+    """Whose the entries of what an operation without a law is given are, if it keeps samples apart, on their axis."""
+    if isinstance(label, Entries) and label.samples.numel() == 1:
+        label = One(int(label.samples))
+    if shape == out or isinstance(label, One):
+        return label
+    is_there = isinstance(label, At) and shape and out and shape[label.dim : label.dim + 1] == out[label.dim : label.dim + 1]
+    return label if is_there else None
 
 
 Law = Callable[[Step, Owned, int], Sequence[Label]]
@@ -218,7 +229,7 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """Bags of rows of a table: each entry is in the bag that its place says."""
     offsets, out, count = step.values, step.outs[0] or (), (step.ins[1] or (0,))[0]
     bags = linked(label, [0], out[:1])
-    if not is_owned(bags):
+    if not isinstance(bags, Owned):
         return [bags] * len(step.ins)
     places = torch.arange(count, device=offsets.device)
     bag = torch.searchsorted(offsets[: out[0]].contiguous(), places, right=True) - 1

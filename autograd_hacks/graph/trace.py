@@ -95,7 +95,7 @@ class Trace:
         self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends, self.leaves, self.variables, self.fixed = parameters, ends, leaves, variables, fixed
-        self.key: Hashable = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
+        self.key: tuple[Hashable, ...] = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:
@@ -137,3 +137,15 @@ class Trace:
                     if not waiting[edge[0]]:
                         ready.append(edge[0])
         return ready
+
+    def tables(self, own: Sequence[bool]) -> list[bool]:
+        """Whether all axes of a node's output are those of parameters, as the axes of ``table + buffer`` are.
+
+        own: whether it is made of parameters alone"""
+        found = list(own)
+        for k in reversed(self.order()):
+            kind, edges, (shape, *_) = self.kinds[k], self.edges[k], self.shapes[k]
+            are_own = [edge is not None and found[edge[0]] for edge in edges]
+            is_like = any(edge and self.shapes[edge[0]][edge[1]] == shape for is_own, edge in zip(are_own, edges) if is_own)
+            found[k] |= is_like and (kind.is_entrywise or (all(are_own) and not kind.by_values))
+        return found

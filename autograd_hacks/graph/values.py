@@ -32,7 +32,6 @@ from autograd_hacks.graph.label import (
     Shape,
     Sizes,
     entries,
-    is_owned,
     linked,
     spread,
     taken,
@@ -106,9 +105,7 @@ def _first(label: Owned, sizes: Sizes) -> Label:
 def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[Label]:
     d, found = axis(dim, sizes.n), _first(label, sizes)
     if found is not None and _is_moved(label, [d]) and sizes.own:
-        index, links = read("index"), along(d, sizes.n)
-        take = lambda x: x.index_select(d, index)  # noqa: E731
-        found = spread(label, links, sizes.out, sizes.own, samples, take, device=index.device)
+        found = Indexed([*[None] * d, read("index").view(-1)], sizes.own).spread(label, sizes.out, samples)
     return [found, *(linked(label, [d] * len(own or ()), own or ()) for own in sizes.ins[1:])]
 
 
@@ -144,7 +141,11 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 
     _, *index, source = sizes.ins
     moved = None if source is None else of(source)
-    return [label, *(linked(moved, [d] * len(own or ()), own or ()) if is_owned(moved) else moved for own in index), moved]
+    return [
+        label,
+        *(linked(moved, [d] * len(own or ()), own or ()) if isinstance(moved, Owned) else moved for own in index),
+        moved,
+    ]
 
 
 @move("scatter scatter_add scatter_reduce", reads="dim", by_values=True)
@@ -167,7 +168,7 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
 def of_mask(mask: Tensor, rows: Label, shape: Shape, samples: int) -> Label:
     """The label of a mask, from that of the entries that it chooses."""
     take, links = (lambda x: x[mask.bool()]), [ALONE] * mask.ndim
-    return spread(rows, links, shape, mask.shape, samples, take, device=mask.device) if is_owned(rows) else rows
+    return spread(rows, links, shape, mask.shape, samples, take, device=mask.device) if isinstance(rows, Owned) else rows
 
 
 class Indexed:

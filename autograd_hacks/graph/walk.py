@@ -2,9 +2,9 @@
 
 A *use* is an edge from a node whose output has owners to a value that no sample owns: a parameter, behind views, casts and
 stateless operations on parameters and buffers alone, or a value that is made of parameters and of tensors without a graph
-of which nothing says that they are of the batch (a table of positions).  The rows of such a value are always those of this
-forward; whether a constant in it was computed from the batch is a question of values and not of gradients.  Where several
-samples contribute to any other value, samples mix there.
+of which nothing says that they are of the batch (a table of positions, quantised weights).  The rows of such a value are
+always those of this forward; whether a constant in it was computed from the batch is a question of values and not of
+gradients.  Where several samples contribute to any other value, samples mix there.
 
 Two words are near each other: *own* is what parameters alone make, *owned* is a label with owners, which are samples.
 
@@ -108,7 +108,10 @@ class Walk:
         return any(isinstance(x, Tensor | Entries) for x in (*values, *(label for outs in self.labels for label in outs)))
 
 
-def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = ()) -> Walk:
+def walked(
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = (),
+    modes: Sequence[str] = ("", ORDERS, ZEROS),
+) -> Walk:  # fmt: skip
     """Labels all gradients behind the roots, and finds the uses.
 
     Rules don't see what values hide, such as the branch that a ``where`` doesn't take.  So if samples seem to mix, the nodes
@@ -116,14 +119,15 @@ def walked(trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memor
 
     roots: labels of the trace's roots, by their number
     settled: deferred nodes that may be read now, since their checkpoints run again in this pass
+    modes: what nodes are asked for, one after the other
     """
-    walk = _Walking(trace, samples, memory, settled).run(roots)
-    for exact in (ORDERS, ZEROS) if walk.mixes and samples > 1 else ():
-        again = _Walking(trace, samples, memory, settled, exact).run(roots)
-        if not again.mixes:
-            again.by_values = True
-            return again
-    return walk
+    walks = list[Walk]()
+    for exact in modes if samples > 1 else modes[:1]:
+        walks.append(walk := _Walking(trace, samples, memory, settled, exact).run(roots))
+        if not walk.mixes:
+            walk.by_values = bool(exact)
+            return walk
+    return walks[0]
 
 
 class _Walking:
@@ -201,7 +205,7 @@ class _Walking:
         trace, walk, outs = self.trace, self.walk, self.walk.labels[k]
         there = {*map(type, outs)}
         has_owners = Several not in there
-        if there <= {NoneType} or (self.of_parameters[k] and (self.samples == 1 or not has_owners)):
+        if there <= {NoneType} or (self.of_parameters[k] and self.samples == 1):
             return
         kind, ahead, like = trace.kinds[k], trace.edges[k], None
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in ahead]
@@ -218,7 +222,11 @@ class _Walking:
         walk.read += [(k, name, _kept(x)) for name, x in (answer.read or {}).items()]
         if answer.was_asked:
             walk.asked.append((k, tuple(outs), tuple(answer.ins)))
-            walk.met_zero |= any(map(_is_of_nobody, [label for edge, label in zip(ahead, answer.ins) if edge is not None]))
+            walk.met_zero |= any(
+                label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
+                for edge, label in zip(ahead, answer.ins)
+                if edge is not None
+            )
         elif like is not None and not answer.read:  # it rests on nothing else
             self.known[like] = answer
         for place, (edge, label) in enumerate(zip(ahead, answer.ins)):
@@ -267,16 +275,26 @@ class _Walking:
                 k not in of_batch and is_reached and self._origin(k) == BATCH
             ):  # fmt: skip
                 of_batch.add(k)
-        behind: list[int] = []
+        behind, asked, tables = list[int](), {k for k, *_ in walk.asked}, trace.tables(self.of_parameters)
         for at in self.lost:
             edge = trace.edges[at.node][at.place]
             assert edge is not None
-            if walk.labels[edge[0]][edge[1]] is SUM and edge[0] not in of_batch:
+            is_table = at.node not in asked or self._is_table(at.node, edge, tables, of_batch)
+            if walk.labels[edge[0]][edge[1]] is SUM and edge[0] not in of_batch and is_table:
                 walk.uses.append(at._replace(why=""))
             else:
                 walk.mixes.append(at._replace(label=None))
                 behind.append(edge[0])
         walk.mixed |= self._leaves(behind)
+
+    def _is_table(self, k: int, value: tuple[int, int], tables: Sequence[bool], of_batch: Collection[int]) -> bool:
+        """Whether a value whose entries get those of several samples, as a node says that was asked, has no axis of samples.
+
+        No number tells that.  What has only axes of parameters is a table, if samples may have come in otherwise."""
+        kind, edges, shape = self.trace.kinds[k], self.trace.edges[k], self.trace.shapes[value[0]][value[1]]
+        may_come = kind.by_values or any(edge is None or (edge != value and edge[0] in of_batch) for edge in edges)
+        is_product = kind.entry is not None and kind.entry.multiplies
+        return is_product or (tables[value[0]] and may_come) or all(size % self.samples for size in shape)
 
     def _part(self, outputs: Mapping[int, int]) -> None:
         """Tells uses at nodes of outputs of parameters alone, from outputs that the batch meets elsewhere, too:
@@ -297,10 +315,6 @@ class _Walking:
     def _leaves(self, starts: list[int]) -> set[int]:
         """The parameters behind some nodes."""
         return {k for k in self.trace.behind(starts) if self.trace.kinds[k] is LEAF and self.of_parameters[k]}
-
-
-def _is_of_nobody(label: Label) -> bool:
-    return label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
 
 
 def _of_nobody(shape: Sequence[int], samples: int) -> Label:

@@ -386,7 +386,12 @@ class PrivateTraining:
         self._check_size(state["size"], f"load_state_dict was given the state of a training on {state['size']} samples")
         if (state["clip"] is not None) != isinstance(self.clip, QuantileClip):
             raise ValueError(f"load_state_dict: the state is of another kind of clip than {self.clip!r}" + ON_PRIVATE)
-        self._seed, self.size = state["seed"], state["size"]
+        if type(state["seed"]) is not int:
+            raise ValueError(
+                f"load_state_dict: the state's seed is {state['seed']!r}; expected the whole number of state_dict(), by "
+                "which noise and batches go on. Whoever knows it can take the noise off." + ON_PRIVATE
+            )
+        self._seed, self.size = seed_of(state["seed"]), state["size"]
         self.history = [(float(z), float(q), int(n)) for z, q, n in state["history"]]
         if state["noise"] is not None:
             self._noise = list(state["noise"][0]), float(state["noise"][1])

@@ -90,14 +90,10 @@ class Batch:
             return None
         if counted_leaf is not None:
             return _size(self.leaves[counted_leaf], axis)
-        first: int | None = None
-        for leaf in self.leaves:
-            if (size := _size(leaf, axis)) is not None:
-                # A tensor with one entry is skipped if there are others: it may be a setting.
-                if is_packed(leaf) or leaf.numel() != 1:
-                    return size
-                first = size if first is None else first
-        return first
+        there = [(leaf, size) for leaf in self.leaves if (size := _size(leaf, axis)) is not None]
+        # A tensor with one entry is skipped if there are others: it may be a setting.
+        large = (size for leaf, size in there if is_packed(leaf) or leaf.numel() != 1)
+        return next(large, there[0][1] if there else None)
 
     def axes_of_samples(self, axis: int | None, samples: int, with_masks: bool = True) -> list[int | None]:
         """For each leaf the axis of its samples; None if it has none.
@@ -114,7 +110,7 @@ class Batch:
         return [None if n != first and is_odd[n] else at for n, at in enumerate(axes)]
 
     def replaced(
-        self, axis: int | None, kept: Tensor, shift: int, by_list: bool = False
+        self, axis: int | None, kept: Tensor, shift: int = 0, by_list: bool = False, count: int | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with the samples that are not kept replaced by kept ones; None if that changes nothing.
 
@@ -122,10 +118,12 @@ class Batch:
         kept: N, the samples that are not replaced
         shift: selects the replacements, another number each time
         by_list: whether samples are the items of lists
+        count: for so many samples instead, the same ones again and again
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + shift) % len(choices)])
+        donors = donors if count is None else torch.arange(count, device="cpu") % samples
         if by_list:
             args, kwargs = self.arguments()
             order = donors.tolist()
@@ -136,7 +134,11 @@ class Batch:
         taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         has_lists = self.has_lists(samples)
-        if not has_lists and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
+        if (
+            count is None
+            and not has_lists
+            and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves))
+        ):
             return None
         args, kwargs = replace(self, leaves=leaves).arguments()
         if has_lists:
@@ -207,7 +209,8 @@ def _taken(leaf: Any, axis: int, donors: Tensor) -> Any:
         return dense.to_sparse(layout=leaf.layout, blocksize=size).requires_grad_(leaf.requires_grad)
     # Keep the order in memory: otherwise other kernels may give the same numbers with other digits.
     plain = leaf.detach().as_subclass(Tensor)
-    taken = torch.empty_like(plain).copy_(plain.index_select(axis, donors.to(leaf.device)))
+    taken = plain.index_select(axis, donors.to(leaf.device))
+    taken = torch.empty_like(plain).copy_(taken) if taken.shape == plain.shape else taken
     return like_its_kind(leaf, taken).requires_grad_(leaf.requires_grad)
 
 
@@ -219,6 +222,11 @@ def _dense(leaf: Any) -> Tensor:
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
     by_position, by_name = batch_dim, dict[str, Any].fromkeys(kwargs)
     if isinstance(batch_dim, dict):
+        if wrong := sorted(batch_dim.keys() - {*names, *kwargs}):
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}, but the model has no argument {', '.join(map(repr, wrong))}; expected names "
+                f"among {', '.join(names)}." + ON_BATCH
+            )
         by_position = [batch_dim.get(name) for name, _ in zip_longest(names[: len(args)], args)]
         by_name = {name: batch_dim.get(name) for name in kwargs}
     axes: list[int | None] = []

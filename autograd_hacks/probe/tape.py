@@ -25,6 +25,9 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import ByTensor, version_of
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
+_SORT: Any = torch.ops.aten.sort
+_DIV: Any = torch.ops.aten.div
+_KEPT: Any = {_SORT, _DIV, torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 MIXING = "samples mix"
 """The beginning of messages that say that samples mix."""
 Site = tuple[Any, ...]
@@ -80,6 +83,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.sources: dict[int, Source] = {}
         self.sites: set[Site] = set()  # what no law shows
         self._read_by_python: list[tuple[Entry, Site]] = []
+        self.items: dict[int, Any] = {}  # by number of operation, what Python read, or what a loss is divided by
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
@@ -156,6 +160,11 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 noted.append((n, x.shape, _strides(x), x.dtype))
             elif is_one or x is None:
                 noted.append((0, (), (), None))
+        if (packet := func.overloadpacket) in _KEPT:
+            if packet is _SORT:
+                self._keep(out[1], noted[1])
+            elif packet is not _DIV or (isinstance(args[1], Tensor) and not args[1].ndim):
+                self.items[at] = args[1] if packet is _DIV else out[1]
         entry = Entry(func, given, named, noted, not is_one)
         if at < len(expected) and entry == expected[at]:
             entry = expected[at]  # what isn't kept doesn't make Python collect garbage
@@ -165,6 +174,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if kind == _OPAQUE:
             self.opaque.append((entry, place()))
         if not noted and kind != _SILENT and not func._schema.is_mutable:
+            self.items[at] = out
             self.sites.add(site := (READ_BY_PYTHON, place()))
             self._read_by_python.append((entry, site))
         return out

@@ -22,7 +22,7 @@ from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, is_owned, viewed
+from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, viewed
 from autograd_hacks.graph.trace import END, LEAF
 from autograd_hacks.reading.reader import Reader, label_of
 from autograd_hacks.support.graph import Graph, Value, made, shape_of
@@ -219,7 +219,7 @@ def _computed(
     outputs: list[Tensor] = []
     for n, (shape, label) in met.inputs.items():
         x = computed[n]
-        if x is not None and x.grad_fn is not None and is_owned(label) and x.shape == shape:
+        if x is not None and x.grad_fn is not None and isinstance(label, Owned) and x.shape == shape:
             roots[Value(x.grad_fn, x.output_nr)] = label
             outputs.append(x)
     if not roots:

@@ -23,6 +23,7 @@ from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, v
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import Nested
+from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
 from autograd_hacks.reading.beyond import is_in_order
@@ -88,6 +89,9 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
+    if in_order is False and not reader.walk.mixes:  # a label may also speak of entries to which nothing comes
+        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, (), ZEROS)
+        in_order = None if fits(reader.trace, reader.walk, reader.given, hypothesis.samples) else False
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
@@ -147,12 +151,15 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
-    within.compared = walk.compared[best.reader.key] = walk.compared.pop(best.reader.key, set())
+    compared, calls = walk.compared, best.reader.calls
+    within.compared = compared[calls] = compared.pop(calls, set())
+    if len(compared) > LAYERS:
+        del compared[next(iter(compared))]
     packed = [k for k in found.planned or () if is_packed(nodes[k], by_users=True)]
     within.unsure = found.unsure.union(*[found.planned[k].names for k in packed if found.planned])
     if within.compared and recorder.backward.wants_grad:
-        if found.linked != len(within.compared):
-            found.linked, found.links = len(within.compared), best.reader.links(found)
+        if found.linked != within.compared:
+            found.linked, found.links = {*within.compared}, best.reader.links(found)
         for link in () if packed else found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
     outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
@@ -207,7 +214,6 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
     if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
-    reader.walk.compared = dict([*reader.walk.compared.items()][-LAYERS:])
     return best, found
 
 

@@ -24,22 +24,27 @@ from autograd_hacks.graph.dependence import is_kept, read_values
 from autograd_hacks.graph.label import MIXED
 from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
-from autograd_hacks.graph.tape_laws import REGISTERED, Unshown
+from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
 from autograd_hacks.support.internals import made
-from autograd_hacks.support.layout import likeliest
+from autograd_hacks.support.layout import differs, likeliest, rounding_of
 from autograd_hacks.support.sweep import call_node
 from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import is_packed
 
 BY_LABELS, BY_VALUES, BY_RUNS = "for all values", "for its indices and masks", "in runs with other samples"
 """How samples of a forward were shown to be independent."""
 OF_FUNCTIONS, OF_HOOKS = "a backward of its own", "a hook on gradients"
 """Kinds of what runs in a backward pass, and is on no tape."""
+DIVIDED = (
+    f"{MIXING}: the model divides its loss by how many of the batch's tokens count, which depends on all samples. Return "
+    "outputs, or a loss for each sample, and call backward(losses)."
+)
 
 
 def is_shown(recorder: Recorder, ran: Ran) -> bool:
@@ -57,8 +62,8 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
     _note_backwards(recorder, tape, ran)
-    within.kind.shown = within.kind.tapes.how(tape)
-    return bool(within.kind.shown) or _is_by_tape(recorder, ran, samples)
+    within.kind.shown = "" if _is_divided(tape, ran) else within.kind.tapes.how(tape)
+    return bool(within.kind.shown) or (not _is_to_count(recorder, tape, ran) and _is_by_tape(recorder, ran, samples))
 
 
 def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
@@ -78,6 +83,38 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
         ran.within.kind.tapes.add(tape, (), BY_LABELS)
         return []
     return found
+
+
+def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
+    """Whether it must be tried if a forward does something else for another number of samples."""
+    within, batch, samples = ran.within, ran.known.batch if ran.known else None, ran.within.samples or 0
+    is_odd = batch is None or batch.has_lists(samples) or any(map(is_packed, batch.leaves))
+    if is_odd or recorder.kinds.replace is not None or within.counted_at is not None or _losses(ran):
+        return False
+    drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
+    is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
+    return not is_odd and not within.kind.tapes.are_like(tape, samples)
+
+
+def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
+    """Notes if outputs for the first samples are others in a batch of another size."""
+    within, counts = ran.within, ran.within.kind.tapes.counts
+    count, runs = counts[-1] if counts else samples - 1, Runs(recorder, within, copy, samples, False, are_parts=True)
+    least = min(count, samples)
+    try:
+        given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), count=count)
+        first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
+    except ProbeFailed:  # the model takes batches of this size only
+        return
+    for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
+        at = runs.layout(slot, x.shape)
+        if at is not None and at.fits(y, count):
+            x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
+            if x.shape != y.shape or differs(x, y, rounding_of(x)).any():
+                what = f"the model's output number {slot} for {least} samples changed in a batch of {count}"
+                _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
+                return
+    counts.append(samples)
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
@@ -161,9 +198,31 @@ def _said(site: Site) -> str:
     return f"nothing shows what follows from {site[0]} ({at})"
 
 
-def _losses(ran: Ran) -> bool:
-    """Whether the model makes a loss itself."""
-    return any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, ran.within.outputs))
+def _losses(ran: Ran) -> list[torch.Tensor]:
+    """The losses that the model makes itself."""
+    pairs = zip(ran.outputs, ran.within.outputs)
+    return [x for x, at in pairs if at is None and x.numel() == 1 and x.grad_fn is not None]
+
+
+def _is_divided(tape: Tape, ran: Ran) -> bool:
+    """Whether a loss that the model makes is divided by a number of the batch's tokens that isn't that of all tokens."""
+    entries, waiting = tape.entries, [tape.number(x) for x in _losses(ran)]
+    made = {n: k for k, entry in enumerate(entries) for n, *_ in entry.outputs} if waiting else {}
+    shapes = {n: x.shape for n, x in tape.sources.items()} | {n: entries[k].outputs[0][1] for n, k in made.items()}
+    while waiting:
+        k = made.get(waiting.pop() or 0, -1)
+        if k < 0 or entries[k].outputs[0][1].numel() > 1:
+            continue
+        given, divisor = numbers_of(entries[k]), tape.items.get(k)
+        waiting += given if divisor is None else given[:1]
+        if divisor is None or ((is_of_targets := len(entries[k].outputs) > 1) and entries[k].args[3] != 1):
+            continue
+        of, is_counted = given[1], is_of_targets
+        while not is_counted and of in made:
+            is_counted, of = operation(entries[made[of]].func).name == "sum", next(numbers_in(entries[made[of]].args))
+        if (is_counted and divisor != shapes[of].numel()) or (not is_counted and of in tape.reached()):
+            return True
+    return False
 
 
 def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
@@ -185,12 +244,19 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
         what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
         _note_mixing(within, what, range(ran.count))
+    if tape is not None and samples > 1 and not within.mixing and _is_divided(tape, ran):
+        within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
+        return
     if samples < 2 or within.mixing:
         kind.is_independent = not within.mixing
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
         batch = ran.known.batch
         copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
-        _show(recorder, copy, replace(batch, leaves=copy.given), ran, samples)
+        batch = replace(batch, leaves=copy.given)
+        if tape is not None and _is_to_count(recorder, tape, ran):
+            _count(recorder, copy, batch, ran, samples)
+        if not within.mixing:
+            _show(recorder, copy, batch, ran, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if within.mixing else None
@@ -246,7 +312,7 @@ def _changes_something(
 
     every, with_rows: see `_runs_for`"""
     within, kind, samples = ran.within, ran.within.kind, ran.within.samples or 0
-    makes_loss, parts = _losses(ran), recorder.kinds.replace
+    makes_loss, parts = bool(_losses(ran)), recorder.kinds.replace
     runs, arguments = Runs(recorder, within, copy, samples, makes_loss, parts is not None), batch.arguments()
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.

@@ -53,7 +53,7 @@ class Read:
     returns_parameters: whether some output depends on parameters only
     inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
     unsure: the parameters of calls whose rules may see other values than autograd
-    links, linked: see `Reader.links`, and of how many parameters they are
+    links, linked: see `Reader.links`, and of which parameters they are
     planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
     nobody has looked
     """
@@ -69,7 +69,7 @@ class Read:
     inside: dict[int, set[int]] = field(default_factory=dict)
     unsure: frozenset[str] = frozenset()
     links: Sequence[Link] = ()
-    linked: int = 0
+    linked: set[str] = field(default_factory=set)
     planned: dict[int, Planned] | None = None
     takers: Sequence[int] = ()
 
@@ -95,7 +95,7 @@ class Reader:
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
-        labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
+        self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         nodes, kinds = self.trace.nodes, self.trace.kinds
         lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
@@ -114,7 +114,7 @@ class Reader:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
         self.taken = list[Taken | None]()  # by call, see `taken_by`
-        self.key = self._key()
+        self.key, self.calls = self._keys()
 
     def compares_with(self, usual: Layout) -> bool:
         """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
@@ -122,19 +122,20 @@ class Reader:
         The walk has compared their labels there."""
         ahead = {n: self.trace.behind([self.trace.roots[n][0]]) for n in range(len(self.places))}
         there = [n for n, at in enumerate(self.places.values()) if isinstance(at, Layout) and at == usual]
-        told = {k for n in there for k in ahead[n] if not self.walk.of_parameters[k]}
+        are_tables = self.trace.tables(self.walk.of_parameters)  # a weight that a module keeps may have as many rows
+        told = {k for n in there for k in ahead[n] if not are_tables[k]}
         compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
         return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
-    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = ()) -> Walk:
+    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = (), *modes: str) -> Walk:
         """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
         with self._kept():
-            walk = walked(self.trace, labels, samples, self.memory, settled)
-        return self.walked_again(labels, samples, [*settled, *walk.deferred]) if walk.deferred else walk
+            walk = walked(self.trace, labels, samples, self.memory, settled, *([modes] if modes else []))
+        return self.walked_again(labels, samples, [*settled, *walk.deferred], *modes) if walk.deferred else walk
 
-    def _key(self) -> Hashable:
-        """What is read of the calls besides the walk."""
-        key, number, taken = list[Hashable](), self.number, self.taken
+    def _keys(self) -> tuple[Hashable, Hashable]:
+        """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
+        key, calls, number, taken = list[Hashable](), list[tuple[Hashable, ...]](), self.number, self.taken
         for call, hooks, inputs in self.ran.noted:
             known, own = call.known, None
             if len(hooks) == 1:
@@ -143,18 +144,20 @@ class Reader:
             taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
-                key.append((known.ref, own))
+                calls.append((known.ref, own))
+                key.append(calls[-1])
                 continue
             at: Hashable = None
             if own is not None and own[0] is COPY:
                 at = tuple([(number.get(x), n) for x, n in argument_of(hook)])
+            calls.append((known.ref, number.get(node), hook.number, at, own))
             if not inputs:
                 given = call.args[0] if call.args else None
                 if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
                     apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
                     at = *apart, given.shape, given.stride()
-            key.append((known.ref, number.get(node), hook.number, hook.shape, at, own))
-        return tuple(key)
+            key.append((*calls[-1], hook.shape, at))
+        return tuple(key), tuple(calls)
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""
@@ -298,6 +301,8 @@ class Reader:
         if not labels:
             return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
         packed, rows = packed_into(call), None
+        if packed is not None and packed.batch_sizes[0] != samples:  # its rule gives rows of sequences
+            return None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
             return None
         # All entries belong to one sample, or there are none, as of an expert that got no samples.

@@ -36,6 +36,8 @@ class Seen(NamedTuple):
 class _Undrawn(TorchDispatchMode):
     """Random numbers are all 1, so that a sample alone gets those that it got among others.  Permutations stay drawn."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # it would be imported
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.native_dropout.default:
             return func(args[0], args[1], False)
@@ -125,14 +127,14 @@ class Runs:
             return None
         direction = noise(self.whole[slot], key_of(slot), x.device, x.dtype)
         if kept is not None:
-            at = self._layout(slot, self.whole[slot])
+            at = self.layout(slot, self.whole[slot])
             if at is None:
                 return None
             direction = at.samples_first(direction, self.samples)[kept.to(x.device)]
             x = at.samples_first(x, int(kept.sum()))
         return (x * direction).sum().real if x.shape == direction.shape else None
 
-    def _layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
+    def layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
         at = self.within.outputs[slot] if slot < len(self.within.outputs) else None
         return at or self._by_size(shape)
 
@@ -146,7 +148,7 @@ class Runs:
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every
         for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-            at = self._layout(slot, x.shape)
+            at = self.layout(slot, x.shape)
             if self.are_parts and at is not None:
                 count = int(kept.sum())
                 x, y = (
@@ -164,7 +166,7 @@ class Runs:
                 return f"what the forward leaves in {name}", every
             if _changes(one, another, self._by_size(one.shape), kept, rounds):
                 return f"what the forward leaves in {name}", every
-        return _differing_rows(first.rows, other.rows, kept), every
+        return _differing_rows(first.rows, other.rows, kept, rounds), every
 
     def _by_size(self, shape: Sequence[int]) -> Layout | None:
         return likeliest(shape, self.samples, range(len(shape)))
@@ -190,17 +192,24 @@ def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool
     return bool(difference.any())
 
 
-def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor) -> str:
-    """The parameter whose rows changed by more than one factor that is common to all (the batch's denominator)."""
+def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor, rounds: bool) -> str:
+    """The parameter whose rows changed; of some samples alone, by more than the number of samples that a mean has."""
     names = [name for name in first if name in other]
     if not names:
         return ""
     kept = kept.to(first[names[0]].device)
     pairs = [(first[name][kept], own[kept] if len(own := other[name]) == len(kept) else own) for name in names]
-    x, y = (torch.cat([pair[n].flatten().double() for pair in pairs]) for n in (0, 1))
-    factor = (x @ y) / (x @ x).clamp(min=torch.finfo(x.dtype).tiny)
-    eps = max(torch.finfo(pair[0].dtype).eps for pair in pairs)
-    for name, (own, again) in zip(names, pairs):
-        if (own * factor - again).norm() > 1e3 * eps * again.norm() + 1e-30:
-            return f"the rows of {name}"
-    return ""
+    eps, factors = max(torch.finfo(pair[0].dtype).eps for pair in pairs), {1.0}
+    if any(len(other[name]) != len(kept) for name in names):
+        factors.add(len(kept) / max(1, int(kept.sum())))
+    # Rows that are zero but for rounding are compared with the others.
+    most = 1e2 * eps * float(torch.stack([again.double().norm() for _, again in pairs]).norm()) if rounds else 1e-30
+    for factor in factors:
+        found = [
+            name
+            for name, (own, again) in zip(names, pairs)
+            if (own * factor - again).norm() > 1e3 * eps * again.norm() + most
+        ]
+        if not found:
+            return ""
+    return f"the rows of {found[0]}"

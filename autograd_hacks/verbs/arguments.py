@@ -17,11 +17,12 @@ def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], 
     if wrong := differing(v, like):
         raise ValueError(f"{who}: the direction is {wrong}; expected an entry for each of {some(list(like))}." + ON_VERBS)
     for name, own in like.items():
-        x, shape = v[name], own.shape
-        if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
+        x, shape, like_it = v[name], own.shape, own.like if isinstance(own, Form) else own
+        is_number = isinstance(x, Tensor) and (x.is_floating_point() or (x.is_complex() and like_it.is_complex()))
+        if not is_number or x.shape != shape:
             raise ValueError(
                 f"{who}: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
-                f"{tuple(shape)}." + ON_VERBS
+                f"{tuple(shape)}, and a complex one only for complex parameters." + ON_VERBS
             )
 
 

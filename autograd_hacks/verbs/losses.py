@@ -29,13 +29,15 @@ def backward(
     loss_type: 'mean' or 'sum', the reduction whose gradient ``param.grad`` gets
     retain_graph, inputs: as in ``torch.Tensor.backward``
 
-    Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector; NothingRecorded if it has no graph;
-    SamplesMixed if a sample's loss depends on another sample's outputs; BatchSizeError if there are more or fewer losses
-    than the hooked layers had samples. After a BatchSizeError the record is empty and ``param.grad`` is filled.
+    Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector of real numbers; NothingRecorded if it
+    has no graph; SamplesMixed if a sample's loss depends on another sample's outputs; BatchSizeError if there are more or
+    fewer losses than the hooked layers had samples. After a BatchSizeError the record is empty and ``param.grad`` is filled.
     """
     check_kind("backward", ON_REDUCTION, Tensor, "a tensor of N losses, one for each sample", losses=losses)
     if losses.ndim != 1:
         raise ValueError(f"backward was given losses of shape {tuple(losses.shape)}; expected {A_LOSS_EACH}" + ON_REDUCTION)
+    if losses.is_complex():
+        raise ValueError(f"backward was given losses of {losses.dtype}; expected real numbers, as torch does" + ON_REDUCTION)
     check_word("backward", ON_REDUCTION, LOSS_TYPES, loss_type=loss_type)
     if not losses.requires_grad:
         raise NothingRecorded(

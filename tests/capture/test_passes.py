@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from oracle import assert_rows, squares
 from steps import assert_means, assert_right, batch, mlp, step
 from torch import Tensor
-from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
@@ -114,21 +113,6 @@ def test_two_models_in_two_threads() -> None:
     assert not wrong
 
 
-def test_frozen_parameters_have_no_grad1_and_unreached_ones_none(model: nn.Sequential) -> None:
-    x, y = batch()
-    step(model, x, y)
-    autograd_hacks.compute_grad1(model)
-    model[0].weight.requires_grad_(False)
-    step(model, x, y)
-    autograd_hacks.compute_grad1(model)
-    assert not hasattr(model[0].weight, "grad1")
-    assert_close(model[0].bias.grad1.mean(0).shape, model[0].bias.shape)
-    squares(model[2](torch.ones(5, 4, dtype=torch.float64)), y).mean().backward()
-    autograd_hacks.compute_grad1(model)
-    assert model[0].bias.grad1 is None
-    assert model[2].bias.grad1 is not None
-
-
 def test_torch_func_on_a_hooked_model_is_no_record(model: nn.Module) -> None:
     x, y = batch()
     step(model, x, y)
@@ -140,17 +124,6 @@ def test_torch_func_on_a_hooked_model_is_no_record(model: nn.Module) -> None:
     rows = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, y)
     assert_right(model, x, y)
     assert_rows(model, rows)
-
-
-def test_a_refusal_leaves_no_older_rows_behind(model: nn.Module) -> None:
-    x, y = batch()
-    step(model, x, y)
-    autograd_hacks.compute_grad1(model)
-    step(model, x, y)
-    x.zero_()
-    with pytest.raises(autograd_hacks.errors.StaleRecord):
-        autograd_hacks.compute_grad1(model)
-    assert not any(hasattr(p, "grad1") for p in model.parameters())
 
 
 # Whatever a program did before: rows belong to the forward that the last backward passes came through

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from curvature_nets import curve
+from parts_of_models import expected_block, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -29,27 +29,6 @@ def conv_net() -> tuple[nn.Module, Tensor]:
 NETS = {"dense": dense_net, "convolutions": conv_net}
 
 
-def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """For each sample and column of a root of its loss's Hessian, a backward pass: {name: (N · K, *shape)}."""
-    found: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    for own in x:
-        out = model(own[None])
-        hessian = torch.autograd.functional.hessian(lambda z: F.cross_entropy(z, torch.zeros(1).long()), out.detach())
-        values, vectors = torch.linalg.eigh(hessian.view(3, 3))
-        for s in (vectors * values.clamp(min=0).sqrt()).T:
-            grads = torch.autograd.grad(out, list(model.parameters()), s[None], retain_graph=True)
-            for name, grad in zip(found, grads):
-                found[name].append(grad)
-    return {name: torch.stack(own) for name, own in found.items()}
-
-
-def by_formula(rows: Tensor, kfac: tuple[Tensor, Tensor], samples: int) -> Tensor:
-    """The block, P P: eigenvectors of the factors, and the mean squares of rows along them."""
-    q = torch.kron(*(torch.linalg.eigh(factor).eigenvectors for factor in reversed(kfac)))
-    squares = (rows.flatten(1) @ q).square().sum(0) / samples
-    return q @ squares.diag() @ q.T
-
-
 def written(p: nn.Parameter) -> Tensor:
     """The block that ``param.ekfac`` multiplies by, P P."""
     unit = torch.eye(p.numel()).view(-1, *p.shape)
@@ -65,11 +44,12 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, Tensor]]:
 
 def test_blocks_equal_the_formula(case: tuple[nn.Module, Tensor]) -> None:
     model, x = case
-    curve(model, model(x), kind="ekfac")
+    curve(model, model(x), "Jacobian", kind="ekfac")
     with autograd_hacks.pause_hooks():
         rows = rows_of(model, x)
     for name, p in model.named_parameters():
-        assert_close(written(p), by_formula(rows[name], p.kfac, len(x)), msg=lambda told, name=name: f"{name}: {told}")
+        expected = expected_block(rows[name], p.kfac, False, len(x))
+        assert_close(written(p), expected, msg=lambda told, name=name: f"{name}: {told}")
 
 
 def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tensor]) -> None:

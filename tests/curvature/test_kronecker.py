@@ -118,16 +118,6 @@ def test_what_has_no_products_is_taken_by_its_rows(build: Callable[[], nn.Sequen
     assert_close(b, torch.einsum("vdve->de", block))
 
 
-def test_some_parameters_alone() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    autograd_hacks.add_hooks(model)
-    curve(model, model(torch.randn(3, 4)), kind="kfac", parameters=["0.weight"])
-    assert model[0].weight.kfac[0].shape == (4, 4)
-    assert not hasattr(model[0].bias, "kfac")
-    with pytest.raises(ValueError, match="nowhere"):
-        autograd_hacks.compute_hess(model, parameters=["nowhere"])
-
-
 def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> None:
     for layer, x in [
         (nn.Linear(200, 2), torch.randn(3, 200)),

@@ -10,10 +10,12 @@ from oracle import one_backward_per_sample
 from processes import Both
 from rarely import crossed
 from spread import BOUND, assert_grads, batch, clipped, made, own, spread_out, squares, whole
+from spread import rows_of as matrix_of
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import NotReduced
 
 SIZES = (5, 3)
@@ -202,3 +204,26 @@ def weights_refused() -> None:
 
 def test_sums_while_backward_runs_are_refused(both: Both) -> None:
     both(weights_refused)
+
+
+def loss(model: nn.Module, given: Any) -> Tensor:
+    return squares(model(given[0]), given[1])
+
+
+def over_loaders(way: str) -> None:
+    """Rows of a verb over a loader are a process's own, too."""
+    (x, y), mine = batch(0, 12), own((6, 6))
+    rows, model = matrix_of(made("mlp"), x, y), spread_out(made("mlp"), way)
+    autograd_hacks.add_hooks(model)
+    loader = list(zip(x[mine].split(3), y[mine].split(3)))
+    assert_close(autograd_hacks.over(model, loader, loss, PerSampleGrads.norms), rows[mine].norm(dim=1))
+    found = autograd_hacks.over(model, loader, loss, PerSampleGrads.second_moment, total=True)
+    assert_close(torch.cat([whole(part).flatten() for part in found.values()]), rows.square().sum(0))
+    influence = autograd_hacks.over(model, loader, loss, PerSampleGrads.gram, against=loader)
+    assert_close(influence, rows[mine] @ rows[mine].mT)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_over_processes(both: Both, way: str) -> None:
+    both(over_loaders, way)

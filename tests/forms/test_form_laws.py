@@ -249,6 +249,17 @@ def test_cancelling_positions_keep_their_digits_in_float32(seed: int, decades: i
     # What writing out in float32 can lose, a few times eps of the terms that cancel; the products lose its square root.
     rounding = 4 * torch.finfo(torch.float32).eps * (exact.left.norm(dim=2) * exact.right.norm(dim=2)).sum(1)
     assert ((form.norms() - expected).abs() <= 1e-4 * expected + rounding).all()
+    # The same of two samples of one user.
+    users = group(Outer(form.left.flatten(0, 1), form.right.flatten(0, 1)), torch.arange(4).repeat_interleave(2), 4)
+    lengths = users.gram(users).diagonal().clamp(min=0).sqrt()
+    assert ((lengths - expected).abs() <= 1e-4 * expected + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_times_nothing_are_zeros(dtype: torch.dtype) -> None:
+    form = scale(Outer(torch.randn(8, 5, 64), torch.randn(8, 5, 32)).to(dtype), 0.0)
+    for out in (torch.full((8, 64, 32), torch.nan, dtype=dtype), None):
+        assert not form.dense(out).any()
 
 
 def test_a_form_is_defined_by_three_methods() -> None:

@@ -1,4 +1,4 @@
-"""Programs for graphs, each with what it should be: owned, mixed, or anything that isn't wrong."""
+"""Programs for graphs, each with what it should be: owned, or mixed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +25,6 @@ class Net(nn.Module):
         return self.b(self.between(self.a(x), flag) * self.scale)
 
 
-def _twice(h: Tensor, flag: int) -> Tensor:
-    return torch.cat([h, h])[flag : flag + N]
-
-
 def _grouped(h: Tensor, flag: int) -> Tensor:
     groups = N // 2 if flag else N
     return F.group_norm(h.view(1, 2 * N, D // 2, 1), groups).view(N, D)
@@ -48,12 +44,6 @@ def _selected(h: Tensor, flag: int) -> Tensor:
     return rows.view(3, N, D).sum(0) if flag else rows.view(N, 3, D).sum(1)
 
 
-def _written(h: Tensor, flag: int) -> Tensor:
-    out = torch.zeros(N, D)
-    out[PERMUTED if flag else ORDER] = h
-    return out
-
-
 CHANGING: dict[str, tuple[Callable[[Tensor, int], Tensor], str, str]] = {
     # name: (between(h, flag), what it is without the flag, with it)
     "mean over features, then over samples": (lambda h, k: h - h.mean(0 if k else 1, keepdim=True), "owned", "mixed"),
@@ -63,32 +53,17 @@ CHANGING: dict[str, tuple[Callable[[Tensor, int], Tensor], str, str]] = {
     "layer norm over features, then all": (lambda h, k: F.layer_norm(h, h.shape if k else h.shape[1:]), "owned", "mixed"),
     "group norm of samples' groups, then of two samples": (_grouped, "owned", "mixed"),
     "flip": (lambda h, k: h.flip(0 if k else 1), "owned", "owned"),
-    "roll": (lambda h, k: h.roll(1, 0 if k else 1), "owned", "owned"),
     "transposed twice, then once": (lambda h, k: h.t().tanh() if k else h.t().tanh().t(), "owned", "owned"),
-    "index": (lambda h, k: h[PERMUTED if k else ORDER], "owned", "owned"),
     "index of several copies": (_selected, "owned", "owned"),
-    "index_select": (lambda h, k: h.index_select(0, PERMUTED if k else ORDER), "owned", "owned"),
-    "gather": (lambda h, k: h.gather(0, (PERMUTED if k else ORDER)[:, None].expand(N, D)), "owned", "owned"),
     "one row for all": (lambda h, k: h[torch.zeros(N, dtype=torch.long)] + h if k else h + h, "owned", "mixed"),
-    "written by index": (_written, "owned", "owned"),
-    "sorted": (lambda h, k: h.sort(0 if k else 1).values, "owned", "any"),
-    "topk": (lambda h, k: h.topk(D, 0 if k else 1).values, "owned", "any"),
-    "slice that starts later": (_twice, "owned", "owned"),
     "padding that moves rows": (lambda h, k: F.pad(h, (0, 0, -k, k)), "owned", "owned"),
-    "chunks in another order": (lambda h, k: torch.cat(list(h.chunk(2))[:: -1 if k else 1]), "owned", "owned"),
     "folds": (_folded, "owned", "owned"),
-    "product with a permutation": (lambda h, k: torch.eye(N)[PERMUTED if k else ORDER] @ h, "owned", "owned"),
     "product with a diagonal, then with a full matrix": (lambda h, k: (torch.eye(N) + k) @ h, "owned", "mixed"),
-    "folded product": (
-        lambda h, k: (torch.eye(2 * N)[torch.arange(2 * N) ^ (2 * k)] @ h.view(2 * N, D // 2)).view(N, D), "owned", "owned",
-    ),
     "BatchNorm in eval mode, then in training": (
         lambda h, k: F.batch_norm(h, torch.zeros(D), torch.ones(D), training=bool(k)), "owned", "mixed",
     ),
-    "where, a whole flag": (lambda h, k: torch.where(torch.tensor(bool(k)), h.flip(0), h), "any", "any"),
     "in-batch similarity": (lambda h, k: h @ h.t() if k else h * h, "owned", "mixed"),
     "statistic without a gradient": (lambda h, k: h - h.mean(0).detach() if k else h, "owned", "owned"),
-    "loop over samples": (lambda h, k: torch.stack([r * r for r in h][:: -1 if k else 1]), "owned", "owned"),
     "repeats": (
         lambda h, k: h.repeat(2, 1).view(2, N, D).sum(0) if k else h.repeat_interleave(2, 0).view(N, 2, D).sum(1),
         "owned", "owned",

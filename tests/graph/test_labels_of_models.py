@@ -58,6 +58,8 @@ def test_routing_is_followed_in_each_step(case: Any, way: str) -> None:
         assert not found.wrong
         assert not walk.mixes
         assert found.rows < (1e-9 if way == "eager" else 1e-4)
+        entries = [own.samples for labels in walk.labels for own in labels if isinstance(own, Entries)]
+        assert all(sum(size > 1 for size in own.shape) <= 1 for own in entries)  # tokens differ, not their parts
         uses = [walk.labels[use.node][0] for use in walk.uses if use.node >= 0]
         routed.add(str([label.samples.flatten().tolist() for label in uses if isinstance(label, Entries)]))
     assert len(routed) > 1

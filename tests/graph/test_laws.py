@@ -184,6 +184,7 @@ SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]
     "convolution to samples": (F.conv1d, [(1, 4, 5), (4, 4, 3), (4,)], 1, "MIXED SUM At"),
     "inverse": (torch.linalg.inv, [(4, 4)], 0, "MIXED"),
     "solve": (torch.linalg.solve, [(4, 4), (4, 2)], 0, "MIXED MIXED"),
+    "solve with one matrix": (torch.linalg.solve, [(4, 4), (4, 4, 2)], 0, "SUM At"),
     "distances": (torch.cdist, [(4, 3), (5, 3)], 0, "At SUM"),
     "attention": (F.scaled_dot_product_attention, [(1, 1, 4, 3)] * 3, 2, "At MIXED MIXED"),
     "addmm": (torch.addmm, [(2,), (4, 3), (3, 2)], 0, "SUM At SUM"),

@@ -118,9 +118,9 @@ def test_jacobians_and_gradients(frozen: bool) -> None:
 def test_drawn_labels_come_close() -> None:
     model, data = conv(), loader("classification")
     exact = fitted(copy.deepcopy(model), data, "classification", AutogradHacksGGN, "diag")
-    options = {"backend_kwargs": {"stochastic": True, "num_samples": 400}}
+    options = {"backend_kwargs": {"stochastic": True, "num_samples": 100}}
     drawn = fitted(copy.deepcopy(model), data, "classification", AutogradHacksGGN, "diag", **options)
-    assert 0 < (drawn.H - exact.H).norm() < 0.2 * exact.H.norm()
+    assert 0 < (drawn.H - exact.H).norm() < 0.4 * exact.H.norm()
 
 
 def test_what_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, N, check, data, expected, net, rows_of, same
+from trained import LR, MAX_NORM, N, check, data, expected, net, of_many, rows_of, same
 from twin import Bare
 
 import autograd_hacks
@@ -133,7 +133,7 @@ def test_hooks_of_the_users_stay() -> None:
     assert autograd_hacks.per_sample_grads(model).samples == len(data()[0])
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="no model is attached"):
         Steps().read()
     for name, wrong in {"max_norm": 0, "smoothing": 1, "loss_type": "most"}.items():
@@ -147,6 +147,10 @@ def test_what_is_refused() -> None:
         steps.read()
     model(data()[0]).square().sum(1).mean().backward()  # goes on
     assert steps.read()["grads/samples"] == len(data()[0])
+    monkeypatch.setattr("autograd_hacks.integrations.steps.per_sample_grads", of_many)
+    model(data()[0]).square().sum(1).mean().backward()
+    with pytest.raises(NotImplementedError, match="a step's gradients: the sum would cover one process"):
+        steps.read()
 
 
 def test_what_would_be_stepped_unclipped() -> None:

@@ -106,8 +106,11 @@ def test_a_parameter_that_was_not_reached_and_several_processes(monkeypatch: pyt
     jacobian_descent(model, UPGradWeighting())
     assert model.unused.grad is None
     monkeypatch.setattr("autograd_hacks.integrations.torchjd.per_sample_grads", of_many)
-    with pytest.raises(NotImplementedError, match="gram_of_all"):
-        jacobian_descent(model, UPGrad())
+    many = of_many(model).spread
+    monkeypatch.setattr("autograd_hacks.integrations.torchjd.spread_of", lambda *_: many)
+    for losses in (lambda _: None, tasks_of):
+        with pytest.raises(NotImplementedError, match=r"jacobian_descent: the sum would cover one process.*gram_of_all"):
+            jacobian_descent(model, UPGrad(), losses=losses(model))
 
 
 def test_what_is_refused() -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.private import PrivateTraining
 from autograd_hacks.private import training as of_training
 from autograd_hacks.private.accounting import spent
@@ -40,10 +39,12 @@ class Weights(Bare):
 
 
 Statistic = Callable[[Tensor], Tensor]
-"""Of the steps of many runs, (RUNS, STEPS), a number for each run."""
+"""Of the steps of many runs, (runs, STEPS), a number for each run."""
 
 
-def statistics(with_canary: bool, of: Statistic, rate: float, noise: float, samples: int) -> tuple[list[float], float]:
+def statistics(
+    with_canary: bool, of: Statistic, rate: float, noise: float, samples: int, runs: int
+) -> tuple[list[float], float]:
     """What each of many trainings of some steps shows of the canary, by their steps along it, and their epsilon.
 
     The other samples' gradients are zero.  One sample more or less, or one user, so that the rate of sampling is the same.
@@ -57,12 +58,12 @@ def statistics(with_canary: bool, of: Statistic, rate: float, noise: float, samp
     if with_canary:
         x[groups == users - 1, 0] = CANARY
     with private.attach(model):
-        for (part,) in private.loader(TensorDataset(x), steps=RUNS * STEPS):
+        for (part,) in private.loader(TensorDataset(x), steps=runs * STEPS):
             private.backward(model(part))
             private.step()
             assert model.weights.grad is not None
             found.append(float(model.weights.grad[0]) * expected)
-    return of(torch.tensor(found).view(RUNS, STEPS)).tolist(), spent([(noise, private.rate, STEPS)], DELTA)
+    return of(torch.tensor(found).view(runs, STEPS)).tolist(), spent([(noise, private.rate, STEPS)], DELTA)
 
 
 def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
@@ -70,8 +71,8 @@ def lower_bound(runs: dict[bool, list[float]], delta: float) -> float:
 
     Both sides, since noise that is equal in all runs may as well put the canary below.
     """
-    half = {own: torch.tensor(found)[: RUNS // 2] for own, found in runs.items()}
-    rest = {own: torch.tensor(found)[RUNS // 2 :] for own, found in runs.items()}
+    half = {own: torch.tensor(found)[: len(found) // 2] for own, found in runs.items()}
+    rest = {own: torch.tensor(found)[len(found) // 2 :] for own, found in runs.items()}
 
     def epsilon(of: dict[bool, Tensor], threshold: float, side: int, confidence: float) -> float:
         hits, misses = (int((side * of[own] > side * threshold).sum()) for own in (True, False))
@@ -99,9 +100,11 @@ def differences(steps: Tensor) -> Tensor:
 OF_TWO_STEPS: dict[str, Any] = {"of": differences, "rate": 0.5, "noise": 4.0}
 
 
-def audited(of: Statistic = sums, rate: float = 1.0, noise: float = NOISE, samples: int = 1) -> tuple[float, float]:
+def audited(
+    of: Statistic = sums, rate: float = 1.0, noise: float = NOISE, samples: int = 1, runs: int = RUNS
+) -> tuple[float, float]:
     """What runs say of epsilon at least, and what the accountant says.  samples: of each user"""
-    (without, stated), (with_canary, _) = (statistics(own, of, rate, noise, samples) for own in (False, True))
+    (without, stated), (with_canary, _) = (statistics(own, of, rate, noise, samples, runs) for own in (False, True))
     return lower_bound({False: without, True: with_canary}, DELTA), stated
 
 
@@ -147,6 +150,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
+    "noise without clipping": {"noise": 4.0, "runs": 100},  # of a small epsilon, so that few runs contradict it
     "too little noise": {},
     "in all steps and runs": {},
     "in both steps of a run": OF_TWO_STEPS,  # by the steps' difference, where the canary is drawn in one of them
@@ -154,33 +158,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", ["noise without clipping", *rarely(*MISTAKES)])
+@pytest.mark.parametrize("mistake", [*list(MISTAKES)[:1], *rarely(*list(MISTAKES)[1:])])
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     planted(monkeypatch, mistake)
-    found, stated = audited(**MISTAKES.get(mistake, {}))
+    found, stated = audited(**MISTAKES[mistake])
     assert found > stated
-
-
-class CentredLater(Weights):
-    """Centres its input over the batch, without a gradient, from some step on."""
-
-    begins, forwards = 3, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        return super().forward(x - x.mean(0) if self.forwards > self.begins else x)
-
-
-def test_samples_that_begin_to_mix_are_found_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample then moves the others' gradients, by up to the bound each, and the accountant knows of one alone."""
-    monkeypatch.undo()
-    private, model = PrivateTraining(BOUND, NOISE, 4.0, DELTA, seed=SEED), CentredLater()
-
-    def trained() -> None:
-        for (part,) in private.loader(TensorDataset(torch.randn(8, 3)), steps=10):
-            private.backward(model(part))
-            private.step()
-
-    with private.attach(model), pytest.raises(SamplesMixed):
-        trained()
-    assert private.steps == CentredLater.begins

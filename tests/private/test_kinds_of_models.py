@@ -48,16 +48,8 @@ def checkpointed(use_reentrant: bool) -> nn.Module:
     return Bare(lambda m, x: checkpoint(m.net, m.first(x), use_reentrant=use_reentrant), first=nn.Linear(4, 4), net=net())
 
 
-def by_peft() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
-    adapted: nn.Module = peft.get_peft_model(net(), config)
-    return adapted
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sets], Loss]] = {
     "an adapter": (adapted, data, losses),
-    "peft's adapters": (by_peft, data, losses),
     "a checkpoint": (lambda: checkpointed(False), data, losses),
     "texts of other lengths in each step": (Reader, text, losses_of_text),
 }

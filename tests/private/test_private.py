@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from nets import perceptron, with_spare
 from oracle import clipped, squares
 from rarely import crossed
@@ -248,6 +249,11 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "two uses, one of bits": lambda x: (y := (x > 3).float()).view(torch.int32).clamp(max=1) + 9 * y.flip(0),
     "parts of memory": lambda x: (x > 3).float().clone().index_fill_(0, torch.tensor([0]), 0) + (x > 3).float().roll(1, 0),
     "an index": lambda x: x.gather(1, (x[:, :1] > 3).long().cumsum(0).clamp(max=3)),
+    "a place in an order": lambda x: (x[:, :1] > 3).long().argsort(dim=0, stable=True).argsort(0).double(),
+    "an order that is an index": lambda x: x.gather(1, (x[:, :1] > 3).long().argsort(dim=0, stable=True) % 4),
+    "codes in an order": lambda x: torch.eye(2)[(x[:, 0] > 3).long().sort(stable=True).values][:, :1],
+    "numbers of values": lambda x: (x > 3).long().unique(return_inverse=True)[1].double(),
+    "a count that is an index": lambda x: x[:, (x > 3).sum()][:, None],
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
 }
@@ -281,7 +287,16 @@ def test_tokens_that_are_made_for_all_frames_keep_samples_apart() -> None:
         assert_close(step(model), norms)
 
 
-def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
+BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sorted": lambda made, order: made[order.argsort()],
+    "written": lambda made, order: torch.empty_like(made).index_put((order,), made),
+    "added": lambda made, order: torch.zeros_like(made).index_add(0, order, made),
+    "places": lambda made, order: made[torch.empty_like(order).scatter(0, order, torch.arange(len(order)))],
+}
+
+
+@pytest.mark.parametrize("back", BACK)
+def test_experts_whose_tokens_are_sorted_keep_samples_apart(back: str) -> None:
     """Laws don't show it, since an order depends on all samples' values; nor do they say that samples meet."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -289,7 +304,7 @@ def test_experts_whose_tokens_are_sorted_keep_samples_apart() -> None:
         order = expert.argsort(stable=True)
         ends = torch.stack([expert == 0, expert == 1]).sum(1).cumsum(0).int()
         made = torch._grouped_mm(h[order], m.experts, ends)  # it has no law
-        return (made * m.scales[expert[order], None])[order.argsort()].unflatten(0, x.shape[:2])
+        return (h + BACK[back](made * m.scales[expert[order], None], order)).unflatten(0, x.shape[:2])
 
     model: Any = Bare(forward, a=nn.Linear(8, 8))
     model.experts, model.scales = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.rand(2))
@@ -308,6 +323,56 @@ def test_an_argument_that_only_other_samples_read_is_refused_where_runs_see_noth
         backward(model, torch.rand(6, 4))
         with pytest.raises(SamplesMixed, match="other samples than those on its axis"):
             step(model)
+
+
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda h: h / len(h),
+    "a power": lambda h: h * (-1) ** len(h),
+    "a branch": lambda h: h.relu() if len(h) > 5 else -h,
+    "a sum of ones": lambda h: h / torch.ones(len(h)).sum(),
+    "a row of a table": lambda h: h + torch.arange(27.0).view(9, 3)[len(h)],
+    "one size": lambda h: h * (2 if len(h) == 4 else 1),
+    "sizes alone": lambda h: nn.functional.group_norm(h.view(-1, 3, 1), 1).view(len(h), 3) + torch.zeros(len(h), 1),
+    "a loop": lambda h: torch.stack([x.softmax(0) for x in h]),
+}
+
+
+@pytest.mark.parametrize("how", SIZED)
+def test_outputs_that_depend_on_the_number_of_samples_are_refused(how: str) -> None:
+    """A drawn batch's size tells whether one sample more was there."""
+    model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
+    with autograd_hacks.add_hooks(model, independent=True):
+        for samples in (7, 6, 4, 5):
+            backward(model, torch.randn(samples, 4))
+            try:
+                step(model)
+            except SamplesMixed as error:
+                refused += "size is private" in str(error)
+    assert refused == {"sizes alone": 0, "a loop": 0, "a branch": 2, "one size": 1}.get(how, 4)
+
+
+COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda z, y: F.cross_entropy(z.mT, y),
+    "smoothed": lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1),
+    "masked": lambda z, y: (
+        (F.cross_entropy(z.mT, y.relu(), reduction="none") * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1)
+    ),
+    "chosen": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0]),
+    "for each sample": lambda z, y: F.cross_entropy(z.mT, y, reduction="none").mean(1).mean(),
+}
+
+
+@pytest.mark.parametrize("how", COUNTED)
+def test_a_loss_made_inside_is_not_divided_by_other_samples_tokens(how: str) -> None:
+    """The clipped row of a sample would follow others' labels.  Where all tokens count it follows none."""
+    model = Bare(lambda m, x, y: COUNTED[how](m.b(x), y), b=nn.Linear(4, 3))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for some in (False, True, False):
+            x, y = torch.randn(6, 5, 4), torch.randint(3, (6, 5))
+            y[0, : 3 * some] = -100
+            model(x, y).backward()
+            with pytest.raises(SamplesMixed) if some and how != "for each sample" else nullcontext():
+                step(model, loss_type="mean")
 
 
 KEEPS: dict[str, Callable[[Any, Tensor], object]] = {

@@ -1,6 +1,5 @@
 """Private training of users: against a loop by hand, whole, cut, padded, resumed, and what is refused."""
 
-import copy
 from collections import Counter
 from typing import Any
 
@@ -43,7 +42,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in three parts": {"parts": 3},
     "of eight samples at most": {"micro_batch_size": 8},
     "all of one shape": {"micro_batch_size": 9, "padded": True},
-    "fetched by workers": {"num_workers": 2, "parts": 2},
 }
 
 
@@ -82,19 +80,6 @@ def test_other_ways_to_clip_are_the_same_of_micro_batches(clip: str, options: di
         trained(private, model, **given)
         states.append((model.state_dict(), getattr(private.clip, "bound", None)))
     assert_close(states[0], states[1])
-
-
-def test_it_goes_on_from_a_checkpoint_bit_by_bit() -> None:
-    options: dict[str, Any] = {"micro_batch_size": 8}
-    whole, model = of_users(per_user=2), net()
-    trained(whole, model, **options)
-    before, rest = of_users(per_user=2), net()
-    trained(before, rest, upto=7, **options)
-    after = of_users(seed=SEED + 99, per_user=2)
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    trained(after, rest, **options)
-    assert after.history == whole.history
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), rest.parameters()))
 
 
 def test_every_user_is_drawn_with_its_probability_and_with_all_samples() -> None:

@@ -91,6 +91,8 @@ def test_a_tree_of_axes() -> None:
         model(x, {"y": y})
     with autograd_hacks.add_hooks(model, batch_dim=(0,)), pytest.raises(ValueError, match=r"doesn't fit 2 positional"):
         model(x, {"y": y})
+    with autograd_hacks.add_hooks(model, batch_dim={"x": 0, "other": 1}), pytest.raises(ValueError, match="no argument 'o"):
+        model(x=x, others={"y": y})
 
 
 def test_a_mask_of_n_by_n() -> None:

@@ -1,12 +1,12 @@
 """What a trace does not do: import the compiler, be compiled, or keep what no backward pass asks for."""
 
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from forked import run_script
 from nets import Between
 from oracle import squares
 from steps import check, count_forwards
@@ -29,8 +29,9 @@ sys.exit("torch._dynamo" in sys.modules)
 """
 
 
-def test_a_first_step_imports_no_compiler() -> None:
-    subprocess.run([sys.executable, "-c", FIRST_STEP], check=True)
+def test_a_first_step_imports_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "first.py").write_text(FIRST_STEP)
+    run_script(tmp_path / "first.py", tmp_path)
 
 
 class Counting(torch.autograd.Function):

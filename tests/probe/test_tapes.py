@@ -82,25 +82,12 @@ def sorted_by_values(own: Program, h: Tensor) -> Tensor:
     return h + 0.1 * h.detach()[order]
 
 
-def assigned(own: Program, h: Tensor) -> Tensor:
-    own.centre = h.detach().mean(0) if own.on else own.centre * 1
-    return h - own.centre
-
-
 def by_dropout(own: Program, h: Tensor) -> Tensor:
     return h - nn.functional.dropout(h.detach(), 0.5).mean(0) if own.on else nn.functional.dropout(h, 0.5)
 
 
 def from_before(own: Program, h: Tensor) -> Tensor:
     h, own.kept = h - own.kept, h.detach().mean(0) if own.step == BEGINS - 1 else own.kept
-    return h
-
-
-def into_a_parameter(own: Program, h: Tensor) -> Tensor:
-    """A moving mean in a codebook."""
-    if own.on:
-        with torch.no_grad():
-            own.centred[:, 0].mul_(0.9).add_(h.mean(0))
     return h
 
 
@@ -119,8 +106,6 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "statistics of the batch": lambda own, h: nn.functional.batch_norm(h, own.centre.clone(), own.kept + 1, training=own.on),
     "in place": in_place,
     "an order by values": sorted_by_values,
-    "a buffer that is replaced": assigned,
-    "what is written into a parameter": into_a_parameter,
     "what is written into its data": into_its_data,
     "a maximum": lambda own, h: h / (h.detach().amax() if own.on else h.detach().amax(1, keepdim=True)),
     "along another axis": lambda own, h: h.detach().softmax(0 if own.on else 1) * h,
@@ -136,13 +121,6 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
 def test_what_begins_to_mix_is_refused_in_that_step(name: str) -> None:
     torch.manual_seed(0)
     assert accepted(Program(MIXING[name])) == BEGINS
-
-
-def test_standardised_inputs_are_refused_in_the_step_in_which_they_begin() -> None:
-    model = Program(lambda own, h: h)
-    own = model.forward
-    model.forward = lambda x: own((x - x.mean(0)) / x.std(0) if model.step >= BEGINS - 1 else x * 2)
-    assert accepted(model) == BEGINS
 
 
 def test_methods_of_tensors_that_others_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:

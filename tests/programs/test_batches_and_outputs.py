@@ -101,10 +101,6 @@ def called_before(m: Any, x: Tensor, query: Tensor) -> Tensor:
     return m.attend(query + m.attend(query, query, query)[0], x, x)[0]
 
 
-def decoder(m: Any, x: Tensor, query: Tensor) -> Tensor:
-    return m.decode(query, x)
-
-
 def first_state(m: Any, x: Tensor, query: Tensor) -> Tensor:
     state = query.transpose(0, 1).contiguous()
     return m.run(x, (state, state.sin()) if isinstance(m.run, nn.LSTM) else state)[0]
@@ -114,10 +110,6 @@ def of_its_own_weight(m: Any, x: Tensor, query: Tensor) -> Tensor:
     """A weight of the layer also makes its first state."""
     state = m.run.weight_hh_l0[:4].view(2, 2, 4).sum(1, keepdim=True).expand(-1, len(x), -1)
     return m.run(x, state.contiguous())[0]
-
-
-def of_query_and_weight(m: Any, x: Tensor, query: Tensor) -> Tensor:
-    return m.run(x, (query @ m.run.weight_hh_l0[:4]).transpose(0, 1).contiguous())[0]
 
 
 def tied(m: Any, x: Tensor, query: Tensor) -> Tensor:
@@ -137,10 +129,8 @@ def by_steps(m: Any, x: Tensor, query: Tensor) -> Tensor:
 LEARNT: dict[str, Callable[[], nn.Module]] = {
     "weights too": lambda: learnt(weights_too, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
     "called before": lambda: learnt(called_before, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
-    "decoder": lambda: learnt(decoder, decode=nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)),
     "GRU": lambda: learnt(first_state, run=nn.GRU(4, 4, 2, batch_first=True)),
     "of its own weight": lambda: learnt(of_its_own_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
-    "of query and weight": lambda: learnt(of_query_and_weight, run=nn.GRU(4, 4, 2, batch_first=True)),
     "tied": lambda: learnt(tied, run=nn.GRU(4, 4, 2, batch_first=True)),
     "by steps": lambda: learnt(by_steps),
 }

@@ -25,14 +25,8 @@ COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "rwkv", "t5")
 
 USUAL = (
     *("deit, layer scale", "cait", "mixer", "resnet18, BatchNorm in eval", "llama, LoRA", "qwen3", "rwkv", "dlrm", "gat"),
-    *(
-        "mixtral, one expert after the other",
-        "UNet, noise drawn inside",
-        "hubert, CTC",
-        "yolos, matched boxes",
-        "bert, dropout",
-    ),
-    *("bert, dropout", "t5", "mamba", "swin"),
+    *("mixtral, one expert after the other", "UNet, noise drawn inside", "hubert, CTC", "yolos, matched boxes"),
+    *("bert, dropout", "deberta-v2", "gpt2", "t5", "mamba", "swin", "convnext"),
 )
 """What every run has; the others are like these."""
 

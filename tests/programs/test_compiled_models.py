@@ -49,7 +49,7 @@ SEGFORMER = ("SegformerForSemanticSegmentation", "SegformerConfig", {"depths": [
 SORTED = ("MixtralForCausalLM", "MixtralConfig", TEXT | {"num_key_value_heads": 1, "num_local_experts": 3}, text, "logits")
 OTHERS = {
     "UNet": (unet_net, lambda samples: {"x": torch.randn(samples, 3, 8, 8), "time": torch.rand(samples)}),
-    "LoRA": (lambda: lora(**GPT2), text),
+    "LoRA": (lambda: lora(**GPT2 | {"n_layer": 1}), text),
 }
 """{name: what makes a model, and its arguments}"""
 REFUSED = {

@@ -117,7 +117,7 @@ OTHERS = [(kind, body) for kind in KINDS for body in BODIES if (kind, body) not 
 @pytest.mark.parametrize(("kind", "body"), [*QUICK, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]])
 def test_rows_are_those_of_each_sample(kind: Kind, body: str) -> None:
     model = _made(kind, body)
-    xs = [torch.randn(n, D, dtype=torch.float64) for n in (3, 3, 4, 1, 6, 2, D, 3)]
+    xs = [torch.randn(n, D, dtype=torch.float64) for n in (3, 3, D, 1, 6)]
     check_batches(model, *xs)
 
 

@@ -1,6 +1,6 @@
 """Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -149,40 +149,6 @@ def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
             autograd_hacks.compute_grad1(model)
             torch.testing.assert_close(model.layer.weight.grad1.mean(0), model.layer.weight.grad)
             model.zero_grad()
-
-
-# What the batch meets
-
-
-def slots(m: Bare, x: Tensor) -> Tensor:
-    own = m.mu + m.sigma * torch.randn(len(x), 2, 4, dtype=x.dtype)
-    keys = m.k(x[:, None])
-    return (m.q(own) @ keys.mT).softmax(1) @ keys
-
-
-def hyper(m: Bare, x: Tensor) -> Tensor:
-    own = torch.einsum("nij,nj->ni", m.of_sample(x).view(-1, 4, 2), x[:, :2])
-    return own @ m.of_all(m.code).view(4, 2)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-PROGRAMS: dict[str, tuple[Callable[[Bare, Tensor], Tensor], Callable[[], dict[str, Any]], Sequence[int]]] = {
-    "a parameter times noise": (
-        slots, lambda: {"mu": normal(4), "sigma": normal(4), "q": nn.Linear(4, 4), "k": nn.Linear(3, 4)}, (4, 4, 4),
-    ),
-    "a hypernetwork": (
-        hyper, lambda: {"of_sample": nn.Linear(3, 8), "of_all": nn.Linear(2, 8), "code": normal(2)}, (4, 4, 4),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_rows_of_a_program(what: str) -> None:
-    how, own, sizes = PROGRAMS[what]
-    check_right(Bare(how, **own()).double(), *[(data(n, 3),) for n in sizes])
 
 
 def scale_net() -> nn.Module:

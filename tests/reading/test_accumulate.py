@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, mlp, raises, step
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -31,6 +32,23 @@ def test_accumulate_fills_in_zeros_for_parts_that_were_not_reached(model: nn.Seq
     assert model[0].weight.grad1.shape == (5, 4, 3)
     assert not model[0].weight.grad1[3:].any()
     assert model[2].weight.grad1[3:].any()
+
+
+def test_micro_batches_of_one_whose_gradient_a_parameter_takes_as_its_own() -> None:
+    """A class token gets a view of the gradient at its use for its .grad, and the next pass adds to that memory."""
+    model = Bare(
+        lambda m, x: m.layer(torch.cat([m.token.expand(len(x), -1, -1), x], 1).tanh()),
+        token=torch.randn(1, 1, 3),
+        layer=nn.Linear(3, 2),
+    ).double()
+    x = torch.randn(4, 5, 3).double()
+    expected = one_backward_per_sample(model, squares, x)
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.accumulate(model):
+            for part in x.split(1):
+                squares(model(part)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_rows(model, expected)
 
 
 def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
@@ -62,22 +80,6 @@ def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> No
             torch.cat([torch.cat([y, t]), twice], 1),
         )
     assert_rows(model, expected)
-
-
-def test_started_and_stopped_by_hand(model: nn.Module) -> None:
-    x, y = batch(5)
-    rows = autograd_hacks.accumulate(model)
-    for seed in range(2):  # the same object in every step
-        x, y = batch(5, seed)
-        step(model, *batch(7, 1))  # an earlier record is no part of it
-        rows.start() if seed else autograd_hacks.accumulate(model).start()
-        for part_x, part_y in zip(x.split(2), y.split(2)):
-            step(model, part_x, part_y)
-            model.zero_grad()
-        autograd_hacks.accumulate(model).stop()  # of whichever object
-        assert_right(model, x, y)
-        step(model, *batch(7, 1))
-        assert_right(model, *batch(7, 1))
 
 
 def test_started_twice_stopped_without_a_start_or_without_hooks(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Product
+from nets import Multiply, Product
 from oracle import squares
 from steps import check, check_batches, mlp
 from torch import Tensor
@@ -131,23 +131,9 @@ def test_a_function_that_begins_to_normalise_gradient(param_grad: bool) -> None:
                 autograd_hacks.compute_grad1(model, "sum")
 
 
-class Scaled(torch.autograd.Function):
-    """x s, for a number s."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, s: Tensor) -> Tensor:
-        ctx.save_for_backward(x, s)
-        return x * s
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, s = ctx.saved_tensors
-        return g * s, (g * x).sum()
-
-
 def test_a_function_in_whose_gradient_terms_cancel() -> None:
     """What a norm layer is given may be scaled by any number: that number's gradient is rounding."""
-    model = Bare(lambda m, x: m.norm(Scaled.apply(x, m.s)), s=torch.tensor(0.3), norm=nn.LayerNorm(3, eps=1e-12)).double()
+    model = Bare(lambda m, x: m.norm(Multiply.apply(x, m.s)), s=torch.tensor(0.3), norm=nn.LayerNorm(3, eps=1e-12)).double()
     check_batches(model, torch.randn(8, 3).double())
 
 

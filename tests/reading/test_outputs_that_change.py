@@ -12,6 +12,8 @@ from oracle import squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
 from torch import Tensor
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
@@ -60,6 +62,9 @@ def test_an_output_that_begins_in_a_later_step_is_refused_if_samples_mix(kind: s
 WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "kept, normalised": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)),
     "kept, divided by a buffer's product": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "kept, pruned, in a checkpoint": lambda: Bare(
+        lambda m, x: checkpoint(m.inner, x[:, None].expand(-1, 4, -1), use_reentrant=False).sum(1),
+        inner=nn.Sequential(nn.Linear(4, 4), prune.random_unstructured(nn.Linear(4, 4), "weight", amount=.3))),
     "returned": lambda: Bare(
         lambda m, x: (m.first(x) @ (w := F.normalize(m.w, dim=1)).t(), w), first=nn.Linear(4, 4), w=torch.randn(4, 4)),
 }  # fmt: skip
@@ -85,15 +90,6 @@ def test_a_parameter_that_is_expanded_to_one_sample(param_grad: bool) -> None:
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for samples in (3, 1, 1, 4):
             check_losses(model, lambda samples=samples: squares(model(torch.ones(samples, 4, dtype=torch.float64))))
-
-
-def test_a_refusal_while_a_pass_runs_says_as_much_as_one_after_it() -> None:
-    model = two_layers(lambda m, x: m.last((h := m.first(x)) - h.mean(0)))
-    with autograd_hacks.add_hooks(model):
-        out = model(data(3, 4)).square().sum()
-        streamed = autograd_hacks.during_backward(model, "norms", loss_type="sum")
-        with pytest.raises(SamplesMixed, match=r"reaches other samples at .*backward\(losses\)"), streamed:
-            out.backward()
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -5,19 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from nets import Patched
 from oracle import assert_rows, one_loss_at_a_time, squares
-from steps import check_batches
+from steps import assert_right
 from torch import Tensor
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from twin import Bare
 
 import autograd_hacks
-
-
-class Standardised(nn.Conv2d):
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, weight - weight.mean(), bias)
 
 
 class Doubled(nn.Linear):
@@ -52,10 +46,11 @@ def adapted() -> nn.Module:
         lambda: parametrizations.orthogonal(nn.Linear(3, 2)),
         lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
         lambda: nn.utils.spectral_norm(nn.Linear(3, 2)),
+        lambda: prune.l1_unstructured(nn.Linear(3, 2), "weight", 3),
     ],
     ids=[
         "subclass", "patched", "LoRA", "weight_norm", "spectral_norm", "spectral_norm in eval", "orthogonal",
-        "old weight_norm", "old spectral_norm",
+        "old weight_norm", "old spectral_norm", "pruned",
     ],
 )  # fmt: skip
 def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], alone: bool) -> None:
@@ -80,30 +75,24 @@ def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], al
                 assert_rows(model, one_loss_at_a_time(model, again))
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> dict[str, Tensor]:
-        return {"scaled": x * self.scale, "shifted": x if shift is None else x + shift * self.scale}
-
-
-def inside(m: nn.Module, x: Tensor) -> Tensor:
-    """Tuple and dict outputs, arguments by keyword, and a module that is used twice."""
-    h = m.inner(m.first(x), shift=torch.arange(3.0, dtype=x.dtype))
-    return m.inner(h["scaled"].tanh())["scaled"] + h["shifted"]
-
-
-@pytest.mark.parametrize(
-    ("build", "x"),
-    [
-        (lambda: nn.Sequential(Standardised(1, 2, 2), nn.Flatten()), torch.randn(3, 1, 4, 4).double()),
-        (Patched, torch.randint(7, (4, 3))),
-        (Patched, torch.randint(7, (1, 3))),
-        (lambda: Bare(inside, first=nn.Linear(3, 3), inner=Scaled()), torch.randn(4, 3).double()),
-    ],
-    ids=["weight standardisation", "bare parameters and a tied decoder", "a batch of one", "dictionaries and two calls"],
-)
-def test_two_steps_are_right(build: Callable[[], nn.Module], x: Tensor) -> None:
-    check_batches(build().double(), x, x, verify=min(2, len(x) - 1))
+@pytest.mark.parametrize("make", [
+    lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), nn.Tanh()),
+])  # fmt: skip
+def test_parametrize_cached_around_the_step(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 2)).double()
+    x = torch.randn(3, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            with parametrize.cached():
+                squares(model(x)).mean().backward()
+                plain = dict(parametrize._cache)
+                autograd_hacks.compute_grad1(model)
+                autograd_hacks.verify(model)
+                assert plain.keys() == parametrize._cache.keys()
+                assert all(parametrize._cache[key] is value for key, value in plain.items())
+            assert all(p.grad is not None for p in model.parameters())
+            assert_right(model, x)
+            for p in model.parameters():
+                p.data.sub_(0.1 * p.grad)

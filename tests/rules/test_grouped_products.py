@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks import forms
 
 if not hasattr(F, "grouped_mm"):
     pytest.skip("this torch has no grouped product", allow_module_level=True)
@@ -46,6 +47,7 @@ def test_rows_of_a_stack(samples: int, tokens: int, transposed: bool, param_grad
             autograd_hacks.compute_grad1(model)
             assert_rows(model, expected, torch.float32)
             rows = model.stack.grad1.flatten(1)
+            assert not any(isinstance(leaf, forms.Dense) for leaf in grads["stack"].leaves())  # it stays a sum of products
             assert_close(grads.norms(per_parameter=True)["stack"], rows.norm(dim=1))
             assert_close(
                 grads.weighted_sum(torch.arange(samples).float())["stack"].flatten(), torch.arange(samples).float() @ rows

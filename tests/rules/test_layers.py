@@ -69,12 +69,22 @@ def test_running_statistics_that_are_gone_since_the_forward_or_new() -> None:
             autograd_hacks.compute_grad1(layer)
 
 
-def test_running_statistics_that_have_moved_since() -> None:
+@pytest.mark.parametrize("by", ["the user", "a forward in training mode"])
+def test_running_statistics_that_have_moved_since(by: str) -> None:
     layer = nn.BatchNorm1d(3).eval()
     with autograd_hacks.add_hooks(layer):
-        layer(torch.randn(4, 3)).sum().backward()
-        layer.running_mean.add_(1)
-        with pytest.raises(StaleRecord, match=r"the model itself \(BatchNorm1d\): 'running_mean' has changed"):
+        for step in range(3):
+            layer(torch.randn(4, 3)).sum().backward()
+            if step < 2:
+                autograd_hacks.compute_grad1(layer)  # rows are known to agree from now on
+        if by == "the user":
+            layer.running_mean.add_(1)
+        else:
+            layer.train()
+            with torch.no_grad():
+                layer(torch.randn(4, 3) * 5)
+            layer.eval()
+        with pytest.raises(StaleRecord, match=r"the model itself \(BatchNorm1d\): .* has changed"):
             autograd_hacks.compute_grad1(layer)
 
 

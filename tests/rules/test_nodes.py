@@ -9,8 +9,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
+from steps import check_hooked
 from torch import Tensor
 from torch.testing import assert_close
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.formulas.met import Formula, Met
@@ -238,3 +240,31 @@ def test_a_real_value_beside_a_complex_batch_has_real_rows() -> None:
     x = r(3, 2, dtype=COMPLEX)
     for case in [Case("mul", torch.mul, (x, r(2)), (1,)), Case("add", torch.add, (x, r(2)), (1,), {"alpha": 2j})]:
         assert_close(rows_of(case, by_way=False)["p1"], case.rows()[1])
+
+
+def normed(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([one * m.norm(m.token) for one in x.split(1)])
+
+
+def convolved(m: nn.Module, x: Tensor) -> Tensor:
+    weights = m.layer(x).view(len(x) * 3, 3, 1)  # each sample has its own
+    signal = m.token.view(1, 3, 1).repeat(len(x), 1, 1).view(1, -1, 1)
+    return F.conv1d(signal, weights, groups=len(x)).view(len(x), 3)
+
+
+def joined(m: nn.Module, x: Tensor) -> Tensor:
+    made = m.layer(m.table)
+    return x @ (m.weight @ made.T) * made[: len(x), :1]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("program", [normed, convolved, joined])
+def test_a_value_of_parameters_is_no_layers_own_weight(program: Callable[..., Tensor], samples: int) -> None:
+    """It may be the input of a layer; and meet the batch sample by sample and as a whole."""
+    model = Bare(
+        program, layer=nn.Linear(3, 9 if program is convolved else 3), norm=nn.LayerNorm(3), token=torch.randn(1, 3),
+        table=torch.randn(6, 3), weight=torch.randn(3, 3),
+    ).double()  # fmt: skip
+    for _ in range(3):
+        x = r(samples, 3)
+        check_hooked(model, lambda x=x: squares(model(x)))

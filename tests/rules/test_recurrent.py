@@ -1,5 +1,6 @@
 """Recurrent layers in every configuration: rows against a backward pass for each sample's loss."""
 
+import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 from oracle import squares
 from steps import assert_means, check_hooked
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from twin import Bare
 
 import autograd_hacks
 
@@ -60,6 +62,25 @@ def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool
         return squares((padded, *(part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,)))))
 
     check_hooked(layer, losses)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("used", ["sequence", "last"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_several_packed_sequences_a_sample(kind: type[nn.RNNBase], used: str, samples: int) -> None:
+    """As sentences of documents: rows are those of the documents."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        sentences = x.flatten(0, 1)
+        lengths = torch.arange(len(sentences)) % 2 + x.shape[2] - 1
+        out, last = m.layer(pack_padded_sequence(sentences, lengths, batch_first=True, enforce_sorted=False))
+        found = last[0] if isinstance(last, tuple) else last
+        padded, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[2])
+        return m.out(padded.sum(1) if used == "sequence" else found[0]).unflatten(0, x.shape[:2])
+
+    model = Bare(forward, layer=kind(4, 3, batch_first=True), out=nn.Linear(3, 2)).double()
+    x = torch.randn(samples, 3, 5, 4).double()
+    check_hooked(model, lambda: squares(model(x)))
 
 
 def test_truncated_backpropagation_through_time() -> None:

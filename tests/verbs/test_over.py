@@ -137,12 +137,23 @@ def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callab
     assert len(seen) == (2 if max_bytes == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
 
 
-def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
-    def go_on(
-        x: Tensor = X, verb: Any = PerSampleGrads.norms, by: float = 1.0, out: str = "rows.npy", **options: Any
-    ) -> Any:
+class Plain:
+    """A batch of a class of the user's, without a repr of its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, Plain])
+def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path, kind: Callable[[Tensor], Any]) -> None:
+    path = tmp_path / "rows.npy"
+
+    def go_on(x: Tensor = X, verb: Any = PerSampleGrads.norms, by: float = 1.0, out: str = path.name, **options: Any) -> Any:
         own = loss if by == 1 else lambda net, x: by * loss(net, x)
-        return autograd_hacks.over(net, x.split(4), own, verb, out=tmp_path / out, **options)
+        return autograd_hacks.over(net, [kind(part) for part in x.split(4)], own, verb, out=tmp_path / out, **options)
 
     go_on(X[:8])
     check_each(
@@ -159,10 +170,18 @@ def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None
         (ValueError, "of other weights", lambda: go_on(only="0.*")),
         (ValueError, r"ends with \.npy or \.safetensors", lambda: go_on(out="rows.pt")),
     )
-    net[0].weight.data += 1
+    assert_close(go_on(), rows(net, X).norm(dim=1))
+    kept, net[0].weight.data = net[0].weight.data, net[0].weight + 1
     check_each((ValueError, "of other weights", go_on))
+    net[0].weight.data = kept
+    path.write_bytes(path.read_bytes()[:-3])
+    check_each((ValueError, r" of the .* bytes written", go_on))
+    (tmp_path / "rows.npy.progress").write_text("{")
+    check_each((ValueError, "does not contain the notes of over", go_on))
     (tmp_path / "rows.npy.progress").unlink()
     check_each((ValueError, "only one of the two files exists", go_on))
+    assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
+    check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
 
 
 # What it is given: loaders, checkpoints and verbs of all kinds, some of which change while it runs
@@ -264,34 +283,6 @@ def test_after_it_there_is_nothing_to_clip(net: nn.Module) -> None:
     autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
     with pytest.raises(NothingRecorded, match="over has read its passes"):
         autograd_hacks.clip_grad1_norm_(net, 1.0)
-
-
-class Plain:
-    """A batch of a class of the user's, without a repr of its own."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.x
-
-
-def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
-    path = tmp_path / "rows.npy"
-
-    def go_on(x: Tensor = X, verb: Any = PerSampleGrads.norms, out: str = path.name, **options: Any) -> Any:
-        batches = (Plain(own) for own in x.split(4))
-        return autograd_hacks.over(net, batches, loss, verb, out=tmp_path / out, **options)
-
-    go_on(X[:8])
-    assert_close(go_on(), rows(net, X).norm(dim=1))
-    check_each((ValueError, "must not shuffle", lambda: go_on(X.flip(0))))
-    path.write_bytes(path.read_bytes()[:-3])
-    check_each((ValueError, r" of the .* bytes written", go_on))
-    (tmp_path / "rows.npy.progress").write_text("{")
-    check_each((ValueError, "does not contain the notes of over", go_on))
-    assert go_on(verb=lambda grads: grads.norms().half(), out="half.npy").dtype == torch.float16
-    check_each((TypeError, r"rows\.float\(\)", lambda: go_on(verb=lambda grads: grads.norms().bfloat16(), out="b.npy")))
 
 
 @pytest.fixture
