@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.calls import Layer
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.table import NODES
@@ -82,12 +83,13 @@ def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -
     return node, number, passed
 
 
-def taken_by(node: Any, hook: AtOutput, layer: nn.Module) -> Taken | None:
+def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
     """What the node of a layer's call takes; None for unknown kinds of nodes."""
+    layer = known.layer
     if type(node).__name__ in _COPIES:
         node, *_ = _behind((node, 0), _COPIES)
     kind = _KINDS.get(type(node).__name__)
-    if kind is None or hook.live is None:
+    if kind is None or hook.live is None or known.is_given or not isinstance(layer, kind.layer):
         return None
     raw, (args, kwargs) = kind.raw(node), hook.live
     if raw.unpack_hook is not None:
@@ -119,16 +121,12 @@ def is_fed(noted: Noted, taken: Taken | None) -> bool:
 
     taken: see `taken_by`"""
     known = noted.call.known
-    if taken is None or taken[0] is UNKNOWN or known.is_given:
+    if taken is None or taken[0] is UNKNOWN:
         return False
-    ((output, hook),), layer = noted.hooks, known.layer
+    ((output, hook),) = noted.hooks
     main, *_ = _behind((output, 0), _COPIES)
     kind = _KINDS[type(main).__name__]
-    if (
-        not isinstance(layer, kind.layer)
-        or kind.usual not in (None, taken[2])
-        or not kind.places.keys() >= set(known.locals)
-    ):
+    if kind.usual not in (None, taken[2]) or not kind.places.keys() >= set(known.locals):
         return False
     for local, p, _ in known.wanted:
         leaf, _, passed = _behind(main.next_functions[kind.places[local]], (_CAST, _TURN))

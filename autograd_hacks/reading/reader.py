@@ -140,7 +140,7 @@ class Reader:
             known, own = call.known, None
             if len(hooks) == 1:
                 ((node, hook),) = hooks
-                own = taken_by(node, hook, known.layer)
+                own = taken_by(node, hook, known)
             taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
