@@ -160,9 +160,9 @@ class Reader:
         for n, noted in enumerate(self.ran.noted):
             if noted.is_empty and (whose := found.calls[n]) is not None:
                 found.calls[n] = whose._replace(labels=torch.zeros(0, dtype=torch.long, device="cpu"))
-        self._find_uses(found)
         at, why = self.mixing(self.walk)
         found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
+        self._find_uses(found)  # may find more
         return found
 
     def mixing(self, walk: Walk) -> tuple[str, str]:
