@@ -103,7 +103,9 @@ class Certificate:
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
             kinds = {_products_of(use) for use, _, _ in told}
-            return max(FINEST, UNITS * unit * (1 + (added / MANY) ** 0.5), *(rounding_of_products(kind, like) for kind in kinds))
+            return max(
+                FINEST, UNITS * unit * (1 + (added / MANY) ** 0.5), *(rounding_of_products(kind, like) for kind in kinds)
+            )
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
         if any(isinstance(leaf, Dense) for leaf in leaves):
             return None
