@@ -179,9 +179,9 @@ class Reader:
                 unsure.update(noted.call.known.names)
         found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
         found.unsure = frozenset(unsure)
-        self._find_uses(found)
         at, why = self.mixing(self.walk)
         found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
+        self._find_uses(found)  # may find more
         return found
 
     def mixing(self, walk: Walk) -> tuple[str, str]:
