@@ -112,6 +112,7 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int)
             x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
             if x.shape != y.shape or differs(x, y, rounding_of(x)).any():
                 what = f"the model's output number {slot} for {least} samples changed in a batch of {count}"
+                within.kind.tapes.forget(recorder.tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
     counts.append(samples)
@@ -220,7 +221,9 @@ def _is_divided(tape: Tape, ran: Ran) -> bool:
         of, is_counted = given[1], is_of_targets
         while not is_counted and of in made:
             is_counted, of = operation(entries[made[of]].func).name == "sum", next(numbers_in(entries[made[of]].args))
-        if (is_counted and divisor != shapes[of].numel()) or (not is_counted and of in tape.reached()):
+        if (is_counted and divisor != shapes[of].numel()) or (
+            not is_counted and shapes[of].numel() > 1 and of in tape.reached()
+        ):
             return True
     return False
 
@@ -252,11 +255,10 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
         batch = ran.known.batch
         copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
-        batch = replace(batch, leaves=copy.given)
-        if tape is not None and _is_to_count(recorder, tape, ran):
+        batch, is_to_count = replace(batch, leaves=copy.given), tape is not None and _is_to_count(recorder, tape, ran)
+        _show(recorder, copy, batch, ran, samples)
+        if is_to_count and not within.mixing:
             _count(recorder, copy, batch, ran, samples)
-        if not within.mixing:
-            _show(recorder, copy, batch, ran, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if within.mixing else None
