@@ -61,9 +61,9 @@ class Tapes:
         while len(self._known) > MOST:
             self._known.popitem(last=False)
 
-    def forget(self, tape: Tape | None) -> None:
+    def forget(self, tape: Tape) -> None:
         """Leaves out a tape that was added."""
-        for key in [key for key, known in self._known.items() if tape is not None and known.entries is tape.entries]:
+        for key in [key for key, known in self._known.items() if known.entries is tape.entries]:
             del self._known[key]
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
