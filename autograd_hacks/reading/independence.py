@@ -114,7 +114,7 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
         at = runs.layout(slot, x.shape)
         if at is not None and at.fits(y, count):
             x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
-            slack = (x if x.is_complex() else x.double()).abs().nan_to_num(posinf=0).amax(0, keepdim=True) * (
+            slack = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True) * (
                 0.1 if x.is_cuda else part
             )  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
