@@ -254,7 +254,6 @@ READS: list[Row] = [
     ]),
     *of(ValueError, NOISE, [
         ("a variance needs two samples or more, but there are 1", lambda s: s.grads.select(slice(1)).noise_scale()),
-        ("smoothing", lambda s: NoiseScales(1.0)),
         ("no step", lambda s: NoiseScales(0.9).noise_scale()),
         ("two samples", lambda s: NoiseScales(0.9).update(s.grads.select(slice(1)))),
         (r"'0\.weight' are not finite",
