@@ -147,7 +147,6 @@ STEPS: list[Row] = [
         ("did not finish", an_error_in_the_backward_pass),
         ("clear_backprops", lambda s: (s.grads, clear_backprops(s.model), s.read())),
         ("cleared", lambda s: (s.grads, clear_backprops(s.model), clip_grad1_norm_(s.model, 1.0))),
-        ("cleared", lambda s: (s.grads, clear_backprops(s.model), per_sample_grads(s.model))),
         ("losses without a graph.*create_graph=True", lambda s: (s.grads, backward(torch.ones(5)))),
         ("losses without a graph.*create_graph=True", lambda s: backward(s.grads.dot(s.v))),
     ]),

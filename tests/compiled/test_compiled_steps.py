@@ -225,35 +225,26 @@ def test_arguments_with_and_without_samples() -> None:
     assert_rows(time_first, one_backward_per_sample(time_first, torch.square, sequence.transpose(0, 1)))
 
 
-@pytest.mark.parametrize(
-    ("run", "error", "words"),
-    [
-        (lambda m, x: m.layer(x) * m.kept[0], UnsupportedOperation, r"kept.*not an argument"),
-        (
-            lambda m, x: m.layer(x) if x.sum() > 0 else -m.layer(x),
-            UnsupportedOperation,
-            r"can't be captured as one graph.*add_hooks",
-        ),
-        (lambda m, x: x @ torch.linalg.inv(m.layer.weight), UnsupportedOperation, "inv_ex"),
-        (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
-        (lambda m, x: m.layer(x) / m.kept[1].add_(1), UnsupportedOperation, "one number in float64"),
-        (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
-        (lambda m, x: m.table((x > 0).long()), SamplesMixed, "scale_grad_by_freq"),
-        # Returns a loss of the whole batch.
-        (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
-    ],
-    ids=[
-        "neither argument nor state",
-        "a branch",
-        "values that are checked",
-        "distances",
-        "lost",
-        "batch norm",
-        "frequency",
-        "all",
-    ],
-)
-def test_what_can_not_be_told_is_refused(run: Callable[[Any, Tensor], Tensor], error: type[Exception], words: str) -> None:
+UNTOLD: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
+    "neither argument nor state": (lambda m, x: m.layer(x) * m.kept[0], UnsupportedOperation, r"kept.*not an argument"),
+    "a branch": (
+        lambda m, x: m.layer(x) if x.sum() > 0 else -m.layer(x),
+        UnsupportedOperation,
+        r"can't be captured as one graph.*add_hooks",
+    ),
+    "values that are checked": (lambda m, x: x @ torch.linalg.inv(m.layer.weight), UnsupportedOperation, "inv_ex"),
+    "distances": (lambda m, x: F.pdist(m.layer(x)), UnsupportedOperation, r"'_pdist_forward'.*register_operation"),
+    "lost": (lambda m, x: m.layer(x) / m.kept[1].add_(1), UnsupportedOperation, "one number in float64"),
+    "batch norm": (lambda m, x: m.norm(x), SamplesMixed, "BatchNorm"),
+    "frequency": (lambda m, x: m.table((x > 0).long()), SamplesMixed, "scale_grad_by_freq"),
+    # Returns a loss of the whole batch.
+    "all": (lambda m, x: m.layer(x).sum(), SamplesMixed, r"a sum over samples in the forward pass.*test_compiled_steps\.py"),
+}
+
+
+@pytest.mark.parametrize("what", UNTOLD)
+def test_what_can_not_be_told_is_refused(what: str) -> None:
+    run, error, words = UNTOLD[what]
     table, kept = nn.Embedding(2, 3, scale_grad_by_freq=True), [torch.randn(5, 3), torch.zeros((), dtype=torch.float64)]
     model = Bare(run, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3), table=table, kept=kept)
     with pytest.raises(error, match=words):

@@ -75,15 +75,6 @@ def test_noise_is_normal_and_drawn_parameter_by_parameter() -> None:
         assert_close(p.grad, sums[name] + torch.normal(0.0, 1.5 * BOUND, p.shape, generator=draws) / EXPECTED)
 
 
-def test_users() -> None:
-    model, x = hooked(), torch.randn(6, 4)
-    users = torch.tensor([7, 3, 7, 3, 9, 9])
-    norms, sums = expected(model, x, users)
-    backward(model, x)
-    assert_close(step(model, groups=users), norms)
-    assert_grads(model, sums)
-
-
 @crossed(first=[True, False], wrong=[torch.nan, torch.inf])
 def test_a_sample_that_is_not_finite_contributes_nothing(first: bool, wrong: float) -> None:
     model, x = hooked(), torch.randn(6, 4)
