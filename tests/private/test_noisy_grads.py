@@ -75,7 +75,6 @@ def test_a_noisy_gradient_that_something_changes_is_refused(name: str, options: 
 SAME: dict[str, Change] = {
     "its norm is measured, as trainers do": lambda own: torch.nn.utils.clip_grad_norm_(own, float("inf")),
     "a copy": of_all(lambda p: replaced(p, 1.0)),
-    "nothing": lambda _: None,
 }
 
 

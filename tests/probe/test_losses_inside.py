@@ -242,9 +242,7 @@ class Modulated(Between):
 
 GATES: dict[str, Callable[[How], nn.Module]] = {
     "one number": lambda how: Gated(how, nn.Parameter(torch.zeros(()))),
-    "by channel": lambda how: Gated(how, nn.Parameter(torch.zeros(3))),
     "a layer": lambda how: Gated(how, zeroed(nn.Linear(3, 3))),
-    "LoRA": lambda how: Gated(how, nn.Sequential(nn.Linear(3, 2, bias=False), zeroed(nn.Linear(2, 3, bias=False)))),
     "a norm": lambda how: Gated(how, zeroed(nn.LayerNorm(3))),
     "adaLN": Modulated,
 }
