@@ -73,15 +73,6 @@ def test_noise_is_normal_and_drawn_parameter_by_parameter() -> None:
         assert_close(p.grad, sums[name] + torch.normal(0.0, 1.5 * BOUND, p.shape, generator=draws) / EXPECTED)
 
 
-def test_users() -> None:
-    model, x = hooked(), torch.randn(6, 4)
-    users = torch.tensor([7, 3, 7, 3, 9, 9])
-    norms, sums = expected(model, x, users)
-    backward(model, x)
-    assert_close(step(model, groups=users), norms)
-    assert_grads(model, sums)
-
-
 @crossed(first=[True, False], wrong=[torch.nan, torch.inf])
 def test_a_sample_that_is_not_finite_contributes_nothing(first: bool, wrong: float) -> None:
     model, x = hooked(), torch.randn(6, 4)
@@ -143,16 +134,12 @@ def test_micro_batches() -> None:
 
 
 def test_refusals() -> None:
-    model, eager, x, verb = hooked(), hooked(param_grad=True), torch.randn(6, 4), autograd_hacks.private.clip_and_noise_
+    model, eager, x = hooked(), hooked(param_grad=True), torch.randn(6, 4)
     backward(model, x)
     backward(eager, x)
     check_each(
-        *[(ValueError, r"clip_and_noise_ was given .*expected", lambda given=given: verb(model, *given))
-          for given in ((0, 1.0, 5), (1.0, -1, 5), (1.0, 1.0, 0), (1.0, 1.0, float("inf")), (float("nan"), 1.0, 5))],
-        (TypeError, "expected_batch_size=None; expected a number", lambda: verb(model, 1.0, 1.0, None)),
         (ValueError, r"expected \(6,\), one for each sample",
          lambda: step(model, groups=torch.zeros(5, dtype=torch.long))),
-        (ValueError, "expected a finite max_norm", lambda: verb(model, float("inf"), 1.0, 5)),
         (ValueError, "unclipped gradient", lambda: step(eager, add=True)),
     )  # fmt: skip
     assert step(model, 1.0).isfinite().all()
