@@ -16,6 +16,8 @@ class Above:
 
     read_forward(recorder, ran): reads a finished forward by laws.  Returns whether independence is still to be shown
     assume(ran): reads a graph whose outputs are assumed to have the samples on axis 0
+    between(recorder, model, ran): compares whose the gradients at arguments are with whose the outputs are that these were
+    computed from
     created(recorder, use, node, hook): called when a pass that makes a graph arrives at a node
     show(recorder, model, ran): records whether samples are independent
     learn(model, recorder): called as a forward with gradients begins: finds the whole parameters
@@ -31,6 +33,7 @@ class Above:
 
     read_forward: Callable[[Any, Ran], bool]
     assume: Callable[[Ran], None]
+    between: Callable[[Any, nn.Module, Ran], None]
     created: Callable[..., None]
     show: Callable[[Any, nn.Module, Ran], None]
     learn: Callable[[nn.Module, Any], None]

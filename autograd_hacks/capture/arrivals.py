@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import NodeUse
+from autograd_hacks.support.graph import Value
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
-from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
@@ -234,36 +234,57 @@ def keeps_its_node(output: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """An output of a model.  The node that made the output holds it."""
+    """An output of a model, a tensor that it keeps, or one that its own loss adds up.  The node that made it holds it."""
 
-    edge: int  # the output's number at its node
-    layout: Layout  # where its samples are
+    # Where its samples are: a layout, the sample of each entry on axis 0, or a label.  None if its gradient is refused.
+    at: Any
     samples: int  # N
     recorder: weakref.ref[Any]  # of the model
     forward: int
 
 
-def mark_returned(output: Tensor, mark: Returned) -> None:
+def mark_returned(value: Value, mark: Returned) -> None:
     """Marks an output of a model, so that `returned_in` finds it."""
-    if output.grad_fn is not None:
-        notes: Any = output.grad_fn.metadata
-        notes.setdefault(Returned, {})[mark.edge] = mark
+    notes: Any = value.node.metadata
+    notes.setdefault(Returned, {})[value.number] = mark
 
 
-def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
-    """The marked outputs from which a tensor was computed."""
-    found: list[tuple[GradientEdge, Returned]] = []
-    waiting = [] if x.grad_fn is None else [x.grad_fn]
+class Behind(NamedTuple):
+    """What values were computed from.
+
+    marks: the marked outputs    ends: their nodes, unless something was computed from other outputs of these
+    receivers: of the uses that are reached by other ways than through marked outputs
+    """
+
+    marks: dict[Value, Returned]
+    ends: list[Node]
+    receivers: set[Any]
+
+
+def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:
+    """The marked outputs from which values were computed.  stops_at_uses: whether their nodes are ends, too"""
+    marks, past, uses, receivers = dict[Value, Returned](), set[Node](), list[Node](), set[Any]()
+    waiting: list[Any] = [*values]
     seen = set(waiting)
     while waiting:
-        node = waiting.pop()
+        node, number = waiting.pop()
         notes: Any = node.metadata
-        marks = notes.get(Returned, {})
-        found += [(GradientEdge(node, edge), mark) for edge, mark in marks.items()]
-        ahead = {other for other, _ in node.next_functions if other is not None} - seen if not marks else set()
+        if (mark := notes.get(Returned, _NONE).get(number)) is not None:
+            marks[Value(node, number)] = mark
+            continue
+        if (hooks := notes.get(put_on)) is not None:
+            receivers.update(hook.receiver for hook in hooks)
+            if stops_at_uses:
+                uses.append(node)
+                continue
+        past.add(node)
+        ahead = {edge for edge in node.next_functions if edge[0] is not None} - seen
         waiting += ahead
         seen |= ahead
-    return found
+    return Behind(marks, [*uses, *(value.node for value in marks if value.node not in past)], receivers)
+
+
+_NONE: dict[int, Returned] = {}
 
 
 def own_hook(handle: Handle) -> Handle:

@@ -55,8 +55,9 @@ WITHIN = (
 class Backward:
     """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    def __init__(self, record: Record, reduction: Reduction, created: Callable[[Use, Node, AtOutput | None], None]) -> None:
+    def __init__(self, record: Record, reduction: Reduction, owner: Callable[[], Any], created: Callable[..., None]) -> None:
         self.record, self.reduction = record, reduction
+        self.owner = owner  # the recorder
         self.created = created  # called when a pass that makes a graph arrives at a node
         self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
@@ -167,13 +168,15 @@ class Backward:
             self.watch_late(self.looked[0])
             self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
-        self.running, self._left = None, None
+        self.running = None
         self.record.superseded, self.record.superseded_unseen = [], {}
-        # After wrappers have changed the gradients at the end of the pass.
-        call_at_end(partial(self._note_left, ended))
+        if not ended.captures:  # else .grad is as it was
+            self._left = None
+            # After wrappers have changed the gradients at the end of the pass.
+            call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf and not ended.captures)
+        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf)
         states = ((name, id(p), self.record.state_of_grad(name, p)) for name, p in leaves)
         left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
@@ -258,7 +261,7 @@ class Backward:
         if makes_graph or kind.derives is None:
             kind.derives = makes_graph
         if makes_graph and node is not None:
-            self.created(use, node, hook if isinstance(hook, AtOutput) else None)
+            self.created(self.owner, use, node, hook if isinstance(hook, AtOutput) else None)
         received = self._note(use, slot, grads, hook, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
             received.keep(self._taken(use, node, grads, received.reached))

@@ -154,7 +154,7 @@ class _Watched:
         if self._is_of_inputs():
             what, cure = "changes the gradient of a module's inputs", "register x.register_hook on the input"
         backward.refuse(
-            f"samples mix, or may: {named(self.hook)} {what} at {node.name()} inside the forward. No row is known behind "
+            f"samples mix, or may: {named(self.hook)} {what} at {node.name()}. No row is known behind "
             f"it. Let the hook return None, or {cure}; or change .grad after the rows are read."
         )
 

@@ -18,7 +18,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.copies import Copy
-from autograd_hacks.support.layout import Layouts, is_time_first
+from autograd_hacks.support.layout import Layout, Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, tensors_in
 
@@ -75,7 +75,7 @@ class Within:
     leaves: Mapping[int, Node] = field(default_factory=dict)  # then: where parameters (id) end the graph
     axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
     counted_at: int | None = None  # the output that shows N, if no argument does
-    outputs: Layouts = ()  # where samples are in the model's outputs
+    places: Sequence[Any] = ()  # where samples are in the model's outputs, as `Returned` has it; None where nothing says it
     nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by parameter, the nodes that read it
     by_rule: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
     refused: Mapping[str, str] = field(default_factory=dict)  # why a parameter has no rows
@@ -98,6 +98,11 @@ class Within:
     def trusts(self, name: str) -> bool:
         """Whether a parameter's rows need not be compared with gradient."""
         return name not in self.unsure and (self.compared is None or name in self.compared)
+
+    @property
+    def outputs(self) -> Layouts:
+        """The layouts of the outputs that have one."""
+        return tuple([at if isinstance(at, Layout) else None for at in self.places])
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Says that parameters have no rows, and that the samples are unknown."""

@@ -163,6 +163,8 @@ class Forward:
         output, hooks = attach(call, output, outputs, self.backward, known.rule.recomputes, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
+        elif made_of:
+            self.backward.owner().compare(layer, self.within, made_of, live)
         return output
 
     def _note_plainly(self, known: Layer, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:

@@ -45,6 +45,10 @@ class Ran:
     noted: Sequence[Noted] = ()
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
+    added: Mapping[Value, Any] = field(
+        default_factory=dict
+    )  # where samples are in what its own losses add up, as `Returned` has it
+    labels: Sequence[Sequence[Any]] = ()  # by node of its trace, of the gradients at the outputs, once that was read
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
     hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
     takers: Sequence[int] = ()  # the numbers of the nodes that take a parameter
@@ -62,8 +66,8 @@ class Ran:
     @cached_property
     def packed(self) -> dict[Any, Tensor]:
         """For outputs that are packed sequences, by number: the sample of each row."""
-        sequences = [x for x in tree_leaves(unpacked(self.returned, everything=True), is_packed) if is_packed(x)]
-        return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
+        rows = packed_rows(self.returned)
+        return {slot: rows[id(x)] for slot, x in enumerate(self.outputs) if id(x) in rows}
 
     @cached_property
     def trace(self) -> Trace:
@@ -147,6 +151,12 @@ class Ran:
                 for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
                     own_hook(taker.node.register_hook(partial(_note_brought, own, taker.place)))
                 own_hook(at.node.register_prehook(partial(_note_mixed, receiver, why, own, at.number)))
+
+
+def packed_rows(tree: Any) -> dict[int, Tensor]:
+    """By the data (id) of packed sequences, the sample of each row."""
+    sequences = [x for x in tree_leaves(unpacked(tree, everything=True), is_packed) if is_packed(x)]
+    return {id(p.data): samples_of_rows(p) for p in sequences}
 
 
 def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:

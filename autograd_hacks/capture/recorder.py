@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
@@ -25,8 +26,9 @@ from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.copies import Marks
+from autograd_hacks.support.graph import Value
 from autograd_hacks.support.internals import next_node, sequence_number
-from autograd_hacks.support.layout import Layout, Layouts
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
@@ -60,7 +62,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
-        self.backward = Backward(self.record, self.reduction, partial(ABOVE.created, weakref.ref(self)))
+        self.backward = Backward(self.record, self.reduction, weakref.ref(self), ABOVE.created)
         self.forward = Forward(self.record, self.backward)
         self.tree = Tree(model)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the layers that got hooks
@@ -72,6 +74,7 @@ class Recorder:
         self._hooks = 0, 0  # the counts of hooks as it began
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the users' that were registered since
         self._ran: Ran | None = None  # the running forward
+        self.watch: Watch | None = None  # over the user's hooks on gradients
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
@@ -191,6 +194,10 @@ class Recorder:
         self._users_hooks = []
         self.backward.has_looked()
 
+    def compare(self, layer: nn.Module, within: Within, made_by: frozenset[Node], arguments: Any) -> None:
+        """Called when a layer has run by itself, on values with a graph."""
+        ABOVE.between(self, layer, Ran(within, made_by, arguments=arguments))
+
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
         trains, known = [p.requires_grad for p in parameters.values()], self.trained_before
@@ -208,9 +215,16 @@ class Recorder:
 
     def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""
-        watch = Watch(weakref.ref(self.backward), labels, samples)
+        self.watch = watch = Watch(weakref.ref(self.backward), labels, samples)
         watch.over(self._users_hooks)
         self.backward.watch_before, self.backward.watch_late = watch.over, watch.late
+
+    def watch_loss(self, labels: Callable[[], Callable[[], Labels]], samples: int) -> None:
+        """Watches the hooks that have come since then by the labels of a loss, too."""
+        before = self.watch.labels if self.watch is not None else dict
+        if before is not None and self.backward.has_new_hooks():
+            known, own = before, labels()
+            self.watch_hooks(lambda: {**known(), **own()}, samples)
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         within = self.record.last = ran.within
@@ -221,6 +235,8 @@ class Recorder:
         if not any(x.grad_fn is not None for x in ran.outputs):
             ran.known = None
         self._read(path, model, ran)
+        if ran.ends:
+            ABOVE.between(self, model, ran)
         self.record.documents = within.documents
         if within.kind is self.kinds.static and not ran.is_covered:
             ABOVE.assume(ran)
@@ -231,16 +247,21 @@ class Recorder:
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         if not (self.backward.wants_grad or within.returns_parameters or self._users_hooks):
             lean.meet(self.backward, ran)
-        layouts = _layouts(model, ran)
-        for x, layout in zip(ran.outputs, layouts[: ran.count]):
-            self.record.outputs[x] = layout, samples, version_of(x)
-            count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
-            if layout is not None and layout.fits(x, count):
-                mark_returned(x, Returned(x.output_nr, layout, count, weakref.ref(self), self.record.forwards))
-        self.record.returned = list(zip([x.shape for x in ran.outputs[: ran.count]], layouts))
-        for x, layout in zip(ran.outputs[ran.count :], layouts[ran.count :]):
-            if layout is not None:
+        places = _places(model, ran)
+        layouts = [at if isinstance(at, Layout) else None for at in places]
+        marks: dict[Value, tuple[Any, int]] = {value: (at, samples or 0) for value, at in ran.added.items()}
+        for n, (x, at, layout) in enumerate(zip(ran.outputs, places, layouts)):
+            if n < ran.count:
+                self.record.outputs[x] = layout, samples, version_of(x)
+            elif layout is not None:
                 self._kept[x] = True
+            count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
+            is_known = layout.fits(x, count) if layout is not None else at is not None
+            if x.grad_fn is not None and (is_known or n in within.mixed_outputs):
+                marks[ran.value(n)] = at if is_known else None, count
+        for value, (at, count) in marks.items():
+            mark_returned(value, Returned(at, count, weakref.ref(self), self.record.forwards))
+        self.record.returned = [(x.shape, at) for x, at in zip(ran.outputs[: ran.count], layouts)]
 
     def _read(self, path: str, model: nn.Module, ran: Ran) -> None:
         """Reads a forward, and shows that its samples are independent if that is asked."""
@@ -284,13 +305,11 @@ def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     return [x for x in found.values() if not x.is_nested]
 
 
-def _layouts(model: nn.Module, ran: Ran) -> Layouts:
-    """Where the samples are in the outputs; None where no axis has them, as in packed sequences."""
-    if len(ran.within.outputs) == len(ran.outputs):
-        return ran.within.outputs
+def _places(model: nn.Module, ran: Ran) -> Sequence[Any]:
+    """Where the samples are in the outputs, as `Returned` has it; None where nothing says it."""
+    if len(ran.within.places) == len(ran.outputs):
+        return ran.within.places
     rule = rule_for(model)
     own = rule.axes(model) if rule is not None and rule.axes is not None else ()
     axes = [*own, *[0] * len(ran.outputs)]  # for a layer by itself, or assumed
-    return tuple(
-        [Layout(at) if x.ndim > at and n not in ran.packed else None for n, (x, at) in enumerate(zip(ran.outputs, axes))]
-    )
+    return [ran.packed.get(n, Layout(at) if x.ndim > at else None) for n, (x, at) in enumerate(zip(ran.outputs, axes))]

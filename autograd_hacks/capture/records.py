@@ -179,6 +179,13 @@ class Segment:
         )
 
     @property
+    def leaves_unread(self) -> bool:
+        """Whether a pass that replaces it leaves rows in ``.grad`` that nobody has read: its own, or those that it replaced
+        itself, if it is of torch.autograd.grad, which adds nothing to ``.grad``."""
+        captures = all(own.captures for own in self.passes)
+        return any(own.replaces_unread for own in self.passes) if captures else not self.read
+
+    @property
     def hess_type(self) -> str | None:
         """The ``hess_type`` of `backprop_hess`, or None.  Raises NothingRecorded if it ran only some passes."""
         types = {None if recorded.losses is None else recorded.losses.hess_type for recorded in self.passes}
@@ -308,7 +315,7 @@ class Record:
             if target is None and self.accumulating:
                 self.segments = [*self.segments, home]
             elif target is None:
-                current.replaces_unread = not current.is_hess and any(not segment.read for segment in self.segments)
+                current.replaces_unread = not current.is_hess and any(segment.leaves_unread for segment in self.segments)
                 # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one
                 # forward, some with layers that were called later.  So keep that segment until the pass ends.
                 if any(s.can_be_run_again() for s in self.segments):

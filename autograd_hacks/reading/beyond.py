@@ -8,27 +8,38 @@ the node's inputs, whose samples the node's own law tells; and a later pass goes
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
+import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, Returned, on_node, own_hook, returned_in
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, returned_in
+from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import LayerCall, packed_into
+from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import Within
-from autograd_hacks.capture.ran import Ran
+from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
+from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, viewed
 from autograd_hacks.graph.trace import END, LEAF
 from autograd_hacks.reading.reader import Reader, label_of
 from autograd_hacks.support.graph import Graph, Value, made, shape_of
-from autograd_hacks.support.internals import current_node
+from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import Layout, samples_of_rows
 from autograd_hacks.support.switch import Switch
+
+BETWEEN = (
+    "samples mix, or may, between two calls: an argument of {} was computed from an earlier call's outputs, not sample by "
+    "sample, at {}. Or independence is asked for, which is shown of each call by itself. Compute it within one model's "
+    "forward, or give the later call such outputs as they are, or detached."
+)
 
 
 def _ran_behind(
@@ -50,18 +61,20 @@ def read_outside(x: Tensor) -> str:
     x: N ..., computed from outputs of models
     Returns the node at which samples mix, so that x[n] depends on outputs for other samples; "" if none does
     """
-    marks = returned_in(x) if len(x) and Switch.on() else []
-    recorders = {id(own): own for _, mark in marks if isinstance(own := mark.recorder(), Recorder)}
-    mixed = [_read_loss(own, x, [pair for pair in marks if pair[1].recorder() is own]) for own in recorders.values()]
+    if x.grad_fn is None or not (len(x) and Switch.on()):
+        return ""
+    behind = returned_in([Value(x.grad_fn, x.output_nr)])
+    found = [mark.recorder() for mark in behind.marks.values()] + [receiver.owner() for receiver in behind.receivers]
+    mixed = [_read_loss(own, x, behind) for own in dict.fromkeys(found) if isinstance(own, Recorder)]
     return next(filter(None, mixed), "")
 
 
-def _read_loss(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Returned]]) -> str:
+def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     assert x.grad_fn is not None  # else it would come from no output
-    samples, forward = len(x), max(mark.forward for _, mark in marks)
-    ends, at = [edge.node for edge, _ in marks], dict[Value, Label]()
+    samples, ends = len(x), [*behind.ends]
+    numbers = [mark.forward for mark in behind.marks.values() if mark.recorder() is recorder]
     while True:
-        ran = _ran_behind(recorder, [x], ends, forward, samples)
+        ran = _ran_behind(recorder, [x], ends, max(numbers, default=recorder.record.forwards), samples)
         reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
         found, hooked = reader.read(), _hooked(recorder, reader)
         nodes = reader.trace.nodes
@@ -69,36 +82,114 @@ def _read_loss(recorder: Recorder, x: Tensor, marks: list[tuple[GradientEdge, Re
         # Of a value that a derivative takes once more, the forward's own use gets the gradient: there, the walk ends.
         taken = reader.trace.behind([j for values, _ in found.uses.values() for j, *_ in values])
         hooks = [(node, hook) for j in taken if (node := nodes[j]) not in ends for hook in on_node(node)]
-        again = {node: own.use for node, own in hooks if isinstance(own, AtNode) and own.receiver is recorder.backward}
+        again = {node for node, own in hooks if isinstance(own, AtNode) and own.receiver is recorder.backward}
         if not again:
             break
         ends += again
-        for node, use in again.items():
-            at |= _labels(use, node, None)[1]
     reader.follow(found)
     ran.attach(recorder.backward)
+    recorder.watch_loss(partial(labels_by_node, reader), samples)
     if recorder.record.documents is not None:
         return ""
-    for edge, mark in marks:
-        if mark.samples == samples:
-            value = Value(edge.node, edge.output_nr)
-            at[value] = label_of(mark.layout, shape_of(value), samples)
-    is_apart = all(is_in_order(reader, value, label) for value, label in at.items())
-    if is_apart and not found.mixed:
+    if not found.mixed and recorder not in _misled(reader, behind):
         return ""
     return reader.mixing(reader.walk)[0] or "the order of the samples"
+
+
+def labels_by_node(reader: Reader) -> Callable[[], Labels]:
+    """Gives the labels of the gradients at nodes, which nothing here may hold."""
+    numbers, labels = list(map(sequence_number, reader.trace.nodes)), reader.walk.labels
+    return lambda: dict(zip(numbers, labels))
+
+
+def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
+    """Refuses passes through a forward's arguments to outputs from which these were computed, if samples mix on the way.
+
+    Whose the gradients at the arguments are, the forward's labels say; of layers by themselves, their rules."""
+    within, labels, samples = ran.within, dict[Value, Label](), 0
+    if ran.labels and within.samples is not None:
+        samples, numbers = within.samples, ran.trace.number
+        for node in ran.ends & numbers.keys():
+            labels |= {Value(node, n): own for n, own in enumerate(ran.labels[numbers[node]]) if own is not None}
+    elif recorder.kinds.batch_dim == 0:
+        rule = rule_for(model)
+        axes = rule.axes(model) if rule is not None and rule.axes is not None else ()
+        tensors = [x for x in ran.tensors if not x.is_nested]
+        given = list(zip(tensors, [*axes, *[0] * len(tensors)]))
+        samples = within.samples or next((x.shape[axis] for x, axis in given if x.ndim > axis), 0)
+        rows = packed_rows(ran.arguments)
+        for x, axis in given:
+            if x.grad_fn is not None and (id(x) in rows or Layout(axis).fits(x, samples)):
+                labels[Value(x.grad_fn, x.output_nr)] = label_of(rows.get(id(x), Layout(axis)), x.shape, samples)
+    labels = {value: label for value, label in labels.items() if not _is_returned(value, label, samples)}
+    if not labels or samples < 2 or within.documents is not None:
+        return
+    behind = returned_in(labels, stops_at_uses=True)
+    if not (behind.marks or behind.receivers):
+        return
+    made_by = list(dict.fromkeys([value.node for value in labels]))
+    between = _ran_behind(recorder, (), behind.ends, within.forward, samples, made_by)
+    reader = Reader(between, samples, labels, memo=recorder.kinds.memo)
+    # If independence is asked for: values may mix without a gradient, and nothing shows that they don't.
+    if not (recorder.kinds.independent or _misled(reader, behind)):
+        return
+    why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
+    heard = {hook.receiver for node in Graph(made_by).nodes for hook in on_node(node)}  # also what is behind these outputs
+    for node, receiver in product(made_by, heard):
+        own_hook(node.register_prehook(partial(_refuse, receiver, why)))
+
+
+def _refuse(backward: Backward, why: str, grads: Sequence[Tensor | None]) -> None:
+    if backward.hears() and any(grad is not None for grad in grads):
+        backward.refuse(why)
+
+
+def _is_returned(value: Value, label: Label, samples: int) -> bool:
+    """Whether a value is an output of a model, with the samples where this label says."""
+    notes: Any = value.node.metadata
+    mark = notes.get(Returned, {}).get(value.number)
+    if mark is None or mark.at is None or mark.samples != samples:
+        return mark is not None  # what arrives there is refused, or can't be compared
+    shape = shape_of(value)
+    return _agree(label, label_of(mark.at, shape, samples), shape, samples)
+
+
+def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
+    """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
+    expected = list[tuple[Any, int, Mapping[Value, Label]]]()
+    for value, mark in behind.marks.items():
+        if mark.at is not None:  # else it is refused as it arrives
+            expected.append((mark.recorder(), mark.samples, {value: label_of(mark.at, shape_of(value), mark.samples)}))
+    for node in reader.trace.nodes:
+        for hook in on_node(node):
+            use = hook.use if isinstance(hook, AtNode) else hook.call
+            if use is not None and use.edges:  # else other nodes give the rows
+                expected.append((hook.receiver.owner(), *_labels(use, node, hook if isinstance(hook, AtOutput) else None)))
+    return {
+        own
+        for own, samples, labels in expected
+        if isinstance(own, Recorder)
+        and samples == reader.samples
+        and not all(is_in_order(reader, value, label) for value, label in labels.items() if value.node in reader.number)
+    }
 
 
 def is_in_order(reader: Reader, value: Value, expected: Label) -> bool:
     """Whether what arrives at a value is of the samples whose entries these are."""
     k = reader.number[value.node]
     label, shape = reader.walk.labels[k][value.number], reader.trace.shapes[k][value.number] or ()
-    if label is None or label == expected:
+    return _agree(label, expected, shape, reader.samples)
+
+
+def _agree(label: Label, expected: Label, shape: Shape, samples: int) -> bool:
+    if label is None:
         return True
     if not isinstance(label, Owned) or not isinstance(expected, Owned):
         return False
-    at = entries(label, shape, reader.samples)
-    return bool(((at == entries(expected, shape, reader.samples, at.device)) | (at < 0)).all())
+    if label == expected:
+        return True
+    at = entries(label, shape, samples)
+    return bool(((at == entries(expected, shape, samples, at.device)) | (at < 0)).all())
 
 
 def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
@@ -232,4 +323,4 @@ def _computed(
         _attach(own, Reader(ran, met.samples, roots))
 
 
-ABOVE.created = follow
+ABOVE.created, ABOVE.between = follow, read_between

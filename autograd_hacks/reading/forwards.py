@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed, own_hook
-from autograd_hacks.capture.gradient_hooks import Labels
 from autograd_hacks.capture.kinds import NESTED
 from autograd_hacks.capture.log import INSIDE_PASS, Noted
 from autograd_hacks.capture.ran import Ran, watch_penalty
@@ -26,13 +25,12 @@ from autograd_hacks.graph.trace import Nested
 from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
-from autograd_hacks.reading.beyond import is_in_order
+from autograd_hacks.reading.beyond import is_in_order, labels_by_node
 from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, Where, batch_axes, tried
+from autograd_hacks.reading.hypotheses import Hypothesis, Where, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, label_of
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, shape_of
-from autograd_hacks.support.internals import sequence_number
 from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
@@ -50,6 +48,12 @@ class Chosen:
     in_order: bool | None  # whether the arguments have the samples there; None if parameters meet no argument itself
     found: Read | None = None  # what was read of an equal forward
     untold: str = ""  # why an output's entries can't be assigned to documents
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether an equal forward was read under the hypothesis, or the arguments' memory shows it."""
+        shows = self.in_order is True and self.hypothesis.counted_at is None and self.hypothesis.samples > 1
+        return self.found is not None or (shows and self.is_sure)
 
     @property
     def is_sure(self) -> bool:
@@ -135,8 +139,12 @@ def read_forward(recorder: Recorder, ran: Ran) -> bool:
 def _read(recorder: Recorder, ran: Ran) -> None:
     within, memo = ran.within, recorder.kinds.memo
     best: Chosen | None = None
-    for hypothesis in tried(ran):
-        chosen = _under(ran, hypothesis, memo)
+    before = None if (known := as_before(ran)) is None else _under(ran, known, memo)
+    if before is not None and before.is_shown:
+        best = before
+    for hypothesis in tried(ran) if best is None else ():
+        is_known = before is not None and hypothesis == before.hypothesis
+        chosen = before if before is not None and is_known else _under(ran, hypothesis, memo)
         if best is None or chosen.replaces(best):
             best = chosen
         if best.is_sure:
@@ -162,14 +170,15 @@ def _read(recorder: Recorder, ran: Ran) -> None:
             found.linked, found.links = {*within.compared}, best.reader.links(found)
         for link in () if packed else found.links:
             own_hook(nodes[link.node].register_hook(Passed(recorder.backward, link)))
-    outputs = [best.hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
-    within.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    places = best.hypothesis.places
+    within.places = [places.get(slot) for slot in range(len(ran.outputs))]
+    ran.labels, ran.added = walk.labels, {at: where for at, where in places.items() if isinstance(at, Value)}
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
     within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
     within.by_rule = found.covered
     if not within.mixing and within.kind.dependent is not None:
         within.mixing, within.mixed_outputs = within.kind.dependent
-    recorder.watch_hooks(labels_of(best.reader), best.hypothesis.samples)
+    recorder.watch_hooks(labels_by_node(best.reader), best.hypothesis.samples)
 
 
 def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
@@ -215,12 +224,6 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
-
-
-def labels_of(reader: Reader) -> Callable[[], Labels]:
-    """Gives the labels of the gradients at nodes, which nothing here may hold."""
-    numbers, labels = list(map(sequence_number, reader.trace.nodes)), reader.walk.labels
-    return lambda: dict(zip(numbers, labels))
 
 
 def _without_mixed(ran: Ran, best: Chosen, memo: Memo) -> tuple[Chosen, list[int]]:

@@ -48,18 +48,19 @@ class Hypothesis:
 
 
 def tried(ran: Ran) -> Iterator[Hypothesis]:
-    """Hypotheses about a forward, first that of the last one of its kind."""
-    yield from _as_before(ran)
-    found, before = list(hypotheses(ran)), ran.within.kind.hypothesis
-    most = max((len(own.places) for own in found), default=0)  # an earlier forward may have had fewer
-    yield from sorted(found, key=lambda own: len(own.places) < most or not _is_known(before, own))
+    """Hypotheses about a forward, the likeliest first of those that find samples in most outputs."""
+    found = list(hypotheses(ran))
+    most = max((len(own.places) for own in found), default=0)
+    yield from sorted(found, key=lambda own: len(own.places) < most)
 
 
-def _as_before(ran: Ran) -> Iterator[Hypothesis]:
-    """The hypothesis of the last forward of this kind."""
+def as_before(ran: Ran) -> Hypothesis | None:
+    """The hypothesis of the last forward of this kind.
+
+    It spares the search, but says nothing: which one is believed must not depend on earlier forwards."""
     before: Hypothesis | None = ran.within.kind.hypothesis
     if before is None or not before.is_whole or ran.known is None:
-        return
+        return None
     samples = ran.known.batch.samples(before.axis, before.counted_leaf)
     if before.counted_at is not None:
         samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
@@ -69,13 +70,8 @@ def _as_before(ran: Ran) -> Iterator[Hypothesis]:
         and isinstance(where, Layout) and where.fits_shape(ran.outputs[at].shape, samples)
         for at, where in before.places.items()
     ):  # fmt: skip
-        yield before if samples == before.samples else replace(before, samples=samples)
-
-
-def _is_known(before: Hypothesis | None, hypothesis: Hypothesis) -> bool:
-    """Whether samples are where an earlier forward of this kind had them."""
-    places = {slot: at for slot, at in hypothesis.places.items() if isinstance(slot, int)}
-    return before is not None and hypothesis.axis == before.axis and bool(places) and places == before.places
+        return before if samples == before.samples else replace(before, samples=samples)
+    return None
 
 
 def batch_axes(ran: Ran, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:

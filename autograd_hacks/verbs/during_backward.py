@@ -196,8 +196,8 @@ class _Stream:
                 check_shown(call)
             if call in current.received:  # else it was read already
                 check_own_documents(call, current.received[call], self.recorder.segments is not None)
-                size = call.batch_size(current.received[call])
-                self._told = self._told or (size, call.what)
+                size, losses = call.batch_size(current.received[call]), current.losses
+                self._told = self._told or ((size, call.what) if losses is None else (losses.shape[0], losses.what))
                 if size != self._told[0]:
                     raise disagreement({self._told[1]: self._told[0], call.what: size})
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):

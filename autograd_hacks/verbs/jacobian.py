@@ -17,7 +17,7 @@ from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.guards import check_unseen
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.graph import Graph
+from autograd_hacks.support.graph import Graph, Value
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
@@ -105,7 +105,8 @@ def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -
 
 def _check_function(first: Tensor) -> None:
     """Raises unless a function of the model's outputs has the samples on axis 0, unmixed."""
-    for _, mark in returned_in(first):
+    assert first.grad_fn is not None
+    for mark in returned_in([Value(first.grad_fn, first.output_nr)]).marks.values():
         if mark.samples != len(first):
             raise BatchSizeError(
                 f"{WHAT} was given a tensor of shape {tuple(first.shape)} that is not an output of the model; expected the "

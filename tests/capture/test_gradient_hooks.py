@@ -172,7 +172,7 @@ def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("where", ["inner", "first", "out"])
+@pytest.mark.parametrize("where", ["inner", "first", "out", "loss"])
 def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_samples(where: str, others: int) -> None:
     """Another hooked model in the pass watches it, too."""
     model, other = (
@@ -186,8 +186,10 @@ def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_sa
         for flips in (True, False, True):
             losses = squares(other(x)) if others else 0
             kept["out"] = model(x)
+            kept["loss"] = kept["out"] * 2
             kept[where].register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
-            (squares(kept["out"]) + losses).sum().backward()
+            total = squares(kept["loss"]) + losses
+            (autograd_hacks.backward(total, "sum") if where == "loss" else total.sum().backward())
             said = r"the backward hook .*lambda.*not sample by sample"
             with pytest.raises(SamplesMixed, match=said) if flips else nullcontext():
                 autograd_hacks.compute_grad1(model, "sum")

@@ -59,13 +59,16 @@ def test_two_hooked_models_that_share_layers() -> None:
         assert_means(model)
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module, set_to_none: bool) -> None:
+def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module, set_to_none: bool, asks: bool) -> None:
     """As a trainer accumulates gradients, without ``accumulate``."""
     for read in (autograd_hacks.compute_grad1, lambda model: autograd_hacks.clip_grad1_norm_(model, 1.0)):
         model.zero_grad(set_to_none=set_to_none)
         for seed in range(3):
             step(model, *batch(seed=seed))
+            if asks and seed < 2:  # which adds nothing to .grad
+                torch.autograd.grad(model(batch()[0]).sum(), [*model.parameters()])
         with pytest.raises(NothingRecorded, match=r"an earlier backward pass was not read.*accumulate\(model\).*zero_grad"):
             read(model)
         model.zero_grad(set_to_none=set_to_none)
@@ -73,6 +76,8 @@ def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module
         assert_right(model, *batch())
     # Each pass was read, or thrown away, or both are of one forward.
     for seed in range(2):
+        if asks:
+            torch.autograd.grad(model(batch()[0]).sum(), [*model.parameters()])
         step(model, *batch(seed=seed))
         assert_right(model, *batch(seed=seed))
     step(model, *batch())

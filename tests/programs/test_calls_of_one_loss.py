@@ -1,17 +1,20 @@
 """Losses of several calls of one model, whose graphs lead into each other: by arguments, and by what modules keep."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import Rows, assert_rows, joined, squares
-from steps import check_batches
+from rarely import crossed
+from steps import check_batches, check_losses
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
 
 Program = Callable[["Net", Tensor], Tensor]
 
@@ -26,6 +29,7 @@ class Net(nn.Module):
         self.state: Tensor | None = None
         self.weight: Tensor | None = None
         self.seen: list[Tensor] = []
+        self.before: Callable[[Tensor], Tensor] = lambda h: h
 
     def forward(self, *xs: Tensor, what: str) -> Tensor | tuple[Tensor, Tensor]:
         if what == "encode":
@@ -34,7 +38,7 @@ class Net(nn.Module):
             h = self.first(xs[0]).tanh()
             return self.second(h), h
         if what == "decode":
-            return self.last(sum(x * (k + 1) for k, x in enumerate(xs)).tanh())
+            return self.last(sum(self.before(x) * (k + 1) for k, x in enumerate(xs)).tanh())
         if what == "spike":
             h = self.first(xs[0])
             self.state = h if self.state is None else 0.5 * self.state + h
@@ -131,6 +135,60 @@ def test_rows_and_sums_while_the_pass_runs(name: str, param_grad: bool) -> None:
                 autograd_hacks.compute_grad1(net)
                 assert_rows(net, rows)
             assert_close(of_other.grad, other)
+
+
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "flipped": lambda h: h.flip(0),
+    "sorted": lambda h: h[h.detach().norm(dim=1).argsort(descending=True)],
+    "centred": lambda h: h - h.mean(0),
+    "attention": lambda h: (h @ h.T).softmax(1) @ h,
+    "batch norm": lambda h: nn.functional.batch_norm(h, None, None, training=True),
+}
+Own = Callable[[Tensor], Tensor]
+
+
+def slopes(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
+    points = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(net(points, what="encode").square().sum(), points, create_graph=True)
+    return net(x + mix(slope), what="encode")
+
+
+def in_a_forward(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
+    """A single call's rows are right in any order."""
+    net.before = lambda h: mix(h).sin()
+    return net(net(x, what="encode"), what="decode")
+
+
+def kept_state(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
+    net.state = None
+    net(x, what="spike")
+    net.state = mix(net.state)  # type: ignore[arg-type]  # a call has set it
+    return net(x, what="spike")
+
+
+CHAINS: dict[str, Callable[[Net, nn.Module, Tensor, Own], Tensor]] = {
+    "twice": lambda net, other, x, mix: net(mix(net(x, what="encode")), what="decode"),
+    "two models": lambda net, other, x, mix: other(mix(net(x, what="encode"))),
+    "beside another argument": lambda net, other, x, mix: net(x, mix(net(x, what="encode")), what="decode"),
+    "layers": lambda net, other, x, mix: net.second(mix(net.first(x)).tanh()),
+    "to a model and back": lambda net, other, x, mix: net(mix(other(net(x, what="encode"))), what="decode"),
+    **{own.__name__: own for own in (slopes, in_a_forward, kept_state)},
+}
+
+
+@crossed(chain=CHAINS, mix=MIXES, begins=[0, 2], param_grad=[True, False], total=["each", "sum"])
+def test_samples_that_mix_between_two_calls(chain: str, mix: str, begins: int, param_grad: bool, total: str) -> None:
+    net, other, run = Net().double(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), CHAINS[chain]
+    with autograd_hacks.add_hooks(net, param_grad=param_grad), autograd_hacks.add_hooks(other):
+        for n in range(4):
+            x = torch.randn(4 + n % 2, 4, dtype=torch.float64)
+            if n < begins and chain != "kept_state":
+                check_losses(net, lambda x=x: squares(run(net, other, x, torch.tanh)))
+                continue
+            losses = squares(run(net, other, x, MIXES[mix]))
+            begin = partial(autograd_hacks.backward, losses, "sum") if total == "each" else losses.sum().backward
+            with pytest.raises(SamplesMixed):
+                (begin(), autograd_hacks.compute_grad1(net, "sum"))
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

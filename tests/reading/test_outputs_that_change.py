@@ -14,7 +14,7 @@ from steps import check, check_batches, check_losses
 from torch import Tensor
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, check_right
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
@@ -112,6 +112,23 @@ def test_a_scale_that_is_used_and_returned_in_a_batch_of_one(param_grad: bool) -
             losses(x).sum().backward()
             with pytest.raises(SamplesMixed, match="output number 1"):
                 autograd_hacks.compute_grad1(model, "sum")
+
+
+@crossed(first=[torch.sin, lambda x: x - x.mean(2, keepdim=True)], begins=[0, 2], param_grad=[True, False])
+def test_what_is_believed_does_not_depend_on_earlier_forwards(first: Any, begins: int, param_grad: bool) -> None:
+    """Positions on axis 0 of the outputs, until these have as many classes as there are samples."""
+
+    def run(m: Any, x: Tensor, pools: bool) -> Tensor:
+        y: Tensor = m.last(m.first(first(x)).tanh())
+        return y.mean(1) if pools else y.transpose(0, 1)
+
+    def losses(model: nn.Module, x: Tensor, pools: bool) -> Tensor:
+        found: Tensor = model(x, pools).square()
+        return found.sum(1 if pools else (0, 2))
+
+    model = two_layers(run, features=3)
+
+    check_right(model, *[(data(3, 5, 4), n >= begins) for n in range(5)], run=losses, total="each", param_grad=param_grad)
 
 
 @pytest.mark.parametrize("label", [At(0), At(1), At(0, 1, 5), At(1, 5, 1), At(0, 5, 2)])

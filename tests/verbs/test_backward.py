@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from oracle import assert_rows, one_backward_per_sample, squares
 from rarely import crossed
 from steps import assert_right, batch, check_hooked, check_losses
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.testing import assert_close
 from twin import Bare, check_right
 
@@ -174,6 +176,40 @@ def test_losses_of_one_sample_and_losses_that_do_not_mix_begin_without_a_complai
         return (MIXING | OTHERS)[name](model, x) if begins else squares(model(x))
 
     check_right(_net(), *[(x, number >= BEGINS) for number, x in enumerate(_batches(size))], run=run, total="each")
+
+
+RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a number for each": (lambda h: [own.sum() for own in h], lambda found: torch.stack(found)[:, None]),
+    "parts": (lambda h: h.split([2, 3]), torch.cat),
+    "packed": (
+        lambda h: pack_sequence([*h[:, :, None]]),
+        lambda found: pad_packed_sequence(found, batch_first=True)[0][..., 0],
+    ),
+}
+
+
+@crossed(
+    how=RETURNS,
+    mix=[lambda h: h - h.mean(0), lambda h: (h @ h.t()).log_softmax(1), lambda h: h.flip(0)],
+    private=[False, True],
+)
+def test_losses_that_mix_outputs_without_an_axis_of_samples(how: str, mix: Any, private: bool) -> None:
+    split, join = RETURNS[how]
+    model = Bare(lambda m, x: split(m.net(x)), net=_net())
+    with autograd_hacks.add_hooks(model, independent=private and how != "packed"):
+        for number, x in enumerate(_batches()):
+            h = join(model(x))
+            if number != BEGINS:
+                check_losses(model, lambda x=x: squares(join(model(x))))
+                continue
+            with pytest.raises(SamplesMixed, match="losses given to backward"):
+                autograd_hacks.backward(squares(mix(h)))
+
+
+def test_losses_that_are_each_the_batchs() -> None:
+    model = Bare(lambda m, x: squares(m.net(x)).mean(), net=_net())
+    with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed, match="losses given to backward"):
+        autograd_hacks.backward(model(torch.randn(5, 3).double()).expand(5))
 
 
 def returning() -> nn.Module:

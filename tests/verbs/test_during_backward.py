@@ -136,6 +136,8 @@ def test_batches_that_disagree() -> None:
     model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
         (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
+    with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.during_backward(model, "norms"):
+        autograd_hacks.backward(squares(model[0](torch.randn(6, 4))).view(2, 3).sum(0))  # two views of each sample
 
 
 def test_reading_inside() -> None:
